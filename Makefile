@@ -1,0 +1,36 @@
+# `make demo` and `make test` are all that a visitor needs: both set up what they use.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: setup demo test test-slow lint bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]' -c constraints.txt
+	@touch $(READY)
+
+demo: $(READY)
+	@$(BIN)/python examples/train_gpt2.py
+
+test: lint
+	$(BIN)/pytest
+
+test-slow: $(READY)
+	$(BIN)/pytest -m slow --timeout 1200
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/penstock bench
+	$(BIN)/python benchmarks/peers.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
