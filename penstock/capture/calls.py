@@ -1,0 +1,225 @@
+"""What a recording is made of: values, sizes, calls, and the trace that lists them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.capture.trees import Leaf, Structure, flatten, map_leaves
+
+INPUTS = -1
+"""The call number of the model's own inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref(Leaf):
+    """A value: leaf `leaf` of the result of call `call`, or of the inputs if that is `INPUTS`."""
+
+    call: int
+    leaf: int
+
+    def __str__(self) -> str:
+        return f"input {self.leaf}" if self.call == INPUTS else f"%{self.call}.{self.leaf}"
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute(Leaf):
+    """A parameter, buffer or plain tensor of the model, read by its qualified name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Value = Ref | Attribute
+
+
+@dataclass(frozen=True, slots=True)
+class Size(Leaf):
+    """An integer that grows with the batch: `per_row * rows + offset`."""
+
+    per_row: int
+    offset: int
+
+    def at(self, rows: int) -> int:
+        """The integer for a batch of `rows`."""
+        return self.per_row * rows + self.offset
+
+    def __str__(self) -> str:
+        factor = "B" if self.per_row == 1 else f"{self.per_row}B"
+        return f"{factor}{self.offset:+d}" if self.offset else factor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor value.
+
+    Attributes:
+        shape: its sizes; those that grow with the batch are `Size`s.
+        dtype: its element type.
+        requires_grad: whether a gradient flows to it, with the parameters as they were.
+        storage: a number that tensors sharing memory have in common.
+        from_inputs: whether it depends on the inputs, a parameter or a random number.
+    """
+
+    shape: tuple[int | Size, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    storage: int
+    from_inputs: bool = True
+
+    def at(self, rows: int) -> tuple[int, ...]:
+        """The shape for a batch of `rows`."""
+        return tuple(n.at(rows) if isinstance(n, Size) else n for n in self.shape)
+
+    def num_bytes(self, rows: int) -> int:
+        """The bytes of the tensor's elements for a batch of `rows`."""
+        total = self.dtype.itemsize
+        for n in self.at(rows):
+            total *= n
+        return total
+
+    @property
+    def batch_dim(self) -> int | None:
+        """The dimension along which micro-batches are put together again, if there is one."""
+        growing = [d for d, n in enumerate(self.shape) if isinstance(n, Size)]
+        return growing[0] if len(growing) == 1 else None
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{str(self.dtype).removeprefix('torch.')}[{shape}]"
+
+
+class Ambient(NamedTuple):
+    """The thread's modes that change what a call does: gradients on or off, and autocast."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+
+@dataclass(slots=True)
+class Call:
+    """One recorded operation.
+
+    Attributes:
+        target: a submodule's qualified name, or the torch function itself.
+        args: positional arguments; leaves are `Value`s, `Size`s or constants.
+        kwargs: keyword arguments, likewise.
+        path: the open module whose forward made the call.
+        result: the structure of what it returns.
+        outputs: for each leaf of the result its `TensorInfo`, or the leaf itself when it is plain
+            data, or `OPAQUE` when it is an object that only other calls understand.
+        ambient: the modes it ran under, where they differ from those the forward began with.
+        random: whether it draws random numbers.
+        mutates: the values that it changes in place.
+        hidden: parameters and buffers inside a closed module.
+        number: its place in the recording, which seeds its random numbers.
+    """
+
+    target: str | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    path: str
+    result: Structure | None = None
+    outputs: tuple[Any, ...] = ()
+    ambient: Ambient | None = None
+    random: bool = False
+    mutates: tuple[Value, ...] = ()
+    hidden: tuple[str, ...] = ()
+    number: int = 0
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the call is one of a closed submodule."""
+        return isinstance(self.target, str)
+
+    @property
+    def label(self) -> str:
+        """A short name for people: the module's path, or the function's name and where."""
+        if isinstance(self.target, str):
+            return self.target or "(the whole model)"
+        return f"{self.path + '.' if self.path else ''}{function_name(self.target)}()"
+
+    def reads(self) -> Iterator[Value]:
+        """The values among its arguments, with repetitions."""
+        for leaf in flatten((self.args, self.kwargs))[0]:
+            if isinstance(leaf, (Ref, Attribute)):
+                yield leaf
+
+
+class _Opaque:
+    """Marks a result leaf that is neither a tensor nor plain data."""
+
+    def __repr__(self) -> str:
+        return "OPAQUE"
+
+
+OPAQUE = _Opaque()
+
+
+@dataclass(slots=True)
+class Trace:
+    """One recording of a model's forward: its calls in order, inputs and outputs.
+
+    Attributes:
+        inputs: for every leaf of `(args, kwargs)` its `TensorInfo`, or the constant it was.
+        input_structure: the structure of `(args, kwargs)`.
+        calls: what happened, in order.
+        outputs: the leaves of the model's result: `Value`s, `Size`s or constants.
+        output_structure: the structure of the model's result.
+        attributes: what is known of every parameter and buffer that is read by name.
+    """
+
+    inputs: tuple[Any, ...]
+    input_structure: Structure | None
+    calls: list[Call] = field(default_factory=list)
+    outputs: tuple[Any, ...] = ()
+    output_structure: Structure | None = None
+    attributes: dict[Attribute, TensorInfo] = field(default_factory=dict)
+
+    def info(self, value: Value) -> Any:
+        """The `TensorInfo` of a value (or the constant or `OPAQUE` that stands there)."""
+        if isinstance(value, Attribute):
+            return self.attributes[value]
+        if value.call == INPUTS:
+            return self.inputs[value.leaf]
+        return self.calls[value.call].outputs[value.leaf]
+
+    def pruned(self) -> Trace:
+        """The trace without the functions whose results nobody uses (checks on masks, say)."""
+        needed = {v.call for v in self.outputs if isinstance(v, Ref)}
+        keep = []
+        for number in reversed(range(len(self.calls))):
+            call = self.calls[number]
+            if number in needed or call.is_module or call.random or call.mutates:
+                keep.append(number)
+                needed.update(v.call for v in call.reads() if isinstance(v, Ref))
+        place = {old: new for new, old in enumerate(reversed(keep))} | {INPUTS: INPUTS}
+
+        def renumber(leaf: Any) -> Any:
+            return Ref(place[leaf.call], leaf.leaf) if isinstance(leaf, Ref) else leaf
+
+        calls = [
+            replace(
+                call,
+                args=map_leaves(renumber, call.args),
+                kwargs=map_leaves(renumber, call.kwargs),
+                mutates=tuple(renumber(value) for value in call.mutates),
+            )
+            for call in (self.calls[number] for number in reversed(keep))
+        ]
+        outputs = tuple(renumber(leaf) for leaf in self.outputs)
+        return replace(self, calls=calls, outputs=outputs)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name that a user would write for a torch function."""
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__") and owner is not None:
+        return str(getattr(owner, "__name__", name))
+    return str(name)

@@ -1,0 +1,232 @@
+"""Turns a stretch of a trace into a `torch.fx.GraphModule` with the user's submodules as leaves.
+
+The module's forward is `forward(rows, key, *values) -> tuple`: the number of rows of the
+micro-batch, the random key (or `None`), and the values that are live before the stretch; it
+returns those that are live after it. It is ordinary fx: print it, pickle it, compile it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.capture.calls import Ambient, Attribute, Call, Ref, Size, Trace, Value, function_name
+from penstock.capture.randomness import draw
+from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
+
+_LITERALS = (
+    *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_OPERATORS = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
+
+
+def lower(
+    model: nn.Module,
+    trace: Trace,
+    calls: range,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+) -> fx.GraphModule:
+    """The module that runs `trace.calls[calls]`.
+
+    Args:
+        model: where submodules and attributes are looked up; shared, not copied.
+        trace: the recording.
+        calls: the calls of the stretch.
+        inputs: the values that it is given, in order.
+        outputs: the values that it returns, in order.
+    """
+    lowering = _Lowering(model)
+    for value in inputs:
+        lowering.placeholder(value)
+    for number in calls:
+        lowering.call(number, trace.calls[number])
+    lowering.graph.output(tuple(lowering.value(value) for value in outputs))
+    module = fx.GraphModule(lowering.leaves, lowering.graph, class_name="Stage")
+    module.train(model.training)
+    return module
+
+
+class _Lowering:
+    """One graph under construction."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.graph = fx.Graph()
+        self.leaves: dict[str, Any] = {}  # what the graph's get_attr and call_module find
+        self._nodes: dict[Any, fx.Node] = {}
+        self._results: dict[int, tuple[fx.Node, Structure | None]] = {}
+        self._rows = self.graph.placeholder("rows")
+        self._key = self.graph.placeholder("key")
+
+    def placeholder(self, value: Value) -> None:
+        """Add one more argument, which carries `value`."""
+        name = value.name if isinstance(value, Attribute) else f"value_{value.call}_{value.leaf}"
+        if isinstance(value, Ref) and value.call < 0:
+            name = f"input_{value.leaf}"
+        self._nodes[value] = self.graph.placeholder(name.replace(".", "_"))
+
+    def value(self, value: Value) -> fx.Node:
+        """The node that holds `value`."""
+        node = self._nodes.get(value)
+        if node is None:
+            made = self._attribute if isinstance(value, Attribute) else self._result
+            node = self._nodes[value] = made(value)  # type: ignore[arg-type]
+        return node
+
+    def call(self, number: int, call: Call) -> None:
+        """Append one call."""
+        args = self._build(call.args)
+        kwargs = self._build(call.kwargs)
+        if call.random or call.ambient is not None:
+            node = self._guarded(call, args, kwargs)
+        elif isinstance(call.target, str):
+            self._add_module(call.target)
+            node = self.graph.call_module(_attribute_path(call.target), args, kwargs)
+        else:
+            node = self._function(call.target, args, kwargs)
+        self._results[number] = node, call.result
+
+    # -- calls ----------------------------------------------------------------------------
+
+    def _guarded(self, call: Call, args: Any, kwargs: Any) -> fx.Node:
+        """A call that draws random numbers, or runs under modes of its own."""
+        if isinstance(call.target, str):
+            self._add_module(call.target)
+            function = self.graph.get_attr(_attribute_path(call.target))
+        else:
+            function = self._constant(_as_function(call.target))
+        if call.ambient is None:
+            return self.graph.call_function(draw, (self._key, call.number, function, *args), kwargs)
+        ambient = self._constant(call.ambient)
+        if not call.random:
+            return self.graph.call_function(under, (ambient, function, *args), kwargs)
+        guard = self._constant(under)
+        guarded = (self._key, call.number, guard, ambient, function, *args)
+        return self.graph.call_function(draw, guarded, kwargs)
+
+    def _function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+        name = function_name(function)
+        python_name = getattr(function, "__name__", "")
+        if python_name == "__get__":
+            return self.graph.call_function(getattr, (args[0], name))
+        if python_name == "__set__":
+            return self.graph.call_function(setattr, (args[0], name, args[1]))
+        if name in _OPERATORS:
+            return self.graph.call_function(_OPERATORS[name], args, kwargs)
+        if _is_tensor_method(function):
+            return self.graph.call_method(name, args, kwargs)
+        return self.graph.call_function(function, args, kwargs)
+
+    def _add_module(self, path: str) -> None:
+        self.leaves[_attribute_path(path)] = self.model.get_submodule(path)
+
+    # -- values ---------------------------------------------------------------------------
+
+    def _attribute(self, attribute: Attribute) -> fx.Node:
+        path, _, name = attribute.name.rpartition(".")
+        self.leaves[attribute.name] = getattr(self.model.get_submodule(path), name)
+        return self.graph.get_attr(attribute.name)
+
+    def _result(self, ref: Ref) -> fx.Node:
+        node, structure = self._results[ref.call]
+        path = leaf_paths(structure)[ref.leaf]
+        if any(key is None for key in path):
+            return self.graph.call_function(leaf_of, (node, ref.leaf))
+        for depth, key in enumerate(path, start=1):
+            prefix = (ref.call, path[:depth])
+            if prefix not in self._nodes:
+                self._nodes[prefix] = self._child(node, key)
+            node = self._nodes[prefix]
+        return node
+
+    def _child(self, node: fx.Node, key: tuple[str, Any] | None) -> fx.Node:
+        how, name = key or ("item", 0)
+        reach = operator.getitem if how == "item" else getattr
+        return self.graph.call_function(reach, (node, name))
+
+    def _build(self, tree: Any) -> Any:
+        """Arguments as fx wants them: nodes and literals in plain containers."""
+        leaves, structure = flatten(tree)
+        return self._assemble(structure, iter(leaves))
+
+    def _assemble(self, structure: Structure | None, leaves: Iterator[Any]) -> Any:
+        if structure is None:
+            return self._leaf(next(leaves))
+        children = [self._assemble(child, leaves) for child in structure.children]
+        if structure.is_builtin:
+            return structure.build(children)
+        build = self._constant(structure.build)
+        return self.graph.call_function(build_with, (build, children))
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, (Ref, Attribute)):
+            return self.value(leaf)
+        if isinstance(leaf, Size):
+            return self._size(leaf)
+        if isinstance(leaf, _LITERALS) and not hasattr(leaf, "_member_map_"):
+            return leaf
+        return self._constant(leaf)
+
+    def _size(self, size: Size) -> fx.Node:
+        if size not in self._nodes:
+            node = self.graph.call_function(operator.mul, (self._rows, size.per_row))
+            self._nodes[size] = self.graph.call_function(operator.add, (node, size.offset))
+        return self._nodes[size]
+
+    def _constant(self, constant: Any) -> fx.Node:
+        name = f"constant_{len(self.leaves)}"
+        self.leaves[name] = constant
+        return self.graph.get_attr(name)
+
+
+def under(ambient: Ambient, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `function` under the modes that the model's own code had set for it."""
+    grad = ambient.grad and torch.is_grad_enabled()
+    contexts = [torch.autocast(d, enabled=on, dtype=dtype) for d, on, dtype in ambient.autocast]
+    with torch.set_grad_enabled(grad), contexts[0], contexts[1]:
+        return function(*args, **kwargs)
+
+
+def leaf_of(tree: Any, leaf: int) -> Any:
+    """Leaf number `leaf` of a container whose items have no public key."""
+    return flatten(tree)[0][leaf]
+
+
+def build_with(build: Callable[[list[Any]], Any], children: list[Any]) -> Any:
+    """Put a container of the user's own type together."""
+    return build(list(children))
+
+
+def assemble(trace: Trace, values: dict[Value, Any], rows: int) -> Any:
+    """The model's result, in its own structure, from the values that it is made of."""
+    leaves = []
+    for leaf in trace.outputs:
+        if isinstance(leaf, (Ref, Attribute)):
+            leaves.append(values[leaf])
+        else:
+            leaves.append(leaf.at(rows) if isinstance(leaf, Size) else leaf)
+    return unflatten(trace.output_structure, leaves)
+
+
+def _attribute_path(path: str) -> str:
+    return path or "model"
+
+
+def _is_tensor_method(function: Callable[..., Any]) -> bool:
+    owner = getattr(function, "__objclass__", None)
+    if owner is not None:
+        return issubclass(torch.Tensor, owner)
+    return getattr(function, "__qualname__", "").startswith("Tensor.")
+
+
+def _as_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor property's getter as a function of the tensor alone."""
+    if getattr(function, "__name__", "") == "__get__":
+        return operator.attrgetter(function_name(function))
+    return function

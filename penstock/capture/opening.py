@@ -1,0 +1,221 @@
+"""`capture`: records a model's forward, opening what can be opened, closing what must be closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture.calls import Attribute, Trace
+from penstock.capture.preserve import untouched
+from penstock.capture.program import Program
+from penstock.capture.randomness import Key
+from penstock.capture.recorder import Unrecordable, record
+from penstock.capture.sizes import BatchDim, batch_dims, generalise, num_rows, with_rows
+from penstock.capture.trees import flatten, unflatten
+from penstock.errors import CaptureError
+
+# torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_SMALL_BATCHES = (2, 3, 4)
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch_dim: BatchDim = 0,
+    keep_closed: Iterable[str] = (),
+) -> Program:
+    """Record what `model(*args, **kwargs)` does, for any batch size, in both modes.
+
+    The model's own forward runs on small batches made of the example's rows, some of them twice;
+    parameters, buffers, attributes, training flags and random generators are left untouched.
+
+    Args:
+        model: any module; it is not modified.
+        args: example positional arguments: tensors, and containers of tensors and plain data.
+        kwargs: example keyword arguments.
+        batch_dim: the dimension that counts the rows of every tensor input; or a mapping from an
+            argument's position or name to its dimension, `None` for one that every micro-batch
+            gets whole. Arguments not named are split along 0.
+        keep_closed: qualified names of submodules that the program must not look inside.
+
+    Returns:
+        the program. Where something cannot be recorded, the module around it is one call, and
+        `program.closed` says why; at worst the whole model is.
+
+    Raises:
+        CaptureError: the forward itself raises, or `keep_closed` names no submodule.
+        InputError: the example has no batch dimension, or its inputs disagree on it.
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
+    leaves, structure = flatten((args, kwargs))
+    dims = batch_dims(args, kwargs, batch_dim)
+    rows = num_rows(leaves, dims)
+    capturer = _Capturer(model, leaves, structure, dims, _Opening(model, keep_closed))
+    with untouched(model), torch.enable_grad():
+        try:
+            return capturer.run(_SMALL_BATCHES)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            # Some forwards want particular batch sizes; multiples of the example's may do.
+            return capturer.run((rows, 2 * rows, 3 * rows))
+
+
+class _Opening:
+    """Which modules the program looks inside, and why it does not into the others."""
+
+    def __init__(self, model: nn.Module, keep_closed: Iterable[str]) -> None:
+        self.modules = dict(model.named_modules())
+        self.closed: dict[str, str] = {}
+        self.forced: set[str] = set()
+        for path in keep_closed:
+            if path not in self.modules:
+                known = ", ".join(list(self.modules)[1:6])
+                raise CaptureError(
+                    f"keep_closed names {path!r}, but the model has no such module; "
+                    f"its modules are {known}, …"
+                )
+            self.closed[path] = "kept closed as asked"
+        for path, module in self.modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self.closed[path] = "it is compiled by torch.jit"
+            elif module._forward_hooks or module._forward_pre_hooks:
+                self.closed[path] = "it has forward hooks, which must run around it"
+            elif module._backward_hooks or module._backward_pre_hooks:
+                self.closed[path] = "it has backward hooks, which must run around it"
+
+    def is_open(self, path: str) -> bool:
+        """Whether the program looks inside this module."""
+        if path in self.closed:
+            return False
+        module = self.modules[path]
+        composite = any(True for _ in module.children()) and not isinstance(module, _FUSED)
+        return path == "" or composite or path in self.forced
+
+    def close(self, path: str, why: str) -> None:
+        """Close a module, and every other of its class: what one does, the others do."""
+        self.closed[path] = why
+        kind = type(self.modules[path])
+        if path and not issubclass(kind, _CONTAINERS):
+            for other, module in self.modules.items():
+                if other and type(module) is kind:
+                    self.closed.setdefault(other, why)
+
+    def force(self, trace: Trace) -> bool:
+        """Open the closed modules that share a parameter or buffer with another call.
+
+        Then the parameter is read by the program itself, and can cross a cut like any value.
+        """
+        users: dict[str, set[int]] = {}
+        for number, call in enumerate(trace.calls):
+            read = (v.name for v in call.reads() if isinstance(v, Attribute))
+            for name in {*call.hidden, *read}:
+                users.setdefault(name, set()).add(number)
+        shared = {
+            call.target
+            for call in trace.calls
+            if isinstance(call.target, str) and any(len(users[n]) > 1 for n in call.hidden)
+        }
+        new = {p for p in shared if p not in self.closed and not self.is_open(p)}
+        self.forced |= new
+        return bool(new)
+
+
+class _Capturer:
+    """Records until nothing more needs to be opened or closed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: list[Any],
+        structure: Any,
+        dims: list[int | None],
+        opening: _Opening,
+    ) -> None:
+        self.model = model
+        self.leaves = leaves
+        self.structure = structure
+        self.dims = dims
+        self.opening = opening
+
+    def run(self, sizes: Sequence[int]) -> Program:
+        """The program, generalised from recordings at these three batch sizes.
+
+        Raises:
+            CaptureError: even the model as one closed call does not repeat itself.
+        """
+        while True:
+            try:
+                train = self._trace(sizes, training=True)
+                evaluation = self._trace(sizes, training=False)
+                if self.opening.force(train) or self.opening.force(evaluation):
+                    continue
+                program = self._program(train, evaluation)
+                self._check(program, sizes[-1], training=True)
+                self._check(program, sizes[-1], training=False)
+                return program
+            except Unrecordable as problem:
+                if problem.path in self.opening.closed:
+                    raise CaptureError(f"the forward cannot be recorded: {problem}") from problem
+                self.opening.close(problem.path, problem.why)
+
+    def _program(self, train: Trace, evaluation: Trace) -> Program:
+        return Program(
+            self.model,
+            train,
+            train if train == evaluation else evaluation,
+            self.dims,
+            self.leaves,
+            self.opening.closed,
+            self.opening.is_open,
+        )
+
+    def _trace(self, sizes: Sequence[int], training: bool) -> Trace:
+        traces = []
+        for rows in sizes:
+            args, kwargs = self._batch(rows)
+            with untouched(self.model):
+                self._set_mode(training)
+                traces.append(record(self.model, self.opening.is_open, args, kwargs)[0])
+        return generalise(traces, sizes).pruned()
+
+    def _check(self, program: Program, rows: int, training: bool) -> None:
+        """Replay at another batch size and compare with the model itself, bit for bit."""
+        expected = self._run(program.reference, rows, training)
+        replayed = self._run(program.replay_fresh, rows, training)
+        if _equal(expected, replayed):
+            return
+        if _equal(expected, self._run(program.reference, rows, training)):
+            mode = "training" if training else "evaluation"
+            raise Unrecordable(
+                "", f"replaying its calls in {mode} mode gives another result than it does itself"
+            )
+
+    def _run(self, run: Callable[..., Any], rows: int, training: bool) -> list[Any]:
+        args, kwargs = self._batch(rows)
+        with untouched(self.model):
+            self._set_mode(training)
+            return flatten(run(args, kwargs, Key(0, 0, 0)))[0]
+
+    def _set_mode(self, training: bool) -> None:
+        """Training keeps what the user froze, if the model is in training mode at all."""
+        if not training or not self.model.training:
+            self.model.train(training)
+
+    def _batch(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        batch: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(
+            self.structure, with_rows(self.leaves, self.dims, rows)
+        )
+        return batch
+
+
+def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else True
+        for a, b in zip(left, right, strict=True)
+    )

@@ -1,0 +1,328 @@
+"""The program: the ordered calls that reproduce a model's forward, and where it can be cut."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.capture.calls import INPUTS, Attribute, Ref, Size, TensorInfo, Trace, Value
+from penstock.capture.lowering import assemble, lower
+from penstock.capture.randomness import Key, draw
+from penstock.capture.recorder import record
+from penstock.capture.sizes import num_rows
+from penstock.capture.trees import flatten, unflatten
+from penstock.errors import InputError
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A stretch of the program as a module, and the values that enter and leave it."""
+
+    module: fx.GraphModule
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+class Program:
+    """What `penstock.capture` returns. `program(*args, **kwargs)` replays the model's forward.
+
+    Attributes:
+        model: the user's module; its submodules are the leaves of every stage.
+        train: the trace of the forward in training mode.
+        eval: the trace in evaluation mode; the same object where nothing differs.
+        batch_dims: for every leaf of the inputs the dimension that is split, or `None`.
+        example: the inputs' leaves that were captured with.
+        closed: why the program does not look inside these modules, by qualified name.
+        is_open: whether it looks inside the module of this name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Trace,
+        evaluation: Trace,
+        batch_dims: Sequence[int | None],
+        example: Sequence[Any],
+        closed: Mapping[str, str],
+        is_open: Callable[[str], bool],
+    ) -> None:
+        self.model = model
+        self.train = train
+        self.eval = evaluation
+        self.batch_dims = tuple(batch_dims)
+        self.example = tuple(example)
+        self.closed = dict(closed)
+        self.is_open = is_open
+        self._whole: dict[bool, StageProgram] = {}
+
+    def __len__(self) -> int:
+        return len(self.train.calls)
+
+    def __repr__(self) -> str:
+        return f"Program({type(self.model).__name__}, {len(self)} calls)"
+
+    def trace(self, training: bool) -> Trace:
+        """The trace of this mode."""
+        return self.train if training else self.eval
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay the forward in the model's present mode, like `model(*args, **kwargs)`.
+
+        Raises:
+            InputError: the inputs do not fit the example in anything but the batch size.
+        """
+        return self.replay(args, kwargs, key=None)
+
+    def replay(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key | None) -> Any:
+        """Replay the forward, with random calls seeded by `key` (or as they come)."""
+        training = self.model.training
+        if training not in self._whole:
+            self._whole[training] = self.stages((), training)[0]
+        return self._run(self._whole[training], args, kwargs, key)
+
+    def replay_fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
+        """Like `replay`, on the parameters and buffers that the model has at this moment."""
+        return self._run(self.stages((), self.model.training)[0], args, kwargs, key)
+
+    def _run(
+        self, whole: StageProgram, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key | None
+    ) -> Any:
+        leaves = self.flatten_inputs(args, kwargs)
+        rows = num_rows(leaves, self.batch_dims)
+        results = whole.module(rows, key, *(leaves[_input(value)] for value in whole.inputs))
+        values = dict(zip(whole.outputs, results, strict=True))
+        return assemble(self.trace(self.model.training), values, rows)
+
+    def reference(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
+        """Run the user's own forward, with each random call seeded as a replay seeds it.
+
+        This is what a replay is compared with: the model itself and none of the lowered code.
+        """
+        random = {c.number for c in self.trace(self.model.training).calls if c.random}
+
+        def run(number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if number in random:
+                return draw(key, number, function, *args, **kwargs)
+            return function(*args, **kwargs)
+
+        return record(self.model, self.is_open, args, dict(kwargs), run)[1]
+
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of a batch, checked against the example.
+
+        Raises:
+            InputError: another structure, rank, dtype, feature size or constant.
+        """
+        leaves, structure = flatten((tuple(args), dict(kwargs)))
+        if structure != self.train.input_structure:
+            raise InputError(
+                f"the batch has another structure than the example: {_outline(args, kwargs)}, "
+                f"but the example was captured with {_described(self.train)}; pass the same "
+                "arguments, positional and keyword alike, or capture again with these"
+            )
+        for k, (leaf, expected) in enumerate(zip(leaves, self.train.inputs, strict=True)):
+            problem = _mismatch(leaf, expected, self.batch_dims[k])
+            if problem:
+                raise InputError(
+                    f"input {k} of the batch {problem}; the example that was captured had "
+                    f"{expected}. Only the batch size (B) may vary: capture again for others"
+                )
+        return leaves
+
+    # -- cutting --------------------------------------------------------------------------
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Where the training program can be cut, and what crosses."""
+        return Cuts(self.train)
+
+    def stages(self, cuts: Sequence[int], training: bool) -> list[StageProgram]:
+        """The program cut before these calls (of the training trace), each stage as a module."""
+        trace = self.trace(training)
+        if not training:
+            cuts = self._in_eval(cuts)
+        crossing = self.cuts if trace is self.train else Cuts(trace)
+        edges = [0, *cuts, len(trace.calls)]
+        result = []
+        for start, stop in pairwise(edges):
+            last = stop == edges[-1]
+            inputs = crossing.boundary(start)
+            outputs = crossing.results if last else crossing.boundary(stop)
+            module = lower(self.model, trace, range(start, stop), inputs, outputs)
+            result.append(StageProgram(module, inputs, outputs))
+        return result
+
+    def _in_eval(self, cuts: Sequence[int]) -> list[int]:
+        """The cuts of the evaluation trace that correspond to these of the training trace."""
+        if self.eval is self.train:
+            return list(cuts)
+        ours, theirs = ([(c.path, c.label) for c in t.calls] for t in (self.train, self.eval))
+        blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
+        allowed = Cuts(self.eval)
+        result: list[int] = []
+        for cut in cuts:
+            block = next(b for b in blocks if b.a + b.size >= cut or b.size == 0)
+            position = block.b + max(0, cut - block.a)
+            while allowed.forbidden(position) and position < len(self.eval.calls):
+                position += 1
+            result.append(max(position, result[-1] if result else 0))
+        return result
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of the program's structure: a plan fits the model that has the same."""
+        digest = hashlib.sha256()
+        for call in self.train.calls:
+            outputs = [str(o) for o in call.outputs if isinstance(o, TensorInfo)]
+            digest.update(f"{call.path}|{call.label}|{outputs}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+@dataclass
+class Cuts:
+    """What crosses each position of a trace, and which positions are no place for a cut."""
+
+    trace: Trace
+    _born: dict[Value, int] = field(init=False, default_factory=dict)
+    _dies: dict[Value, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for k, info in enumerate(self.trace.inputs):
+            if isinstance(info, TensorInfo):
+                self._born[Ref(INPUTS, k)] = INPUTS
+        for number, call in enumerate(self.trace.calls):
+            for value in call.reads():
+                self._use(value, number)
+            for leaf in range(len(call.outputs)):
+                self._born[Ref(number, leaf)] = number
+        for leaf in self.trace.outputs:
+            if isinstance(leaf, (Ref, Attribute)):
+                self._use(leaf, len(self.trace.calls))
+
+    def _use(self, value: Value, number: int) -> None:
+        self._born.setdefault(value, number)  # an attribute begins where it is first read
+        self._dies[value] = number
+
+    @cached_property
+    def results(self) -> tuple[Value, ...]:
+        """The values that the model's result is made of, each once."""
+        used = [v for v in self.trace.outputs if isinstance(v, (Ref, Attribute))]
+        return tuple(dict.fromkeys(used))
+
+    def boundary(self, cut: int) -> tuple[Value, ...]:
+        """The values that are live across the cut before call `cut`."""
+        live = [v for v, last in self._dies.items() if self._born[v] < cut <= last]
+        if cut == 0:
+            live = [v for v in self._dies if self._born[v] == INPUTS]
+        return tuple(sorted(live, key=_order))
+
+    def num_bytes(self, cut: int, rows: int) -> int:
+        """The bytes that cross the cut for a micro-batch of `rows`."""
+        infos = (self.trace.info(value) for value in self.boundary(cut))
+        return sum(info.num_bytes(rows) for info in infos if isinstance(info, TensorInfo))
+
+    def forbidden(self, cut: int) -> str | None:
+        """Why there can be no cut before call `cut`, or `None` if there can."""
+        return self._reasons.get(cut)
+
+    @cached_property
+    def _reasons(self) -> dict[int, str]:
+        reasons: dict[int, str] = {}
+        mutated = self._mutations()
+        hidden = self._hidden()
+        for cut in range(1, len(self.trace.calls)):
+            memory: dict[int, Value] = {}
+            for value in self.boundary(cut):
+                reason = self._crossing(value, cut, memory, mutated)
+                if reason:
+                    reasons[cut] = reason
+            for name, (first, last) in hidden.items():
+                if first < cut <= last:
+                    reasons[cut] = f"{name} is used on both sides inside closed modules"
+        return reasons
+
+    def _crossing(
+        self, value: Value, cut: int, memory: dict[int, Value], mutated: dict[int, int]
+    ) -> str | None:
+        """Why `value` cannot cross `cut`; `memory` holds what was seen to cross with it."""
+        info = self.trace.info(value)
+        if not isinstance(info, TensorInfo):
+            return f"{value} is neither a tensor nor plain data"
+        changes = mutated.get(info.storage, -1) >= cut
+        if isinstance(value, Attribute) and info.storage in mutated:
+            return f"{value} is changed in place and used on both sides"
+        if changes and info.storage in memory:
+            return f"{value} and {memory[info.storage]} share memory that is changed later"
+        memory[info.storage] = value
+        return None
+
+    def _mutations(self) -> dict[int, int]:
+        """For each storage that is changed in place, the last call that does it."""
+        last: dict[int, int] = {}
+        for number, call in enumerate(self.trace.calls):
+            for value in call.mutates:
+                info = self.trace.info(value)
+                if isinstance(info, TensorInfo):
+                    last[info.storage] = number
+        return last
+
+    def _hidden(self) -> dict[str, tuple[int, int]]:
+        """Parameters and buffers inside closed modules that more than one call uses."""
+        uses: dict[str, list[int]] = {}
+        inside: set[str] = set()
+        for number, call in enumerate(self.trace.calls):
+            inside.update(call.hidden)
+            read = (v.name for v in call.reads() if isinstance(v, Attribute))
+            for name in {*call.hidden, *read}:
+                uses.setdefault(name, []).append(number)
+        return {n: (u[0], u[-1]) for n, u in uses.items() if n in inside and len(u) > 1}
+
+
+def _input(value: Value) -> int:
+    """The number of the input leaf that a value of the first boundary is."""
+    return value.leaf if isinstance(value, Ref) else -1
+
+
+def _order(value: Value) -> tuple[int, int, str]:
+    if isinstance(value, Ref):
+        return (value.call, value.leaf, "")
+    return (INPUTS, 1 << 30, value.name)
+
+
+def _mismatch(leaf: Any, expected: Any, dim: int | None) -> str:
+    """How a leaf of the batch differs from what was captured, or an empty string."""
+    if not isinstance(expected, TensorInfo):
+        same = type(leaf) is type(expected) and (leaf is expected or leaf == expected)
+        return "" if same else f"is {leaf!r}, a constant of the program"
+    if not isinstance(leaf, torch.Tensor):
+        return f"is a {type(leaf).__name__}, not a tensor"
+    if leaf.dtype != expected.dtype:
+        return f"has dtype {leaf.dtype}"
+    if leaf.ndim != len(expected.shape):
+        return f"has {leaf.ndim} dimensions, of shape {tuple(leaf.shape)}"
+    for axis, (n, wanted) in enumerate(zip(leaf.shape, expected.shape, strict=True)):
+        is_batch = dim is not None and axis == dim % leaf.ndim
+        if not is_batch and not isinstance(wanted, Size) and n != wanted:
+            return f"has shape {tuple(leaf.shape)}, {n} instead of {wanted} in dimension {axis}"
+    return ""
+
+
+def _outline(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    names = [type(a).__name__ for a in args] + [
+        f"{k}={type(v).__name__}" for k, v in kwargs.items()
+    ]
+    return f"({', '.join(names)})"
+
+
+def _described(trace: Trace) -> str:
+    args, kwargs = unflatten(trace.input_structure, [str(i) for i in trace.inputs])
+    names = [str(a) for a in args] + [f"{k}={v}" for k, v in kwargs.items()]
+    return f"({', '.join(names)})"

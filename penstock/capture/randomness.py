@@ -1,0 +1,82 @@
+"""Random numbers that depend on (seed, step, micro-batch, call) and on nothing else.
+
+A recorded call that draws random numbers runs with the device's generator seeded for just that
+call, and the generator is put back afterwards. So dropout masks are the same whatever the number
+of stages, the schedule and the kind of worker, and the user's own random stream is not consumed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.capture.trees import flatten
+
+_MASK = (1 << 64) - 1
+
+# The generators are process-wide, so is what guards them. Reentrant: a closed module that draws
+# may hold a recorded program of its own.
+_GENERATOR_LOCK = threading.RLock()
+
+
+class Key(NamedTuple):
+    """Where random numbers are drawn: one micro-batch of one step, under the user's seed."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+    def for_call(self, call: int) -> int:
+        """A 64-bit seed for one call; neighbouring keys give unrelated seeds (splitmix64)."""
+        state = 0
+        for part in (self.seed, self.step, self.microbatch, call):
+            state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+            state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+            state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+            state ^= state >> 31
+        return state
+
+
+def draw(
+    key: Key | None, call: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run `function(*args, **kwargs)` with the generator seeded for this key and call.
+
+    Without a key it draws from the generator as it stands, like plain PyTorch.
+    """
+    if key is None:
+        return function(*args, **kwargs)
+    generator = default_generator(_device_of((args, kwargs)))
+    with _GENERATOR_LOCK:
+        state = generator.get_state()
+        generator.manual_seed(key.for_call(call))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            generator.set_state(state)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch functions draw from on `device`."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """The generators of the CPU and of every CUDA device among `devices`."""
+    cuda = sorted({d for d in devices if d.type == "cuda"}, key=str)
+    return [torch.default_generator, *(default_generator(d) for d in cuda)]
+
+
+def _device_of(tree: Any) -> torch.device:
+    for leaf in flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.device
+        if isinstance(leaf, torch.device):
+            return leaf
+    return torch.device("cpu")

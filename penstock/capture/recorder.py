@@ -1,0 +1,361 @@
+"""Records one run of a model's forward: every torch call, every call of a closed module.
+
+The model's own Python runs on real tensors, so control flow, keyword arguments and containers
+resolve themselves. What cannot be recorded inside an open module raises `Unrecordable`, and
+`penstock.capture.opening` then closes that module and starts again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.capture.calls import (
+    INPUTS,
+    OPAQUE,
+    Ambient,
+    Attribute,
+    Call,
+    Ref,
+    TensorInfo,
+    Trace,
+    Value,
+    function_name,
+)
+from penstock.capture.randomness import generators
+from penstock.capture.trees import flatten, map_leaves
+
+Runner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs recorded call number `n`: a function with its arguments."""
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+# Reading these says nothing of a tensor's values, so they are not calls of the program.
+_METADATA = frozenset(
+    """
+    shape dtype device ndim is_cuda is_cpu requires_grad layout is_sparse is_quantized is_meta
+    is_mkldnn names grad_fn is_leaf itemsize nbytes is_mps is_xpu is_nested output_nr _version
+    size dim stride is_contiguous numel nelement is_floating_point is_complex __len__ is_signed
+    element_size storage_offset get_device has_names is_inference is_conj is_neg ndimension
+    is_tensor __repr__ __hash__ __format__ data_ptr _is_view is_same_size result_type can_cast
+    promote_types broadcast_shapes dim_order is_shared is_pinned
+    """.split()
+)
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a module
+    """Something in the open module `path` cannot be recorded; `why` is for `explain()`."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path or '(the model itself)'}: {why}")
+        self.path = path
+        self.why = why
+
+
+def run_plainly(
+    number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The default `Runner`."""
+    return function(*args, **kwargs)
+
+
+def ambient() -> Ambient:
+    """The calling thread's modes that change what a torch call does."""
+    autocast = tuple(
+        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
+    )
+    return Ambient(torch.is_grad_enabled(), autocast)
+
+
+def record(
+    model: nn.Module,
+    is_open: Callable[[str], bool],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    run: Runner = run_plainly,
+) -> tuple[Trace, Any]:
+    """Run `model(*args, **kwargs)` and record it.
+
+    Args:
+        model: the module; run inside `untouched(model)` if it must stay as it is.
+        is_open: whether the program looks inside the module of this qualified name.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        run: runs each recorded call; the place to seed it.
+
+    Returns:
+        the trace, and what the model returned.
+
+    Raises:
+        Unrecordable: something in an open module cannot be recorded.
+    """
+    recorder = Recorder(model, is_open, run)
+    with _intercepted_modules(recorder):
+        trace = recorder.begin(args, kwargs)
+        attributes = recorder.open_attributes()
+        with recorder:
+            result = model(*args, **kwargs)
+        recorder.check_unchanged(attributes)
+        recorder.end(result)
+    return trace, result
+
+
+class Recorder(TorchFunctionMode):
+    """The torch-function mode behind `record`."""
+
+    def __init__(self, model: nn.Module, is_open: Callable[[str], bool], run: Runner) -> None:
+        super().__init__()
+        self.model = model
+        self.is_open = is_open
+        self.run = run
+        self.thread = threading.get_ident()
+        self.paths = {id(module): name for name, module in model.named_modules()}
+        self.generators = generators({p.device for p in model.parameters()})
+        self._known: dict[int, Value] = {}
+        self._kept: list[Any] = []  # ids stay unique while what they name is alive
+        self._storages: dict[int, int] = {}
+        self._open: list[str] = [""]
+        self._inside = 0
+        for name, tensor in named_tensors(model):
+            self._known.setdefault(id(tensor), Attribute(name))
+            self._kept.append(tensor)
+
+    # -- the two things that can happen ---------------------------------------------------
+
+    def call_module(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """What `module(*args, **kwargs)` does while recording; `call` is the real thing."""
+        path = self.paths.get(id(module))
+        if self._inside or path is None or threading.get_ident() != self.thread:
+            return call(module, *args, **kwargs)
+        if self.is_open(path):
+            self._open.append(path)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._open.pop()
+        hidden = tuple(str(self._known[id(tensor)]) for _, tensor in named_tensors(module))
+        return self._record(path, partial(call, module), args, kwargs, hidden)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(func)
+        if self._inside or name in _METADATA:
+            return func(*args, **kwargs)
+        leaves = flatten((args, kwargs))[0]
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return self._without_tensors(func, args, kwargs)
+        return self._record(func, func, args, kwargs)
+
+    def _without_tensors(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A function of no tensors: a factory such as `torch.arange`, or a setting."""
+        versions = [g.get_state() for g in self.generators]
+        result = func(*args, **kwargs)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in flatten(result)[0]):
+            return result
+        for generator, state in zip(self.generators, versions, strict=True):
+            generator.set_state(state)
+        return self._record(func, func, args, kwargs)
+
+    # -- recording ------------------------------------------------------------------------
+
+    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+        """Start a trace whose inputs are the leaves of `(args, kwargs)`."""
+        leaves, structure = flatten((tuple(args), kwargs))
+        self._ambient = ambient()
+        self.trace = Trace(
+            inputs=tuple(self._bind(leaf, Ref(INPUTS, k), True) for k, leaf in enumerate(leaves)),
+            input_structure=structure,
+        )
+        return self.trace
+
+    def end(self, result: Any) -> None:
+        """Finish the trace with what the model returned."""
+        leaves, structure = flatten(result)
+        self.trace.outputs = tuple(self._encode(leaf) for leaf in leaves)
+        self.trace.output_structure = structure
+
+    def _record(
+        self,
+        target: str | Callable[..., Any],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hidden: tuple[str, ...] = (),
+    ) -> Any:
+        self._inside += 1
+        try:
+            call = Call(
+                target,
+                map_leaves(self._encode, tuple(args)),
+                map_leaves(self._encode, dict(kwargs)),
+                self._open[-1],
+                hidden=hidden,
+                number=len(self.trace.calls),
+            )
+            now = ambient()
+            call.ambient = None if now == self._ambient else now
+            result = self._observe(call, function, args, kwargs)
+            self._append(call, result)
+        finally:
+            self._inside -= 1
+        return result
+
+    def _append(self, call: Call, result: Any) -> None:
+        """Add the call to the trace, unless it only read something harmless."""
+        leaves, call.result = flatten(result)
+        from_inputs = call.is_module or call.random or self._depends(call)
+        if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
+            self._check_readable(call, from_inputs)
+            return
+        call.outputs = tuple(
+            self._bind(leaf, Ref(call.number, k), from_inputs) for k, leaf in enumerate(leaves)
+        )
+        self.trace.calls.append(call)
+
+    def _observe(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the call, noting whether it draws random numbers and what it changes in place."""
+        tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        versions = [_version(t) for t in tensors]
+        states = [g.get_state() for g in self.generators]
+        result = self.run(call.number, function, args, kwargs)
+        call.mutates = tuple(
+            self._known[id(t)] for t, v in zip(tensors, versions, strict=True) if _version(t) != v
+        )
+        after = [g.get_state() for g in self.generators]
+        call.random = any(not torch.equal(a, b) for a, b in zip(states, after, strict=True))
+        return result
+
+    def _check_readable(self, call: Call, from_inputs: bool) -> None:
+        """A call that returns plain data only: harmless unless it reads a changing value."""
+        if from_inputs:
+            raise Unrecordable(
+                call.path,
+                f"its Python reads a tensor's value ({call.label}) that depends on the inputs, "
+                "a parameter or a random number",
+            )
+
+    def _depends(self, call: Call) -> bool:
+        for value in call.reads():
+            if isinstance(value, Attribute):
+                return True
+            info = self.trace.info(value)
+            if not isinstance(info, TensorInfo) or info.from_inputs:
+                return True
+        return False
+
+    # -- values ---------------------------------------------------------------------------
+
+    def _is_value(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) or not _is_plain(leaf)
+
+    def _bind(self, leaf: Any, value: Ref, from_inputs: bool) -> Any:
+        """Give a result leaf its name from here on, and say what is known of it."""
+        if not self._is_value(leaf):
+            return leaf
+        self._known[id(leaf)] = value
+        self._kept.append(leaf)
+        if isinstance(leaf, torch.Tensor):
+            return self._info(leaf, from_inputs)
+        return OPAQUE
+
+    def _encode(self, leaf: Any) -> Any:
+        """The name of an argument: a value if it is one, else the constant itself."""
+        known = self._known.get(id(leaf)) if self._is_value(leaf) else None
+        if known is not None:
+            if isinstance(known, Attribute) and known not in self.trace.attributes:
+                self.trace.attributes[known] = self._info(leaf, True)
+            return known
+        if isinstance(leaf, torch.Tensor):
+            shape = "x".join(map(str, leaf.shape)) or "scalar"
+            raise Unrecordable(
+                self._open[-1],
+                f"it uses a tensor ({leaf.dtype}, {shape}) that no recorded call made",
+            )
+        if _is_plain(leaf):
+            return leaf
+        raise Unrecordable(
+            self._open[-1], f"it passes a {type(leaf).__name__}, which is not plain data"
+        )
+
+    def _info(self, tensor: torch.Tensor, from_inputs: bool) -> TensorInfo:
+        strided = tensor.layout is torch.strided
+        memory = tensor.untyped_storage()._cdata if strided else id(tensor)
+        storage = self._storages.setdefault(memory, len(self._storages))
+        shape = tuple(tensor.shape)
+        return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, from_inputs)
+
+    # -- open modules must not keep state in their own Python -------------------------------
+
+    def open_attributes(self) -> dict[str, dict[str, Any]]:
+        """The attributes of every open module, as they are."""
+        return {
+            path: {**vars(module), **module._buffers, **module._parameters}
+            for path, module in self.model.named_modules()
+            if self.is_open(path)
+        }
+
+    def check_unchanged(self, before: dict[str, dict[str, Any]]) -> None:
+        """Raise if the forward of an open module assigned to one of its attributes."""
+        for path, attributes in self.open_attributes().items():
+            for name, value in attributes.items():
+                if value is not before[path].get(name, self):
+                    raise Unrecordable(path, f"its forward assigns to self.{name}")
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, nn.Module))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and plain tensor attributes, by every name that reaches them."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield (f"{path}.{name}" if path else name), value
+
+
+_PATCH_LOCK = threading.Lock()
+
+
+@contextmanager
+def _intercepted_modules(recorder: Recorder) -> Iterator[None]:
+    """Every `module(...)` asks the recorder first. One recording at a time per process."""
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(module, original, args, kwargs)
+
+    with _PATCH_LOCK:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]

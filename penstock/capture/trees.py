@@ -1,0 +1,158 @@
+"""Flattening of nested arguments and results, and putting them together again.
+
+Like `torch.utils._pytree`, with what a model's forward really passes around: plain dataclasses,
+slices and subclasses of the built-in containers, without registering anything process-wide.
+Types that somebody else registered there (`transformers`' outputs, for one) are honoured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+
+class Leaf:
+    """Base of the types that stand for a leaf, whatever they look like inside."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Structure:
+    """The shape of a nested value, without its leaves.
+
+    Attributes:
+        build: puts the children together again.
+        keys: how each child is reached from the parent: `("item", key)`, `("attribute", name)`,
+            or `None` where only flattening reaches it.
+        children: their structures; `None` marks a leaf.
+        kind: the container's type.
+    """
+
+    kind: type
+    keys: tuple[tuple[str, Any] | None, ...]
+    children: tuple[Structure | None, ...]
+    build: Callable[[list[Any]], Any] = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the container is a literal of the language: tuple, list, dict or slice."""
+        return self.kind in (tuple, list, dict, slice)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rebuild:
+    """Rebuilds one kind of container; a class and not a closure, so that it can be pickled."""
+
+    kind: type
+    context: Any = None
+
+    def __call__(self, children: list[Any]) -> Any:
+        if self.kind in (tuple, list):
+            return self.kind(children)
+        if self.kind is slice:
+            return slice(*children)
+        if self.kind is dict:
+            return dict(zip(self.context, children, strict=True))
+        registered = _pytree.SUPPORTED_NODES.get(self.kind)
+        if registered is not None:
+            return registered.unflatten_fn(children, self.context)
+        if issubclass(self.kind, tuple):
+            return self.kind(*children)
+        return _rebuild_dataclass(self.kind, dict(zip(self.context, children, strict=True)))
+
+
+def _rebuild_dataclass(kind: type, values: dict[str, Any]) -> Any:
+    result: Any = object.__new__(
+        kind
+    )  # not the constructor: it may have side effects or no such names
+    for name, value in values.items():
+        object.__setattr__(result, name, value)
+    return result
+
+
+_Level = tuple[list[Any], tuple[tuple[str, Any] | None, ...], _Rebuild]
+
+
+def _open(value: Any) -> _Level | None:
+    """The children of `value`, how each is reached, and how to rebuild; `None` for a leaf."""
+    if isinstance(value, (Leaf, torch.Tensor)):
+        return None
+    kind = tuple if isinstance(value, torch.Size) else type(value)
+    if kind in (tuple, list):
+        return list(value), tuple(("item", i) for i in range(len(value))), _Rebuild(kind)
+    if kind is dict:
+        keys = list(value)
+        return [value[k] for k in keys], tuple(("item", k) for k in keys), _Rebuild(dict, keys)
+    if kind is slice:
+        parts = [("attribute", name) for name in ("start", "stop", "step")]
+        return [value.start, value.stop, value.step], tuple(parts), _Rebuild(slice)
+    if kind in _pytree.SUPPORTED_NODES:
+        return _open_registered(value, kind)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return list(value), tuple(("item", i) for i in range(len(value))), _Rebuild(kind)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        slots = getattr(kind, "__slots__", ())
+        names = list(vars(value)) if hasattr(value, "__dict__") else list(slots)
+        children = [getattr(value, name) for name in names]
+        return children, tuple(("attribute", n) for n in names), _Rebuild(kind, names)
+    return None
+
+
+def _open_registered(value: Any, kind: type) -> _Level:
+    children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+    keys: tuple[tuple[str, Any] | None, ...] = (None,) * len(children)
+    if isinstance(value, dict) and len(value) == len(children):
+        same = all(child is value[k] for k, child in zip(value, children, strict=True))
+        keys = tuple(("item", k) for k in value) if same else keys
+    elif isinstance(value, (tuple, list)):
+        keys = tuple(("item", i) for i in range(len(children)))
+    return list(children), keys, _Rebuild(kind, context)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure | None]:
+    """The leaves of `tree` from left to right, and its structure (`None` when it is a leaf)."""
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves)
+
+
+def _flatten(tree: Any, leaves: list[Any]) -> Structure | None:
+    level = _open(tree)
+    if level is None:
+        leaves.append(tree)
+        return None
+    children, keys, build = level
+    return Structure(build.kind, keys, tuple(_flatten(c, leaves) for c in children), build)
+
+
+def unflatten(structure: Structure | None, leaves: Sequence[Any]) -> Any:
+    """The tree of this structure with these leaves."""
+    remaining = iter(leaves)
+    return _unflatten(structure, remaining)
+
+
+def _unflatten(structure: Structure | None, leaves: Iterator[Any]) -> Any:
+    if structure is None:
+        return next(leaves)
+    return structure.build([_unflatten(child, leaves) for child in structure.children])
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `function` applied to every leaf."""
+    leaves, structure = flatten(tree)
+    return unflatten(structure, [function(leaf) for leaf in leaves])
+
+
+def leaf_paths(structure: Structure | None) -> list[tuple[tuple[str, Any] | None, ...]]:
+    """For every leaf, the keys that lead to it from the root."""
+    if structure is None:
+        return [()]
+    return [
+        (key, *rest)
+        for key, child in zip(structure.keys, structure.children, strict=True)
+        for rest in leaf_paths(child)
+    ]
