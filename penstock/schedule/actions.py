@@ -8,11 +8,13 @@ model and without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
+from penstock.errors import ScheduleError
 
-class Kind(str, Enum):
+
+class Kind(StrEnum):
     """What an action computes."""
 
     FORWARD = "F"
@@ -39,9 +41,19 @@ class Schedule:
         num_stages: the number of stages, `p`.
         num_microbatches: the number of micro-batches, `m`.
         workers: `workers[w]` is what worker `w` runs, in order.
+
+    Raises:
+        ScheduleError: there is no stage or no micro-batch.
     """
 
     name: str
     num_stages: int
     num_microbatches: int
     workers: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1 or self.num_microbatches < 1:
+            raise ScheduleError(
+                f"{self.name} needs at least one stage and one micro-batch, "
+                f"got num_stages={self.num_stages} and num_microbatches={self.num_microbatches}"
+            )

@@ -1,4 +1,4 @@
-"""A timeline: which worker did what, and when. The simulator predicts one, the engine records one."""
+"""A timeline: who did what, and when. The simulator predicts one, the engine records one."""
 
 from __future__ import annotations
 

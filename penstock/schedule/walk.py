@@ -1,0 +1,102 @@
+"""Walking a schedule: who runs which stage, what every action waits for, and in which order.
+
+Micro-batch `i` of a pipeline of `p` stages travels one path of `2p` actions,
+
+    F0.i  F1.i  ...  F(p-1).i  B(p-1).i  ...  B1.i  B0.i
+
+and every action waits for the one before it on that path: `F` for the activations, `B` for the
+gradients (and so, through the path, for its own `F`). That is the whole dependency graph, so how
+far each micro-batch has come says everything about what may run next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.errors import ScheduleError
+from penstock.schedule.actions import Action, Kind, Schedule
+
+
+def source(action: Action, num_stages: int) -> Action | None:
+    """The action whose result `action` waits for; None for a forward of stage 0."""
+    kind, stage, microbatch = action
+    if kind is Kind.FORWARD:
+        return Action(kind, stage - 1, microbatch) if stage else None
+    if stage == num_stages - 1:
+        return Action(Kind.FORWARD, stage, microbatch)
+    return Action(kind, stage + 1, microbatch)
+
+
+def placement(schedule: Schedule) -> tuple[int, ...]:
+    """The worker of every stage.
+
+    Raises:
+        ScheduleError: a stage has no worker or several, or does not exist.
+    """
+    homes: dict[int, int] = {}
+    for worker, actions in enumerate(schedule.workers):
+        for stage in sorted({action.stage for action in actions}):
+            if not 0 <= stage < schedule.num_stages:
+                raise ScheduleError(
+                    f"{schedule.name}: worker {worker} runs stage {stage}, "
+                    f"but the stages are 0 to {schedule.num_stages - 1}"
+                )
+            if stage in homes:
+                raise ScheduleError(
+                    f"{schedule.name}: stage {stage} is run by worker {homes[stage]} and by "
+                    f"worker {worker}; a stage's parameters live on one worker only"
+                )
+            homes[stage] = worker
+    for stage in range(schedule.num_stages):
+        if stage not in homes:
+            raise ScheduleError(f"{schedule.name}: no worker runs stage {stage}")
+    return tuple(homes[stage] for stage in range(schedule.num_stages))
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yields `(worker, action)` in an order in which a single thread could run the whole schedule.
+
+    Every worker's own order is kept, and every action comes after its `source`. Takes constant
+    time per action.
+
+    Raises:
+        ScheduleError: the workers wait for each other; the message says what each is stuck on.
+    """
+    homes = placement(schedule)
+    path = homes + homes[::-1]  # the worker of every action on a micro-batch's path
+    last = len(path) - 1
+    forward = Kind.FORWARD
+    travelled = [0] * schedule.num_microbatches
+    heads = [0] * len(schedule.workers)
+    awake = list(range(len(schedule.workers) - 1, -1, -1))
+    while awake:
+        worker = awake.pop()
+        actions, head = schedule.workers[worker], heads[worker]
+        while head < len(actions):
+            kind, stage, microbatch = action = actions[head]
+            position = stage if kind is forward else last - stage
+            if travelled[microbatch] != position:
+                break
+            travelled[microbatch] = position + 1
+            head += 1
+            yield worker, action
+            # Its successor can be what another worker sleeps on.
+            if position < last and path[position + 1] != worker:
+                awake.append(path[position + 1])
+        heads[worker] = head
+    if any(head < len(actions) for head, actions in zip(heads, schedule.workers, strict=True)):
+        raise ScheduleError(_describe_deadlock(schedule, heads))
+
+
+def _describe_deadlock(schedule: Schedule, heads: list[int]) -> str:
+    stuck = []
+    for worker, (head, actions) in enumerate(zip(heads, schedule.workers, strict=True)):
+        if head < len(actions):
+            awaited = source(actions[head], schedule.num_stages)
+            reason = f"waits for {awaited}" if awaited else "was already done"
+            stuck.append(f"worker {worker} is stuck on {actions[head]}, which {reason}")
+    total = sum(map(len, schedule.workers))
+    return (
+        f"{schedule.name} with {schedule.num_stages} stages and {schedule.num_microbatches} "
+        f"micro-batches deadlocks after {sum(heads)} of {total} actions: {'; '.join(stuck)}"
+    )

@@ -1,0 +1,183 @@
+"""The peers of the benchmark: all of them train the same thing, and none outlives its owner."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import fx, nn
+
+from benchmarks.peers import (
+    SCHEDULES,
+    Peer,
+    all_cores,
+    data_parallel,
+    one_core,
+    rpc_pipeline,
+    torch_pipelining,
+    tutorial_cut,
+)
+from benchmarks.peers.models import Task, loss_function, resnet50
+from benchmarks.peers.processes import Crew, Place
+
+TASK = Task(batch=4, image=64, num_microbatches=2, learning_rate=0.02)
+SIZES = {"batch": TASK.batch, "image": TASK.image, "learning_rate": TASK.learning_rate}
+
+
+class Echo:
+    """A servant that answers, and whose rank 1 can fail while the others are busy."""
+
+    def __init__(self, place: Place) -> None:
+        self._rank = place.rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def fail(self) -> None:
+        if self._rank == 1:
+            raise ZeroDivisionError("the cause, in its own words")
+        time.sleep(60)
+
+    def die(self) -> None:
+        if self._rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    crew = Crew("echo", [Echo, Echo], timeout=60)
+    yield crew
+    crew.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_every_rank_answers_and_close_leaves_no_process(crew: Crew) -> None:
+    pids = crew.pids
+    assert crew.call("rank") == [0, 1]
+    crew.close()
+    crew.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    with pytest.raises(RuntimeError, match="echo is closed"):
+        crew.call("rank")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("fail", r"(?s)rank 1 of 2 raised:.*in fail\n.*ZeroDivisionError: the cause, in its own"),
+        ("die", r"echo rank 1 died \(killed by SIGKILL\)"),
+    ],
+)
+def test_a_failure_in_one_process_reaches_the_owner_within_seconds(
+    crew: Crew, command: str, message: str
+) -> None:
+    pids = crew.pids
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        crew.call(command)
+    assert time.monotonic() - start < 20
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="a batch of 4 is not 3 equal micro-batches"):
+        torch_pipelining(batch=4, image=32, microbatches=3)
+
+
+def test_stages_that_do_not_fit_the_processes_are_refused() -> None:
+    stages = [nn.Identity(), nn.Identity(), nn.Identity()]
+    with pytest.raises(ValueError, match="1F1B cannot run 3 stages on 2 processes"):
+        torch_pipelining(batch=4, image=8, microbatches=2, schedule="1f1b", stages=stages)
+
+
+def test_a_stage_that_torch_cannot_run_is_named() -> None:
+    stages = [nn.Conv2d(3, 1, 1), nn.Sequential(nn.ReLU(inplace=True), nn.Flatten())]
+    with pytest.raises(RuntimeError, match="leaf Variable") as caught:
+        torch_pipelining(batch=4, image=8, microbatches=2, stages=stages)
+    assert caught.value.__notes__ == ["in stage 1, for an input of shape (2, 1, 8, 8)"]
+
+
+def accumulated_losses(steps: int) -> list[float]:
+    """The losses of one device that accumulates the gradients of the task's micro-batches."""
+    model = resnet50()
+    optimizer = TASK.optimizer(model.parameters())
+    images, target = TASK.data()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for x, y in zip(images.chunk(2), target.chunk(2), strict=True):
+            loss = loss_function(model(x), y) / 2
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return accumulated_losses(steps=3)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def handed_over() -> list[nn.Module]:
+    """The tutorial's cut as `fx.GraphModule`s, which is how a planner hands its stages over."""
+    return [fx.symbolic_trace(stage) for stage in tutorial_cut()]
+
+
+PEERS: dict[str, Callable[[], Peer]] = {
+    "one core": partial(one_core, microbatches=2, **SIZES),
+    "data parallel": partial(data_parallel, **SIZES),
+    "rpc": partial(rpc_pipeline, microbatches=2, **SIZES),
+    **{
+        name: partial(torch_pipelining, microbatches=2, schedule=name, **SIZES)
+        for name in SCHEDULES
+    },
+}
+
+
+def check(peer: Peer, expected: list[float]) -> None:
+    try:
+        for loss in expected:
+            assert peer.step() > 0
+            assert peer.loss == pytest.approx(loss, rel=1e-4)
+    finally:
+        peer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", PEERS.values(), ids=PEERS)
+def test_every_peer_trains_as_one_device_accumulating_micro_batches(
+    start: Callable[[], Peer], expected: list[float]
+) -> None:
+    check(start(), expected)
+
+
+@pytest.mark.slow
+def test_more_threads_change_the_first_loss_by_rounding_alone(expected: list[float]) -> None:
+    check(all_cores(microbatches=2, **SIZES), expected[:1])
+
+
+@pytest.mark.slow
+def test_stages_that_are_handed_over_are_copied(expected: list[float]) -> None:
+    stages = handed_over()
+    before = copy.deepcopy([stage.state_dict() for stage in stages])
+    check(torch_pipelining(microbatches=2, stages=stages, **SIZES), expected)
+    for stage, state in zip(stages, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in stage.state_dict().items())
+        assert not any(parameter.is_shared() for parameter in stage.parameters())
