@@ -1,0 +1,27 @@
+"""The peers that Penstock is measured beside, each a function that starts one and returns a `Peer`.
+
+A peer is started once and then runs one training step per call of `step()`, so that contestants
+can take turns in one run; between its steps its processes wait without using a processor. All of
+them train the same ResNet-50 from the same parameters on the same synthetic batch.
+"""
+
+from benchmarks.peers.data_parallel import data_parallel
+from benchmarks.peers.models import quarter_cut, resnet50, tutorial_cut
+from benchmarks.peers.one_process import all_cores, one_core
+from benchmarks.peers.peer import KEEP_FREED_MEMORY, Peer
+from benchmarks.peers.rpc_pipeline import rpc_pipeline
+from benchmarks.peers.torch_pipelining import SCHEDULES, torch_pipelining
+
+__all__ = [
+    "KEEP_FREED_MEMORY",
+    "SCHEDULES",
+    "Peer",
+    "all_cores",
+    "data_parallel",
+    "one_core",
+    "quarter_cut",
+    "resnet50",
+    "rpc_pipeline",
+    "torch_pipelining",
+    "tutorial_cut",
+]

@@ -1,0 +1,156 @@
+"""A pipeline over `torch.distributed.rpc`, as in PyTorch's distributed pipeline tutorial.
+
+A master that holds no stage cuts the batch into micro-batches and sends each through two workers;
+remote references carry the activations from one worker to the next, distributed autograd runs the
+backward, and a distributed optimizer steps the parameters where they live.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+
+from benchmarks.peers.models import Task, loss_function, tutorial_cut
+from benchmarks.peers.peer import CrewPeer, Peer, Reading
+from benchmarks.peers.processes import HOST, Build, Place
+
+# TensorPipe's shared-memory transport polls without pause: it takes most of a core from whoever
+# else is running, its own stages included. Sockets wait in the kernel.
+_QUIET_TRANSPORTS = ("uv",)
+
+
+class Shard:
+    """One part of the model, in its worker; the lock keeps it to one micro-batch at a time."""
+
+    def __init__(self, module: bytes) -> None:
+        self._module: nn.Module = pickle.loads(module)
+        self._lock = Lock()
+
+    def forward(self, reference: Any) -> Tensor:
+        """Fetch one micro-batch from wherever `reference` is owned, and run it."""
+        microbatch = reference.to_here()
+        with self._lock:
+            output: Tensor = self._module(microbatch)
+        return output
+
+    def parameters(self) -> list[Any]:
+        """References to the parameters, for the optimizer."""
+        return [rpc.RRef(parameter) for parameter in self._module.parameters()]
+
+
+class Worker:
+    """A process that serves remote calls, and answers `step` because every rank must."""
+
+    def __init__(self, task: Task, transports: Sequence[str] | None, place: Place) -> None:
+        _join(f"worker{place.rank}", place, task, transports)
+
+    def step(self) -> Reading:
+        """The master measures."""
+        return Reading(0.0)
+
+    def close(self) -> None:
+        """Leave with the others."""
+        rpc.shutdown()
+
+
+class Master(Worker):
+    """The process that holds no stage and drives those that do."""
+
+    def __init__(
+        self,
+        task: Task,
+        transports: Sequence[str] | None,
+        stages: Sequence[bytes],
+        place: Place,
+    ) -> None:
+        # Importing this warns of its own deprecation, which is no concern of the owner.
+        from torch.distributed.optim import DistributedOptimizer
+
+        _join("master", place, task, transports)
+        self._images, self._target = task.data()
+        self._microbatch_size = task.microbatch_size
+        self._shards = [
+            rpc.remote(f"worker{rank}", Shard, args=(stage,))
+            for rank, stage in enumerate(stages, start=1)
+        ]
+        parameters = [p for shard in self._shards for p in shard.rpc_sync().parameters()]
+        self._optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=task.learning_rate)
+
+    def _forward(self) -> Tensor:
+        first, *between, last = self._shards
+        outputs = []
+        for microbatch in self._images.split(self._microbatch_size):
+            reference = first.remote().forward(rpc.RRef(microbatch))
+            for shard in between:
+                reference = shard.remote().forward(reference)
+            outputs.append(last.rpc_async().forward(reference))
+        return torch.cat(torch.futures.wait_all(outputs))
+
+    def step(self) -> Reading:
+        """One training step; every remote call of it is over when the optimizer's has returned."""
+        start = time.perf_counter()
+        # Gradients live in the context, so there are none to clear.
+        with dist_autograd.context() as context:
+            loss = loss_function(self._forward(), self._target)
+            dist_autograd.backward(context, [loss])
+            self._optimizer.step(context)
+        return Reading(time.perf_counter() - start, loss.item())
+
+
+def _join(name: str, place: Place, task: Task, transports: Sequence[str] | None) -> None:
+    # Torch warns here of its own use of itself, past every filter; nobody reads this logger.
+    logging.captureWarnings(True)
+    options = rpc.TensorPipeRpcBackendOptions(
+        # Calls that wait for an activation hold a thread each.
+        num_worker_threads=16 + 2 * task.num_microbatches,
+        rpc_timeout=place.timeout,
+        init_method=f"tcp://{HOST}:{place.port}",
+        _transports=list(transports) if transports else None,
+    )
+    rpc.init_rpc(name, rank=place.rank, world_size=place.size, rpc_backend_options=options)
+
+
+def rpc_pipeline(
+    *,
+    batch: int,
+    image: int,
+    microbatches: int,
+    stages: Sequence[nn.Module] | None = None,
+    transports: Sequence[str] | None = _QUIET_TRANSPORTS,
+    learning_rate: float = 0.001,
+    timeout: float = 300.0,
+    environment: Mapping[str, str] | None = None,
+) -> Peer:
+    """The RPC pipeline: a master and one worker per stage, one thread each.
+
+    Args:
+        batch: images per step.
+        image: their height and width.
+        microbatches: the number of micro-batches.
+        stages: picklable modules, one tensor in and one tensor out, a worker for each; by
+            default ResNet-50 in the tutorial's two.
+        transports: what TensorPipe may use; `None` lets it choose, and it chooses busy polling.
+        learning_rate: of SGD.
+        timeout: seconds that any wait may take.
+        environment: more environment variables for the processes.
+    """
+    task = Task(batch, image, microbatches, learning_rate)
+    shards = [pickle.dumps(stage) for stage in stages or tutorial_cut()]
+    builds: list[Build] = [partial(Master, task, transports, shards)]
+    builds += [partial(Worker, task, transports)] * len(shards)
+    return CrewPeer(
+        f"torch.distributed.rpc pipeline, m={microbatches}",
+        builds,
+        timeout=timeout,
+        environment=environment,
+    )

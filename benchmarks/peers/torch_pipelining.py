@@ -1,0 +1,183 @@
+"""`torch.distributed.pipelining` over gloo, with stages that were cut by hand or handed over."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from benchmarks.peers.models import Task, loss_function, quarter_cut, tutorial_cut
+from benchmarks.peers.peer import CrewPeer, Peer, Reading, seconds_between_barriers
+from benchmarks.peers.processes import Place
+
+# What a comparison offers, by torch's names; the last three run two stages in each process.
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+# Schedules that deal four stages to two ranks as 0 1 1 0; the others deal 0 1 0 1.
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One stage: its module, and, on the meta device, what one micro-batch puts in and gets out."""
+
+    index: int
+    module: nn.Module
+    inputs: Tensor
+    outputs: Tensor
+
+
+class Rank:
+    """One process of the pipeline: its stages, their schedule and their optimizer."""
+
+    def __init__(
+        self, task: Task, schedule: str, num_stages: int, parts: bytes, place: Place
+    ) -> None:
+        place.join_gloo()
+        stages = [_stage(part, num_stages) for part in pickle.loads(parts)]
+        modules = nn.ModuleList(stage.submod for stage in stages)
+        self._optimizer = task.optimizer(modules.parameters())
+        self._schedule = _schedule(schedule, stages, task.num_microbatches)
+        images, target = task.data()
+        self._inputs = (images,) if any(stage.is_first for stage in stages) else ()
+        self._target = target if any(stage.is_last for stage in stages) else None
+        self._losses: list[Tensor] = []
+
+    def _step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._schedule.step(
+            *self._inputs, target=self._target, losses=self._losses, return_outputs=False
+        )
+        self._optimizer.step()
+
+    def step(self) -> Reading:
+        """One training step."""
+        seconds = seconds_between_barriers(self._step)
+        return Reading(seconds, sum(loss.item() for loss in self._losses))
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def _stage(part: _Part, num_stages: int) -> PipelineStage:
+    # Without both examples torch finds the shapes by running every later stage on uninitialised
+    # memory, which ruins the stage's BatchNorm statistics.
+    return PipelineStage(
+        part.module,
+        part.index,
+        num_stages,
+        torch.device("cpu"),
+        input_args=part.inputs,
+        output_args=part.outputs,
+    )
+
+
+def _schedule(name: str, stages: list[PipelineStage], num_microbatches: int) -> Any:
+    kind = get_schedule_class(name)
+    return kind(
+        stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+        num_microbatches,
+        # The loss carries the weight of its micro-batch, which saves torch's own way of scaling:
+        # one more pass over all gradients at the end of the step.
+        loss_fn=lambda output, target: loss_function(output, target) / num_microbatches,
+        scale_grads=False,
+    )
+
+
+def _parts(stages: Sequence[nn.Module], task: Task) -> list[_Part]:
+    """The stages with the shapes between them, which are found without computing anything.
+
+    Raises:
+        TypeError: a stage does not give exactly one tensor.
+        Exception: what a stage raised, such as one that begins by changing its input in place,
+            which torch's pipeline cannot run because that input is a leaf.
+    """
+    parts = []
+    size = task.image
+    inputs = torch.empty(task.microbatch_size, 3, size, size, device="meta")
+    for index, module in enumerate(stages):
+        try:
+            outputs = copy.deepcopy(module).to("meta")(inputs)
+        except Exception as error:
+            error.add_note(f"in stage {index}, for an input of shape {tuple(inputs.shape)}")
+            raise
+        if not isinstance(outputs, Tensor):
+            raise TypeError(f"stage {index} gives {type(outputs).__name__}, not one tensor")
+        parts.append(_Part(index, module, inputs, outputs.detach().requires_grad_()))
+        inputs = parts[-1].outputs
+    return parts
+
+
+def _deal(schedule: str, num_stages: int, num_ranks: int) -> list[list[int]]:
+    """The stages of every rank."""
+    v_shaped = schedule in _V_SHAPED
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for stage in range(num_stages):
+        lap, place = divmod(stage, num_ranks)
+        ranks[num_ranks - 1 - place if v_shaped and lap % 2 else place].append(stage)
+    return ranks
+
+
+def torch_pipelining(
+    *,
+    batch: int,
+    image: int,
+    microbatches: int,
+    schedule: str = "1F1B",
+    stages: Sequence[nn.Module] | None = None,
+    processes: int = 2,
+    name: str | None = None,
+    learning_rate: float = 0.001,
+    timeout: float = 300.0,
+    environment: Mapping[str, str] | None = None,
+) -> Peer:
+    """A pipeline of `torch.distributed.pipelining`, one thread in each process.
+
+    Args:
+        batch: images per step.
+        image: their height and width.
+        microbatches: the number of micro-batches.
+        schedule: one of `SCHEDULES`, or any other that torch knows by name.
+        stages: picklable modules, one tensor in and one tensor out, which the processes copy;
+            by default ResNet-50 cut by hand, in as many stages as the schedule needs.
+        processes: how many.
+        name: what the peer is called; it says which schedule and how many micro-batches if not
+            given.
+        learning_rate: of SGD.
+        timeout: seconds that any wait may take.
+        environment: more environment variables for the processes.
+
+    Raises:
+        ValueError: torch does not know the schedule, or the batch does not divide evenly, or the
+            stages do not fit the processes.
+        TypeError: a stage does not give exactly one tensor.
+        RuntimeError: a process failed to start, such as for a schedule that does not fit.
+    """
+    kind = get_schedule_class(schedule.removeprefix("Schedule"))
+    schedule = kind.__name__.removeprefix("Schedule")
+    looped = not issubclass(kind, PipelineScheduleSingle)
+    task = Task(batch, image, microbatches, learning_rate)
+    parts = _parts(stages or (quarter_cut() if looped else tutorial_cut()), task)
+    if len(parts) % processes or (not looped and len(parts) != processes):
+        raise ValueError(f"{schedule} cannot run {len(parts)} stages on {processes} processes")
+    builds = [
+        # As bytes: multiprocessing would share the modules' memory with this process.
+        partial(Rank, task, schedule, len(parts), pickle.dumps([parts[i] for i in indices]))
+        for indices in _deal(schedule, len(parts), processes)
+    ]
+    return CrewPeer(
+        name or f"torch.distributed.pipelining {schedule}, m={microbatches}",
+        builds,
+        timeout=timeout,
+        environment=environment,
+    )
