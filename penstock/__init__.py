@@ -1,0 +1,97 @@
+"""Penstock splits one PyTorch model over many devices and keeps all of them busy.
+
+import penstock as ps
+
+The public names are loaded when they are first used: `import penstock` does not import torch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.capture import Program, capture
+    from penstock.errors import (
+        CaptureError,
+        ClosedError,
+        DeviceError,
+        InputError,
+        PenstockError,
+        PlanError,
+        ScheduleError,
+        WorkerError,
+        WorkerTimeout,
+    )
+    from penstock.pipeline import Pipeline
+    from penstock.plan import Plan, plan
+    from penstock.profile import Profile
+    from penstock.profile.measure import profile
+    from penstock.train.report import VerifyReport
+    from penstock.verification import verify
+
+_HOMES = {
+    "CaptureError": "penstock.errors",
+    "ClosedError": "penstock.errors",
+    "DeviceError": "penstock.errors",
+    "InputError": "penstock.errors",
+    "PenstockError": "penstock.errors",
+    "Pipeline": "penstock.pipeline",
+    "Plan": "penstock.plan",
+    "PlanError": "penstock.errors",
+    "Profile": "penstock.profile",
+    "Program": "penstock.capture",
+    "ScheduleError": "penstock.errors",
+    "VerifyReport": "penstock.train.report",
+    "WorkerError": "penstock.errors",
+    "WorkerTimeout": "penstock.errors",
+    "capture": "penstock.capture",
+    "plan": "penstock.plan",
+    "profile": "penstock.profile.measure",
+    "verify": "penstock.verification",
+}
+
+__all__ = [
+    "CaptureError",
+    "ClosedError",
+    "DeviceError",
+    "InputError",
+    "PenstockError",
+    "Pipeline",
+    "Plan",
+    "PlanError",
+    "Profile",
+    "Program",
+    "ScheduleError",
+    "VerifyReport",
+    "WorkerError",
+    "WorkerTimeout",
+    "capture",
+    "plan",
+    "profile",
+    "verify",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _Package(ModuleType):
+    """Keeps the import system from hiding `ps.plan`, a function, behind `penstock.plan`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

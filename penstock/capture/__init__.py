@@ -5,6 +5,7 @@ from penstock.capture.opening import capture
 from penstock.capture.preserve import untouched
 from penstock.capture.program import Cuts, Program, StageProgram
 from penstock.capture.randomness import Key
+from penstock.capture.sizes import num_rows
 
 __all__ = [
     "Attribute",
@@ -19,5 +20,6 @@ __all__ = [
     "Trace",
     "Value",
     "capture",
+    "num_rows",
     "untouched",
 ]

@@ -117,7 +117,8 @@ class Call:
         random: whether it draws random numbers.
         mutates: the values that it changes in place.
         hidden: parameters and buffers inside a closed module.
-        number: its place in the recording, which seeds its random numbers.
+        identity: a number made of its label and how often that occurred before. It seeds the
+            call's random numbers, so these do not depend on what else is recorded around it.
     """
 
     target: str | Callable[..., Any]
@@ -130,7 +131,7 @@ class Call:
     random: bool = False
     mutates: tuple[Value, ...] = ()
     hidden: tuple[str, ...] = ()
-    number: int = 0
+    identity: int = 0
 
     @property
     def is_module(self) -> bool:

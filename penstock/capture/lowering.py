@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ _LITERALS = (
     *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_OPERATORS = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
+_READ: Callable[..., Any] = getattr
+_WRITE: Callable[..., Any] = setattr
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+}
 
 
 def lower(
@@ -31,6 +37,7 @@ def lower(
     calls: range,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
+    device: torch.device | None = None,
 ) -> fx.GraphModule:
     """The module that runs `trace.calls[calls]`.
 
@@ -40,8 +47,9 @@ def lower(
         calls: the calls of the stretch.
         inputs: the values that it is given, in order.
         outputs: the values that it returns, in order.
+        device: where the stretch will run, if not where it was recorded.
     """
-    lowering = _Lowering(model)
+    lowering = _Lowering(model, device)
     for value in inputs:
         lowering.placeholder(value)
     for number in calls:
@@ -55,8 +63,9 @@ def lower(
 class _Lowering:
     """One graph under construction."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device | None) -> None:
         self.model = model
+        self.device = device
         self.graph = fx.Graph()
         self.leaves: dict[str, Any] = {}  # what the graph's get_attr and call_module find
         self._nodes: dict[Any, fx.Node] = {}
@@ -80,7 +89,8 @@ class _Lowering:
         return node
 
     def call(self, number: int, call: Call) -> None:
-        """Append one call."""
+        """Append one call; each of its nodes says in `meta["call"]` where it belongs."""
+        before = len(self.graph.nodes)
         args = self._build(call.args)
         kwargs = self._build(call.kwargs)
         if call.random or call.ambient is not None:
@@ -91,6 +101,8 @@ class _Lowering:
         else:
             node = self._function(call.target, args, kwargs)
         self._results[number] = node, call.result
+        for new in islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+            new.meta.setdefault("call", number)
 
     # -- calls ----------------------------------------------------------------------------
 
@@ -102,21 +114,22 @@ class _Lowering:
         else:
             function = self._constant(_as_function(call.target))
         if call.ambient is None:
-            return self.graph.call_function(draw, (self._key, call.number, function, *args), kwargs)
+            drawn = (self._key, call.identity, function, *args)
+            return self.graph.call_function(draw, drawn, kwargs)
         ambient = self._constant(call.ambient)
         if not call.random:
             return self.graph.call_function(under, (ambient, function, *args), kwargs)
         guard = self._constant(under)
-        guarded = (self._key, call.number, guard, ambient, function, *args)
+        guarded = (self._key, call.identity, guard, ambient, function, *args)
         return self.graph.call_function(draw, guarded, kwargs)
 
     def _function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         name = function_name(function)
         python_name = getattr(function, "__name__", "")
         if python_name == "__get__":
-            return self.graph.call_function(getattr, (args[0], name))
+            return self.graph.call_function(_READ, (args[0], name))
         if python_name == "__set__":
-            return self.graph.call_function(setattr, (args[0], name, args[1]))
+            return self.graph.call_function(_WRITE, (args[0], name, args[1]))
         if name in _OPERATORS:
             return self.graph.call_function(_OPERATORS[name], args, kwargs)
         if _is_tensor_method(function):
@@ -137,18 +150,20 @@ class _Lowering:
         node, structure = self._results[ref.call]
         path = leaf_paths(structure)[ref.leaf]
         if any(key is None for key in path):
-            return self.graph.call_function(leaf_of, (node, ref.leaf))
+            return self._reach(ref, leaf_of, node, ref.leaf)
         for depth, key in enumerate(path, start=1):
             prefix = (ref.call, path[:depth])
             if prefix not in self._nodes:
-                self._nodes[prefix] = self._child(node, key)
+                how, name = key or ("item", 0)
+                reach = operator.getitem if how == "item" else _READ
+                self._nodes[prefix] = self._reach(ref, reach, node, name)
             node = self._nodes[prefix]
         return node
 
-    def _child(self, node: fx.Node, key: tuple[str, Any] | None) -> fx.Node:
-        how, name = key or ("item", 0)
-        reach = operator.getitem if how == "item" else getattr
-        return self.graph.call_function(reach, (node, name))
+    def _reach(self, ref: Ref, reach: Callable[..., Any], node: fx.Node, key: Any) -> fx.Node:
+        part = self.graph.call_function(reach, (node, key))
+        part.meta["call"] = ref.call  # it belongs to the call that made it, not to the one here
+        return part
 
     def _build(self, tree: Any) -> Any:
         """Arguments as fx wants them: nodes and literals in plain containers."""
@@ -169,6 +184,8 @@ class _Lowering:
             return self.value(leaf)
         if isinstance(leaf, Size):
             return self._size(leaf)
+        if isinstance(leaf, torch.device) and self.device is not None:
+            return self.device
         if isinstance(leaf, _LITERALS) and not hasattr(leaf, "_member_map_"):
             return leaf
         return self._constant(leaf)

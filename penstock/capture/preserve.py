@@ -19,8 +19,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Buffers and plain tensor attributes are swapped for copies meanwhile, so that the user's own
     are never written at all; every module's attributes and training flag, and the generators'
-    states, are put back. Parameters are not copied: nothing in Penstock writes them, and gradients are asked for with
-    `torch.autograd.grad`, which leaves `.grad` alone.
+    states, are put back. Parameters are not copied: recording only reads them.
     """
     modules = list(model.modules())
     before = [dict(module.__dict__) for module in modules]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import INPUTS, Attribute, Ref, Size, TensorInfo, Trace, Value
+from penstock.capture.calls import INPUTS, Attribute, Call, Ref, Size, TensorInfo, Trace, Value
 from penstock.capture.lowering import assemble, lower
 from penstock.capture.randomness import Key, draw
 from penstock.capture.recorder import record
@@ -101,19 +101,32 @@ class Program:
         values = dict(zip(whole.outputs, results, strict=True))
         return assemble(self.trace(self.model.training), values, rows)
 
-    def reference(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
+    def reference(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: Key,
+        model: nn.Module | None = None,
+    ) -> Any:
         """Run the user's own forward, with each random call seeded as a replay seeds it.
 
         This is what a replay is compared with: the model itself and none of the lowered code.
-        """
-        random = {c.number for c in self.trace(self.model.training).calls if c.random}
 
-        def run(number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if number in random:
-                return draw(key, number, function, *args, **kwargs)
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            key: the random key.
+            model: a copy of the model, to be run in its place.
+        """
+        model = model or self.model
+        random = {call.identity for call in self.trace(model.training).calls if call.random}
+
+        def run(call: Call, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if call.identity in random:
+                return draw(key, call.identity, function, *args, **kwargs)
             return function(*args, **kwargs)
 
-        return record(self.model, self.is_open, args, dict(kwargs), run)[1]
+        return record(model, self.is_open, args, dict(kwargs), run)[1]
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of a batch, checked against the example.
@@ -144,19 +157,27 @@ class Program:
         """Where the training program can be cut, and what crosses."""
         return Cuts(self.train)
 
-    def stages(self, cuts: Sequence[int], training: bool) -> list[StageProgram]:
-        """The program cut before these calls (of the training trace), each stage as a module."""
+    def stages(
+        self,
+        cuts: Sequence[int],
+        training: bool,
+        devices: Sequence[torch.device] | None = None,
+    ) -> list[StageProgram]:
+        """The program cut before these calls (of the training trace), each stage as a module.
+
+        `devices` says where each stage will run, if not where the program was captured.
+        """
         trace = self.trace(training)
         if not training:
             cuts = self._in_eval(cuts)
         crossing = self.cuts if trace is self.train else Cuts(trace)
         edges = [0, *cuts, len(trace.calls)]
         result = []
-        for start, stop in pairwise(edges):
-            last = stop == edges[-1]
+        for index, (start, stop) in enumerate(pairwise(edges)):
             inputs = crossing.boundary(start)
-            outputs = crossing.results if last else crossing.boundary(stop)
-            module = lower(self.model, trace, range(start, stop), inputs, outputs)
+            outputs = crossing.boundary(stop) if index < len(cuts) else crossing.results
+            device = devices[index] if devices else None
+            module = lower(self.model, trace, range(start, stop), inputs, outputs, device)
             result.append(StageProgram(module, inputs, outputs))
         return result
 

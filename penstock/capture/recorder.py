@@ -7,7 +7,9 @@ resolve themselves. What cannot be recorded inside an open module raises `Unreco
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -33,8 +35,8 @@ from penstock.capture.calls import (
 from penstock.capture.randomness import generators
 from penstock.capture.trees import flatten, map_leaves
 
-Runner = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs recorded call number `n`: a function with its arguments."""
+Runner = Callable[[Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a call that is being recorded: a function with its arguments."""
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
@@ -65,7 +67,7 @@ class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a
 
 
 def run_plainly(
-    number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The default `Runner`."""
     return function(*args, **kwargs)
@@ -128,6 +130,7 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, int] = {}
         self._open: list[str] = [""]
         self._inside = 0
+        self._seen: Counter[str] = Counter()
         for name, tensor in named_tensors(model):
             self._known.setdefault(id(tensor), Attribute(name))
             self._kept.append(tensor)
@@ -206,8 +209,8 @@ class Recorder(TorchFunctionMode):
                 map_leaves(self._encode, dict(kwargs)),
                 self._open[-1],
                 hidden=hidden,
-                number=len(self.trace.calls),
             )
+            call.identity = self._identify(call)
             now = ambient()
             call.ambient = None if now == self._ambient else now
             result = self._observe(call, function, args, kwargs)
@@ -216,6 +219,13 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
         return result
 
+    def _identify(self, call: Call) -> int:
+        """A number for the call that the other calls around it do not change."""
+        label = call.label
+        self._seen[label] += 1
+        digest = hashlib.blake2b(f"{label} {self._seen[label]}".encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "little")
+
     def _append(self, call: Call, result: Any) -> None:
         """Add the call to the trace, unless it only read something harmless."""
         leaves, call.result = flatten(result)
@@ -223,8 +233,9 @@ class Recorder(TorchFunctionMode):
         if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
             self._check_readable(call, from_inputs)
             return
+        number = len(self.trace.calls)
         call.outputs = tuple(
-            self._bind(leaf, Ref(call.number, k), from_inputs) for k, leaf in enumerate(leaves)
+            self._bind(leaf, Ref(number, k), from_inputs) for k, leaf in enumerate(leaves)
         )
         self.trace.calls.append(call)
 
@@ -239,7 +250,7 @@ class Recorder(TorchFunctionMode):
         tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         versions = [_version(t) for t in tensors]
         states = [g.get_state() for g in self.generators]
-        result = self.run(call.number, function, args, kwargs)
+        result = self.run(call, function, args, kwargs)
         call.mutates = tuple(
             self._known[id(t)] for t, v in zip(tensors, versions, strict=True) if _version(t) != v
         )

@@ -1,0 +1,136 @@
+"""`loss.backward()` through a pipeline: two autograd nodes between the results and the inputs.
+
+The results hang on `_Deliver`, which only notes their gradients and hands an empty tensor on to
+`_Drive`, and that one runs the workers' backward. The empty tensor lives on the CPU, so `_Drive`
+runs in the thread that called `backward()`. A node of a CUDA tensor would run in, and block, the
+one thread that autograd has per CUDA device, which the workers' own backwards need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.engine.microbatch import unmerge
+from penstock.engine.stage import Held
+from penstock.errors import PenstockError
+from penstock.workers.assembly import Assembly
+
+
+class Passage:
+    """A batch that has gone forward and may come back.
+
+    Args:
+        assembly: the stages it went through.
+        held: what they held of it.
+        run: runs the backward pass on the workers.
+        rows: of each micro-batch.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        held: Sequence[dict[int, Held]],
+        run: Callable[[], None],
+        rows: Sequence[int],
+    ) -> None:
+        self._assembly = assembly
+        self._held: Sequence[dict[int, Held]] | None = held
+        self._run = run
+        self._rows = rows
+        self.differentiable = [root is not None for root in held[-1][0].roots]
+        self.gradients: list[torch.Tensor | None] = []
+
+    def backward(self) -> dict[int, Sequence[torch.Tensor | None]]:
+        """Run the backward; returns the gradients of the inputs of every micro-batch."""
+        if self._held is None:
+            raise PenstockError(
+                "backward ran a second time through the same pipeline call, whose activations "
+                "are gone; call the pipeline again (retain_graph=True has no effect on it)"
+            )
+        held, self._held = self._held, None
+        assembly = self._assembly
+        assembly.give_held(held)
+        assembly.outlet.gradients = dict(enumerate(self._split()))
+        try:
+            self._run()
+            return assembly.feed.gradients
+        finally:
+            assembly.clear()
+
+    def _split(self) -> list[list[torch.Tensor | None]]:
+        """The results' gradients, for each micro-batch."""
+        parts: list[list[torch.Tensor | None]] = [[] for _ in self._rows]
+        for value, gradient in zip(self._assembly.outputs, self.gradients, strict=True):
+            pieces = unmerge(self._assembly.trace, value, gradient, self._rows)
+            for part, piece in zip(parts, pieces, strict=True):
+                part.append(piece)
+        return parts
+
+
+def deliver(passage: Passage, slices: Sequence[Sequence[Any]], results: Sequence[Any]) -> list[Any]:
+    """The results, so that a backward from them runs the passage's.
+
+    Args:
+        passage: what to run.
+        slices: the first stage's values, of every micro-batch; gradients flow on through them.
+        results: the last stage's, of the whole batch.
+    """
+    if not any(passage.differentiable):
+        return list(results)
+    places = [
+        (microbatch, k)
+        for microbatch, part in enumerate(slices)
+        for k, value in enumerate(part)
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    anchor = torch.empty(0, requires_grad=True)
+    inputs = [slices[microbatch][k] for microbatch, k in places]
+    token = _Drive.apply(passage, places, anchor, *inputs)
+    chosen = [r for r, d in zip(results, passage.differentiable, strict=True) if d]
+    delivered = iter(_Deliver.apply(passage, token, *chosen))
+    return [
+        next(delivered) if d else r for r, d in zip(results, passage.differentiable, strict=True)
+    ]
+
+
+class _Drive(torch.autograd.Function):
+    """From the inputs to the token; its backward is the pipeline's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        passage: Passage,
+        places: Sequence[tuple[int, int]],
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.passage, ctx.places = passage, places
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients = ctx.passage.backward()
+        found = [gradients[m][k] if m in gradients else None for m, k in ctx.places]
+        return (None, None, None, *found)
+
+
+class _Deliver(torch.autograd.Function):
+    """From the token to the results; its backward notes their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passage: Passage, token: torch.Tensor, *results: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.passage = passage
+        ctx.set_materialize_grads(False)
+        return tuple(result.detach() for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        passage = ctx.passage
+        remaining = iter(gradients)
+        passage.gradients = [next(remaining) if d else None for d in passage.differentiable]
+        return (None, torch.empty(0), *(None for _ in gradients))

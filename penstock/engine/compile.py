@@ -1,0 +1,53 @@
+"""Compiles one worker's list of actions to bound callables, once; a step just calls them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from penstock.engine.stage import Stage
+from penstock.schedule import Action, Event, Kind
+
+Run = Callable[[], None]
+
+
+def compile_actions(actions: Sequence[Action], stages: Sequence[Stage], train: bool) -> list[Run]:
+    """What a worker runs: for every action first the wait for its values, then the work.
+
+    Args:
+        actions: the worker's list, in order.
+        stages: all stages, by number.
+        train: whether forwards keep what a backward needs.
+
+    Returns:
+        two callables for every action.
+    """
+    runs: list[Run] = []
+    for kind, index, microbatch in actions:
+        stage = stages[index]
+        if kind is Kind.FORWARD:
+            work = stage.forward if train else stage.infer
+            runs += [partial(stage.await_values, microbatch), partial(work, microbatch)]
+        else:
+            runs += [
+                partial(stage.await_gradients, microbatch),
+                partial(stage.backward, microbatch),
+            ]
+    return runs
+
+
+def recorded(
+    runs: Sequence[Run], actions: Sequence[Action], worker: int, events: list[Event]
+) -> list[Run]:
+    """The same callables, noting when each action's work begins and ends."""
+
+    def note(run: Run, action: Action) -> None:
+        start = time.perf_counter()
+        run()
+        events.append(Event(worker, action, start, time.perf_counter()))
+
+    result: list[Run] = []
+    for wait, work, action in zip(runs[::2], runs[1::2], actions, strict=True):
+        result += [wait, partial(note, work, action)]
+    return result

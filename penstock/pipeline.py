@@ -1,0 +1,457 @@
+"""`Pipeline`: the user's model on all devices. Composes everything below it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.autograd import Passage, deliver
+from penstock.capture import Key, Program, Ref, capture, num_rows
+from penstock.capture.recorder import ambient
+from penstock.capture.sizes import BatchDim
+from penstock.capture.trees import flatten, unflatten
+from penstock.engine.allocator import Allocator, keep_freed_memory
+from penstock.engine.ends import Loss, to_device
+from penstock.engine.microbatch import check_mergeable, merge, split, split_rows
+from penstock.errors import DeviceError, InputError, PlanError
+from penstock.plan import Plan
+from penstock.plan import plan as make_plan
+from penstock.profile.measure import Progress, profile
+from penstock.schedule import Event, Timeline
+from penstock.train.gradients import GradientBackup
+from penstock.train.optimizer import PipelineOptimizer
+from penstock.workers.assembly import Assembly, Pass, place
+from penstock.workers.threads import ThreadWorkers
+
+Weight = str | None | Callable[..., float | torch.Tensor]
+"""How micro-batch losses add up, see `Pipeline.train_step`."""
+
+
+class Pipeline:
+    """A model split over devices, trained and called like the model itself.
+
+    With thread workers, the only kind so far, it works on the model's own parameters: optimizers,
+    `state_dict()` and everything else that reads `model` go on working.
+
+    Args:
+        model: any module.
+        args: example positional arguments, of the batch size that will be usual.
+        kwargs: example keyword arguments.
+        devices: where the stages run, in order, one each; a device may be listed twice. A `"cpu"`
+            is one worker with its share of the cores as intra-op threads.
+        num_microbatches: into how many a batch is split, or `"auto"`. A batch of fewer rows is
+            split into as many as it has rows.
+        schedule: `"naive"`, `"gpipe"`, `"1f1b"`, `"eager-1f1b"` or `"auto"`.
+        workers: `"threads"`, or `"auto"`, which is that.
+        plan: a plan to follow, instead of profiling and planning.
+        batch_dim: the dimension that counts the rows, see `penstock.capture`.
+        program: a program of `model` captured before, instead of capturing.
+        timeout: seconds that a step may take; `None` derives it from the plan.
+        allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
+            on CPUs; `"system"` leaves the C library's behaviour.
+        progress: called as profiling goes on, with steps done, steps in all, and what is done.
+
+    Attributes:
+        plan: the plan in use.
+        program: the captured program.
+        model: the user's module.
+
+    Raises:
+        DeviceError: a device does not exist.
+        InputError: arguments that do not fit together.
+        PlanError: the model cannot be cut into that many stages.
+        CaptureError: the model's forward cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        devices: Sequence[str | torch.device],
+        num_microbatches: int | Literal["auto"] = "auto",
+        schedule: str = "auto",
+        workers: Literal["auto", "threads"] = "auto",
+        plan: Plan | None = None,
+        batch_dim: BatchDim = 0,
+        program: Program | None = None,
+        timeout: float | None = None,
+        allocator: Allocator = "keep",
+        progress: Progress | None = None,
+    ) -> None:
+        if workers not in ("auto", "threads"):
+            raise InputError(f'workers={workers!r} is unknown; choose "threads" or "auto"')
+        self._devices = _existing(devices)
+        self.model = model
+        self.program = program or capture(model, args, kwargs, batch_dim=batch_dim)
+        _check_stages(self.program, len(self._devices))
+        threads = threads_per_worker(self._devices)
+        self.allocator_kept = allocator == "keep" and keep_freed_memory()
+        names = [str(device) for device in self._devices]
+        if plan is None:
+            costs = profile(
+                self.program, args, kwargs, devices=names, threads=threads, progress=progress
+            )
+            plan = make_plan(costs, num_microbatches=num_microbatches, schedule=schedule)
+        plan.check_fits(self.program.fingerprint, names)
+        self.plan = plan
+        place(self.program, plan.cuts, self._devices)
+        self._assemblies = {True: self._assembly(training=True)}
+        same = self.program.eval is self.program.train
+        self._assemblies[False] = self._assemblies[True] if same else self._assembly(training=False)
+        self._timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
+        self._steps = 0
+        self._timelines: list[Timeline] | None = None
+        self._workers = ThreadWorkers(self._devices, threads, self._abort, self._reset)
+
+    def _assembly(self, training: bool) -> Assembly:
+        plan = self.plan
+        return Assembly(self.program, plan.cuts, self._devices, plan.schedule, training)
+
+    # -- training -------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        *args: Any,
+        loss_fn: Callable[..., torch.Tensor],
+        target: Any = None,
+        weight: Weight = "rows",
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Forward and backward of a batch, interleaved: the fast path.
+
+        Gradients add up in `.grad`, as `backward()` leaves them. They are bit for bit those of
+        one device that runs the same micro-batches one after the other. If anything fails, `.grad`
+        is as it was before.
+
+        Args:
+            *args: the model's positional arguments.
+            loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target; a scalar.
+                Called once per micro-batch.
+            target: a tensor, or a container of tensors, split along dimension 0 like the batch.
+            weight: how the micro-batches' losses make the batch's. `"rows"`: weighted by their
+                rows, for a loss that is a mean over rows. `None`: added up, for a loss that is a
+                sum. A function: weighted by `weight(target)`, the number of labels that count, say.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            the batch's loss, a detached scalar on the last device.
+
+        Raises:
+            InputError: the batch or the target does not fit, or the loss is not a scalar.
+            WorkerError: a stage or the loss failed; the original error is its cause.
+            ClosedError: the pipeline is closed.
+        """
+        leaves = self.program.flatten_inputs(args, kwargs)
+        rows = split_rows(num_rows(leaves, self.program.batch_dims), self._count(leaves))
+        targets = self._split_target(target, rows)
+        weights = _weights(weight, targets, rows)
+        assembly = self._assemblies[self.model.training]
+        slices = self._feed(assembly, leaves, len(rows))
+        assembly.outlet.take_losses(Loss(loss_fn, targets, weights, rows))
+        try:
+            self._run(assembly, "train", rows, self._keys(len(rows)))
+            losses, gradients = assembly.outlet.losses, assembly.feed.gradients
+        finally:
+            assembly.clear()
+        _backward_into_inputs(slices, gradients)
+        total = losses[0] * weights[0]
+        for microbatch in range(1, len(rows)):
+            total = total + losses[microbatch] * weights[microbatch]
+        return total
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result for a batch, in its own structure.
+
+        With gradients enabled, `backward()` on a loss of it runs the pipeline's backward; without
+        (`torch.no_grad()`), nothing is kept.
+
+        Raises:
+            InputError: the batch does not fit, or a result cannot be put together from
+                micro-batches.
+            WorkerError: a stage failed; the original error is its cause.
+            ClosedError: the pipeline is closed.
+        """
+        leaves = self.program.flatten_inputs(args, kwargs)
+        total = num_rows(leaves, self.program.batch_dims)
+        rows = split_rows(total, self._count(leaves))
+        assembly = self._assemblies[self.model.training]
+        check_mergeable(assembly.trace, assembly.outputs, len(rows))
+        slices = self._feed(assembly, leaves, len(rows))
+        keys = self._keys(len(rows))
+        graph = torch.is_grad_enabled()
+        try:
+            self._run(assembly, "forward" if graph else "infer", rows, keys)
+            results = [assembly.outlet.results[i] for i in range(len(rows))]
+            held = assembly.take_held()
+        finally:
+            assembly.clear()
+        merged = merge(assembly.trace, assembly.outputs, results)
+        if graph:
+            run = partial(self._run, assembly, "backward", rows, keys)
+            merged = deliver(Passage(assembly, held, run, rows), slices, merged)
+        return assembly.assemble(merged, total)
+
+    def _run(
+        self, assembly: Assembly, what: Pass, rows: Sequence[int], keys: Sequence[Key]
+    ) -> None:
+        """Run one pass on all workers; if it fails, gradients are put back."""
+        events: list[Event] | None = None if self._timelines is None else []
+        jobs: Sequence[Callable[[], Any]] = assembly.jobs(what, rows, keys, ambient(), events)
+        backups: dict[int, GradientBackup] = {}
+        if what in ("train", "backward"):
+            jobs = [
+                partial(_with_backup, job, backups, worker, assembly.parameters[worker])
+                for worker, job in enumerate(jobs)
+            ]
+        try:
+            self._workers.run(jobs, self._timeout)
+        except BaseException:
+            for backup in backups.values():
+                backup.restore()
+            raise
+        if self._timelines is not None and events:
+            start = min(event.start for event in events)
+            moved = [e._replace(start=e.start - start, end=e.end - start) for e in events]
+            self._timelines.append(Timeline(len(self._devices), moved))
+
+    def _feed(self, assembly: Assembly, leaves: Sequence[Any], count: int) -> list[list[Any]]:
+        """Hand the micro-batches to the first stage; returns their leaves."""
+        slices = split(leaves, self.program.batch_dims, count)
+        wanted = [value.leaf for value in assembly.inputs if isinstance(value, Ref)]
+        slices = [[part[k] for k in wanted] for part in slices]
+        assembly.feed.values = [tuple(part) for part in slices]
+        return slices
+
+    def _count(self, leaves: Sequence[Any]) -> int:
+        rows = num_rows(leaves, self.program.batch_dims)
+        if rows == 0:
+            raise InputError("the batch has no rows")
+        return min(self.plan.num_microbatches, rows)
+
+    def _keys(self, count: int) -> list[Key]:
+        """The random keys of the next step; `torch.manual_seed` is what seeds them."""
+        step, self._steps = self._steps, self._steps + 1
+        return [Key(torch.initial_seed(), step, microbatch) for microbatch in range(count)]
+
+    def _split_target(self, target: Any, rows: Sequence[int]) -> list[tuple[Any, ...]]:
+        if target is None:
+            return [()] * len(rows)
+        leaves, structure = flatten(target)
+        device = self._devices[-1]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or len(leaf) != sum(rows)):
+                raise InputError(
+                    f"the target has shape {tuple(leaf.shape)}, but the batch has {sum(rows)} "
+                    "rows: its first dimension must have as many. What the loss needs whole can "
+                    "be bound to loss_fn with functools.partial"
+                )
+        dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        moved = [to_device(leaf, device) for leaf in leaves]
+        parts = split(moved, dims, len(rows))
+        return [(unflatten(structure, part),) for part in parts]
+
+    # -- what a module and its trainer offer --------------------------------------------------
+
+    def optimizer(
+        self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any
+    ) -> PipelineOptimizer:
+        """An optimizer over the model's parameters whose step runs on all workers at once.
+
+        Args:
+            kind: a class of `torch.optim`.
+            params: parameters or parameter groups; all of the model's by default.
+            **options: the class's arguments, `lr` and so on.
+
+        Raises:
+            InputError: the class cannot be divided among workers.
+        """
+        owners = self._owned()
+        chosen = self.model.parameters() if params is None else params
+        return PipelineOptimizer(kind, chosen, owners, self._workers.run, **options)
+
+    def _owned(self) -> list[list[nn.Parameter]]:
+        """The parameters of every worker; those that no stage uses belong to the first."""
+        owned: list[list[nn.Parameter]] = []
+        seen: set[int] = set()
+        for parameters in self._assemblies[True].parameters:
+            owned.append([p for p in parameters if id(p) not in seen])
+            seen.update(map(id, parameters))
+        owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
+        return owned
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's parameters."""
+        return self.model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters, with the model's names for them."""
+        return self.model.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state, under the model's names: it loads into the plain model."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a state of the model, from here or from plain PyTorch."""
+        return self.model.load_state_dict(state_dict, strict)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Switch to training mode, like `nn.Module.train`."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Switch to evaluation mode, like `nn.Module.eval`."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        self.model.zero_grad(set_to_none)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Timeline]]:
+        """While open, every pass appends its measured timeline to the list that this gives.
+
+        Outside, nothing is recorded and recording costs nothing.
+        """
+        timelines: list[Timeline] = []
+        self._timelines = timelines
+        try:
+            yield timelines
+        finally:
+            self._timelines = None
+
+    # -- life -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Dismiss the workers. The model stays as it is, trained."""
+        self._workers.close()
+        self._workers.join(5.0)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
+
+    def _abort(self) -> None:
+        for assembly in self._assemblies.values():
+            assembly.abort()
+
+    def _reset(self) -> None:
+        for assembly in self._assemblies.values():
+            assembly.reset()
+
+
+def threads_per_worker(devices: Sequence[torch.device | str]) -> int:
+    """A CPU worker's share of the cores that this process may use, at least one."""
+    workers = sum(torch.device(device).type == "cpu" for device in devices)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+
+
+def _with_backup(
+    job: Callable[[], None],
+    backups: dict[int, GradientBackup],
+    worker: int,
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    backups[worker] = GradientBackup(parameters)
+    job()
+
+
+def _backward_into_inputs(
+    slices: Sequence[Sequence[Any]], gradients: Mapping[int, Sequence[torch.Tensor | None]]
+) -> None:
+    """Pass what the first stage's values got on to inputs that require a gradient."""
+    for microbatch in sorted(gradients):
+        pairs = [
+            (value, gradient)
+            for value, gradient in zip(slices[microbatch], gradients[microbatch], strict=True)
+            if gradient is not None
+        ]
+        torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+
+
+def _weights(
+    weight: Weight, targets: Sequence[tuple[Any, ...]], rows: Sequence[int]
+) -> list[float]:
+    if weight is None:
+        return [1.0] * len(rows)
+    if weight == "rows":
+        return [r / sum(rows) for r in rows]
+    if not callable(weight):
+        raise InputError(f'weight={weight!r} is unknown; choose "rows", None or a function')
+    counts = [float(weight(*target)) for target in targets]
+    total = sum(counts)
+    if not total > 0:
+        raise InputError(f"the weights of the micro-batches add up to {total}: {counts}")
+    return [count / total for count in counts]
+
+
+def _existing(devices: Sequence[str | torch.device]) -> list[torch.device]:
+    """The devices, each of which this machine has.
+
+    Raises:
+        DeviceError: one does not exist.
+        InputError: there are none.
+    """
+    if isinstance(devices, str) or not devices:
+        raise InputError(f'devices={devices!r} is no list of devices; give devices=["cpu", "cpu"]')
+    found = []
+    for name in devices:
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            raise DeviceError(f"{name!r} is not a device: {_known_devices()}") from error
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
+        count = torch.cuda.device_count() if device.type == "cuda" else 1
+        if device.type not in ("cpu", "cuda") or (device.index or 0) >= count:
+            raise DeviceError(f"there is no device {str(device)!r} here: {_known_devices()}")
+        found.append(torch.device("cpu") if device.type == "cpu" else device)
+    return found
+
+
+def _known_devices() -> str:
+    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    return f"this machine has {', '.join(names)}"
+
+
+def _check_stages(program: Program, stages: int) -> None:
+    """Raise unless the program has a place for that many stages.
+
+    Raises:
+        PlanError: it has not; the message says what keeps it whole.
+    """
+    possible = 1 + sum(program.cuts.forbidden(k) is None for k in range(1, len(program)))
+    if stages <= possible:
+        return
+    why = "".join(f"\n  {path or 'the model itself'}: {r}" for path, r in program.closed.items())
+    raise PlanError(
+        f"{stages} stages were asked for, one per device, but the program of "
+        f"{type(program.model).__name__} can be cut into {possible} at most: it has "
+        f"{len(program)} calls. Use at most {possible} devices."
+        + (f" These modules had to stay whole:{why}" if why else "")
+    )

@@ -1,0 +1,80 @@
+"""The profile: what was measured, as plain data. No torch here: the planner reads this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Seconds = NDArray[np.float64]
+
+
+class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost of every call on one kind of device.
+
+    Attributes:
+        kind: the device as it was named, `"cpu"` or `"cuda:0"`.
+        rows: the micro-batch sizes that were measured, ascending.
+        forward: `forward[k][i]`, seconds of call `i` at `rows[k]`.
+        backward: seconds of its backward, gradient accumulation included.
+        spread: how far repeated measurements of the whole program lie apart, relative to their
+            median.
+    """
+
+    kind: str
+    rows: tuple[int, ...]
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
+    spread: float
+
+    def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
+        """Forward and backward seconds of every call for a micro-batch of `rows`.
+
+        Linear between measured sizes, in proportion to the largest one beyond it.
+        """
+        return _at(rows, self.rows, self.forward), _at(rows, self.rows, self.backward)
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured costs of every call of a program, and what crosses every cut.
+
+    Attributes:
+        fingerprint: of the program it was measured on.
+        batch_size: the rows of the example batch.
+        devices: the devices to plan for, in order.
+        kinds: the costs on each kind of device, by name.
+        labels: a readable name for every call.
+        weights: bytes of the parameters that each call is the first to use.
+        boundary: `boundary[k]`, bytes per row that cross the cut before call `k`.
+        forbidden: cuts that are not possible, with the reason.
+    """
+
+    fingerprint: str
+    batch_size: int
+    devices: tuple[str, ...]
+    kinds: dict[str, DeviceProfile]
+    labels: tuple[str, ...]
+    weights: tuple[int, ...]
+    boundary: tuple[float, ...]
+    forbidden: dict[int, str]
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls of the program."""
+        return len(self.labels)
+
+    def on(self, device: str) -> DeviceProfile:
+        """The costs on a device of the list."""
+        return self.kinds[device]
+
+
+def _at(rows: float, measured: Sequence[int], table: Sequence[Sequence[float]]) -> Seconds:
+    values = np.asarray(table, dtype=np.float64)
+    if rows >= measured[-1]:
+        return np.asarray(values[-1] * (rows / measured[-1]))
+    right = max(1, int(np.searchsorted(measured, rows)))
+    left = right - 1
+    share = (rows - measured[left]) / (measured[right] - measured[left])
+    return np.asarray(values[left] + share * (values[right] - values[left]))

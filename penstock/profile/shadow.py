@@ -1,0 +1,45 @@
+"""A second set of modules over the same weights, to be run and measured in the model's place."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def shadow(model: nn.Module, device: torch.device) -> nn.Module:
+    """Modules like those of `model`, whose parameters share memory with the originals.
+
+    Gradients, buffers and hooks are the shadow's own (it has no hooks), so running it forward
+    and backward does not reach the user's model. Only for another device are weights copied.
+    """
+    return _shadow(model, device, {})
+
+
+def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn.Module:
+    if id(module) in made or isinstance(module, torch.jit.ScriptModule):
+        return made.get(id(module), module)  # type: ignore[no-any-return]
+    twin = made[id(module)] = type(module).__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            twin.__dict__[name] = OrderedDict()
+    twin.__dict__["_parameters"] = {
+        name: None if p is None else made.setdefault(id(p), _alias(p, device))
+        for name, p in module._parameters.items()
+    }
+    twin.__dict__["_buffers"] = {
+        name: None if b is None else made.setdefault(id(b), b.detach().to(device, copy=True))
+        for name, b in module._buffers.items()
+    }
+    twin.__dict__["_modules"] = {
+        name: None if child is None else _shadow(child, device, made)
+        for name, child in module._modules.items()
+    }
+    return twin
+
+
+def _alias(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)

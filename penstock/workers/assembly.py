@@ -1,0 +1,191 @@
+"""The stages of one process, joined by links and bound to schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.capture import Attribute, Program, Trace, Value
+from penstock.capture.calls import Ambient
+from penstock.capture.lowering import assemble
+from penstock.capture.randomness import Key
+from penstock.engine.compile import Run, compile_actions, recorded
+from penstock.engine.ends import Feed, LossFailed, Outlet
+from penstock.engine.stage import Held, MicroBatch, Sink, Source, Stage
+from penstock.errors import WorkerError
+from penstock.links.local import Aborted, LocalLink
+from penstock.schedule import Action, Event, Kind, build, check
+
+Pass = Literal["train", "forward", "backward", "infer"]
+"""What a run does: both directions interleaved, or one of them, or forwards without gradients."""
+
+
+class Assembly:
+    """The stages of one mode (training or evaluation) and everything between them.
+
+    Attributes:
+        trace: the recording that the stages come from.
+        inputs: the values that the feed must give, in order.
+        outputs: the values that the outlet gets, in order.
+        feed: the source of the first stage.
+        outlet: the sink of the last one.
+        stages: the stages, in order; stage `s` runs on worker `s`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cuts: Sequence[int],
+        devices: Sequence[torch.device],
+        schedule: str,
+        training: bool,
+    ) -> None:
+        self.trace: Trace = program.trace(training)
+        self._schedule = schedule
+        parts = program.stages(cuts, training, devices)
+        self.inputs: tuple[Value, ...] = parts[0].inputs
+        self.outputs: tuple[Value, ...] = parts[-1].outputs
+        self.feed = Feed(devices[0])
+        self.outlet = Outlet(self.assemble)
+        links = [LocalLink(a, b) for a, b in pairwise(devices)]
+        self._links = links
+        sources: list[Source] = [self.feed, *links]
+        sinks: list[Sink] = [*links, self.outlet]
+        self.stages = [
+            Stage(index, part.module, source, sink)
+            for index, (part, source, sink) in enumerate(zip(parts, sources, sinks, strict=True))
+        ]
+        self.parameters = [list(part.module.parameters()) for part in parts]
+        self._compiled: dict[tuple[Pass, int], list[tuple[list[Action], list[Run]]]] = {}
+
+    def assemble(self, results: Sequence[Any], rows: int) -> Any:
+        """The model's result in its own structure, from the last stage's values."""
+        return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), rows)
+
+    def jobs(
+        self,
+        what: Pass,
+        rows: Sequence[int],
+        keys: Sequence[Key],
+        ambient: Ambient,
+        events: list[Event] | None = None,
+    ) -> list[Callable[[], None]]:
+        """What each worker has to run for one step."""
+        count = len(rows)
+        if (what, count) not in self._compiled:
+            self._compiled[what, count] = self._compile(what, count)
+        microbatches = [MicroBatch(r, k) for r, k in zip(rows, keys, strict=True)]
+        for stage in self.stages:
+            stage.microbatches = microbatches
+        modes = ambient._replace(grad=what != "infer")
+        jobs: list[Callable[[], None]] = []
+        for worker, (actions, runs) in enumerate(self._compiled[what, count]):
+            if events is not None:
+                runs = recorded(runs, actions, worker, events)
+            jobs.append(partial(_run, runs, actions, modes))
+        return jobs
+
+    def _compile(self, what: Pass, count: int) -> list[tuple[list[Action], list[Run]]]:
+        """Every worker's actions and callables; the schedule is proven first."""
+        schedule = build(self._schedule, len(self.stages), count)
+        check(schedule)
+        wanted = {
+            "train": (Kind.FORWARD, Kind.BACKWARD),
+            "forward": (Kind.FORWARD,),
+            "infer": (Kind.FORWARD,),
+            "backward": (Kind.BACKWARD,),
+        }[what]
+        lists = [[a for a in actions if a.kind in wanted] for actions in schedule.workers]
+        return [(a, compile_actions(a, self.stages, what != "infer")) for a in lists]
+
+    def take_held(self) -> list[dict[int, Held]]:
+        """Everything that the stages hold, which they then no longer do."""
+        held = [stage.held for stage in self.stages]
+        for stage in self.stages:
+            stage.held = {}
+        return held
+
+    def give_held(self, held: Sequence[dict[int, Held]]) -> None:
+        """Let the stages hold what `take_held` took."""
+        for stage, holding in zip(self.stages, held, strict=True):
+            stage.held = holding
+
+    def clear(self) -> None:
+        """Let go of the batch, and of whatever a step that failed has left."""
+        self.take_held()
+        self.feed.clear()
+        self.outlet.clear()
+        for stage in self.stages:
+            stage.microbatches = ()
+
+    def abort(self) -> None:
+        """Wake every worker that waits at a link."""
+        for link in self._links:
+            link.abort()
+
+    def reset(self) -> None:
+        """Empty the links after an abort."""
+        for link in self._links:
+            link.reset()
+
+
+def place(program: Program, cuts: Sequence[int], devices: Sequence[torch.device]) -> None:
+    """Move every parameter and buffer to the device of the first stage that uses it.
+
+    Parameters stay the same objects; only their memory moves.
+    """
+    edges = [0, *cuts, len(program)]
+    seen: set[str] = set()
+    for device, (start, stop) in zip(devices, pairwise(edges), strict=True):
+        for call in program.train.calls[start:stop]:
+            read = (v.name for v in call.reads() if isinstance(v, Attribute))
+            for name in (*call.hidden, *read):
+                if name not in seen:
+                    seen.add(name)
+                    _move(program.model, name, device)
+
+
+def _move(model: nn.Module, name: str, device: torch.device) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(path)
+    tensor = getattr(owner, attribute)
+    if tensor.device == device:
+        return
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = tensor.data.to(device)
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.to(device)
+    else:
+        setattr(owner, attribute, tensor.to(device))
+
+
+def _run(runs: Sequence[Run], actions: Sequence[Action], modes: Ambient) -> None:
+    """A worker's part of a step."""
+    contexts = [torch.autocast(d, enabled=on, dtype=t) for d, on, t in modes.autocast if on]
+    at = 0
+    try:
+        with torch.set_grad_enabled(modes.grad):
+            for context in contexts:
+                context.__enter__()
+            for at, run in enumerate(runs):  # noqa: B007 - where it failed, if it does
+                run()
+    except Aborted:
+        raise
+    except Exception as error:
+        action = actions[at // 2]
+        if isinstance(error, LossFailed):
+            raise WorkerError(action.stage, action.microbatch, "loss", _cause(error)) from None
+        what = "forward" if action.kind is Kind.FORWARD else "backward"
+        raise WorkerError(action.stage, action.microbatch, what, error) from error
+    finally:
+        for context in reversed(contexts):
+            context.__exit__(None, None, None)
+
+
+def _cause(error: BaseException) -> BaseException:
+    return error.__cause__ or error
