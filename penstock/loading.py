@@ -61,7 +61,7 @@ def load_model(target: str) -> torch.nn.Module:
 
 
 def parse_input(text: str) -> tuple[str | None, torch.Tensor]:
-    """An example input: `8x3x224x224`, `float32[8,10]`, `int64[8,512]<50257`, `ids=int64[8,64]<256`.
+    """An example input: `8x3x224x224`, `float32[8,10]` or `ids=int64[8,64]<256`.
 
     Floats are standard normal; integers are uniform below the bound, or below 2 without one.
 

@@ -62,6 +62,8 @@ class Pipeline:
         plan: the plan in use.
         program: the captured program.
         model: the user's module.
+        threads_per_worker: intra-op threads of each CPU worker.
+        allocator_kept: whether the process was told to keep freed memory.
 
     Raises:
         DeviceError: a device does not exist.
@@ -93,7 +95,7 @@ class Pipeline:
         self.model = model
         self.program = program or capture(model, args, kwargs, batch_dim=batch_dim)
         _check_stages(self.program, len(self._devices))
-        threads = threads_per_worker(self._devices)
+        threads = self.threads_per_worker = threads_per_worker(self._devices)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
         names = [str(device) for device in self._devices]
         if plan is None:
@@ -321,6 +323,14 @@ class Pipeline:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
         self.model.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Returns:
+            the norm that they had.
+        """
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     @contextmanager
     def recording(self) -> Iterator[list[Timeline]]:

@@ -32,8 +32,8 @@ class _Part:
 
     index: int
     module: nn.Module
-    inputs: Tensor
-    outputs: Tensor
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 class Rank:
@@ -98,22 +98,25 @@ def _parts(stages: Sequence[nn.Module], task: Task) -> list[_Part]:
     """The stages with the shapes between them, which are found without computing anything.
 
     Raises:
-        TypeError: a stage does not give exactly one tensor.
+        TypeError: a stage gives something else than tensors.
         Exception: what a stage raised, such as one that begins by changing its input in place,
             which torch's pipeline cannot run because that input is a leaf.
     """
     parts = []
     size = task.image
-    inputs = torch.empty(task.microbatch_size, 3, size, size, device="meta")
+    inputs: tuple[Tensor, ...] = (torch.empty(task.microbatch_size, 3, size, size, device="meta"),)
     for index, module in enumerate(stages):
         try:
-            outputs = copy.deepcopy(module).to("meta")(inputs)
+            results = copy.deepcopy(module).to("meta")(*inputs)
         except Exception as error:
-            error.add_note(f"in stage {index}, for an input of shape {tuple(inputs.shape)}")
+            shapes = [tuple(value.shape) for value in inputs]
+            error.add_note(f"in stage {index}, for inputs of the shapes {shapes}")
             raise
-        if not isinstance(outputs, Tensor):
-            raise TypeError(f"stage {index} gives {type(outputs).__name__}, not one tensor")
-        parts.append(_Part(index, module, inputs, outputs.detach().requires_grad_()))
+        outputs = results if isinstance(results, tuple) else (results,)
+        if not all(isinstance(value, Tensor) for value in outputs):
+            raise TypeError(f"stage {index} gives {type(results).__name__}, not tensors")
+        leaves = tuple(value.detach().requires_grad_() for value in outputs)
+        parts.append(_Part(index, module, inputs, leaves))
         inputs = parts[-1].outputs
     return parts
 
@@ -148,7 +151,8 @@ def torch_pipelining(
         image: their height and width.
         microbatches: the number of micro-batches.
         schedule: one of `SCHEDULES`, or any other that torch knows by name.
-        stages: picklable modules, one tensor in and one tensor out, which the processes copy;
+        stages: picklable modules of tensors, each taking what the one before gives, which the
+            processes copy;
             by default ResNet-50 cut by hand, in as many stages as the schedule needs.
         processes: how many.
         name: what the peer is called; it says which schedule and how many micro-batches if not
@@ -160,7 +164,7 @@ def torch_pipelining(
     Raises:
         ValueError: torch does not know the schedule, or the batch does not divide evenly, or the
             stages do not fit the processes.
-        TypeError: a stage does not give exactly one tensor.
+        TypeError: a stage gives something else than tensors.
         RuntimeError: a process failed to start, such as for a schedule that does not fit.
     """
     kind = get_schedule_class(schedule.removeprefix("Schedule"))

@@ -83,8 +83,11 @@ class _Layout:
         self.count = count
         self.rows = _split_rows(profile.batch_size, count)
         self._by_rows = {rows: self._table(rows) for rows in set(self.rows)}
-        forward, backward = self._table(profile.batch_size / count)
-        self.seconds = forward + backward
+        totals = {rows: forward + backward for rows, (forward, backward) in self._by_rows.items()}
+        mean: NDArray[np.float64] = np.mean([totals[rows] for rows in self.rows], axis=0)
+        self.seconds = mean
+        # The pipeline may fill and drain with its smallest micro-batch: no bound may count more.
+        self._least_fill = float(np.min(totals[min(self.rows)] / np.maximum(mean, 1e-12)))
         self.allowed = [k not in profile.forbidden for k in range(profile.num_calls + 1)]
 
     def _table(self, rows: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -164,7 +167,7 @@ class _Layout:
             schedule=option.schedule,
             stages=tuple(stages),
             predicted_step_seconds=option.seconds,
-            bound_seconds=self._partition(1.0).objective,
+            bound_seconds=self._partition(min(1.0, self._least_fill)).objective,
             one_device_seconds=_one_device(profile),
             considered=tuple(
                 Candidate(

@@ -1,0 +1,249 @@
+"""Trains GPT-2 on the sources of Python's standard library, on all devices of this machine.
+
+    python examples/train_gpt2.py [--steps 120] [--devices cpu,cpu] [--out out/demo]
+
+A byte-level language model of 10.7 million parameters from transformers' own configuration class,
+cut, planned and trained by Penstock. It ends with what was measured: the step beside one device's,
+the share of the theoretical bound, the proof that both compute the same bits, and a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.loading import tolerate_missing_torchvision_operators
+from penstock.observe.progress import Progress, callback
+from penstock.observe.timeline import save_figure
+from penstock.verification import run_with_threads
+
+SCREEN = Console()
+TOKENS = 128  # bytes of context
+ROUNDS = 5  # of the comparison with one device
+
+
+def build_model() -> torch.nn.Module:
+    """GPT-2 with six blocks of width 384 over bytes, with its usual dropout."""
+    tolerate_missing_torchvision_operators()  # transformers imports torchvision where it is there
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=TOKENS,
+        n_embd=384,
+        n_layer=6,
+        n_head=6,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def language_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of the next byte, in nats."""
+    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+class Text:
+    """The standard library's sources as bytes; every twentieth file is held out."""
+
+    def __init__(self, seed: int) -> None:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        random.Random(seed).shuffle(files)
+        held_out = len(files) // 20
+        self.train = _read(files[held_out:])
+        self.held_out = _read(files[:held_out])
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random windows (rows, TOKENS) of the training text, and the same one byte later."""
+        starts = torch.randint(len(self.train) - TOKENS - 1, (rows,), generator=self._generator)
+        return _windows(self.train, starts)
+
+    def evaluation(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows spread evenly over the held-out text, always the same."""
+        return _windows(self.held_out, torch.linspace(0, len(self.held_out) - TOKENS - 2, rows))
+
+
+def _read(files: list[Path]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+
+
+def _windows(text: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    index = starts.long()[:, None] + torch.arange(TOKENS + 1)
+    window = text[index].long()
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def all_devices() -> list[str]:
+    """Every CUDA device if there are several, else one CPU worker per core, at least two."""
+    if torch.cuda.device_count() > 1:
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return ["cpu"] * max(2, min(4, len(os.sched_getaffinity(0))))
+
+
+@torch.no_grad()
+def held_out_loss(pipe: ps.Pipeline, text: Text, rows: int) -> float:
+    """The loss on text that was not trained on, in evaluation mode."""
+    tokens, target = text.evaluation(rows)
+    pipe.eval()
+    try:
+        return language_loss(pipe(input_ids=tokens), target).item()
+    finally:
+        pipe.train()
+
+
+def train(pipe: ps.Pipeline, text: Text, batch: int, steps: int) -> list[tuple[int, float]]:
+    """Train, and evaluate now and then; returns the held-out losses by step."""
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=steps + 1)
+    losses = [(0, held_out_loss(pipe, text, batch))]
+    with Progress(total=steps * batch, unit="samples") as bar:
+        for step in range(1, steps + 1):
+            tokens, target = text.batch(batch)
+            optimizer.zero_grad()
+            loss = pipe.train_step(input_ids=tokens, target=target, loss_fn=language_loss)
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            schedule.step()
+            bar.advance(batch, loss=loss.item())
+            if step % max(1, steps // 4) == 0:
+                losses.append((step, held_out_loss(pipe, text, batch)))
+    return losses
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """How many seconds a call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def compare(pipe: ps.Pipeline, text: Text, batch: int) -> tuple[list[float], list[float]]:
+    """Seconds of a step on all devices and on one, taking turns, without the optimizer.
+
+    The one device is a worker like the others; it takes the micro-batches one after the other, or
+    the whole batch at once if it is faster that way.
+    """
+    tokens, target = text.batch(batch)
+    pieces = pipe.plan.num_microbatches
+
+    def split_step() -> None:
+        pipe.train_step(input_ids=tokens, target=target, loss_fn=language_loss)
+
+    def one_device(count: int) -> Callable[[], None]:
+        def run() -> None:
+            parts = zip(tokens.tensor_split(count), target.tensor_split(count), strict=True)
+            for part, labels in parts:
+                (language_loss(pipe.model(input_ids=part), labels) / count).backward()
+
+        return lambda: run_with_threads(run, pipe.threads_per_worker)
+
+    split: list[float] = []
+    alone: dict[int, list[float]] = {1: [], pieces: []}
+    for turn in range(ROUNDS + 1):
+        pipe.zero_grad()
+        seconds = timed(split_step), {n: timed(one_device(n)) for n in alone}
+        if turn:  # the first one warms up
+            split.append(seconds[0])
+            for count, taken in seconds[1].items():
+                alone[count].append(taken)
+    pipe.zero_grad()
+    return split, min(alone.values(), key=statistics.median)
+
+
+def report(
+    pipe: ps.Pipeline,
+    losses: list[tuple[int, float]],
+    times: tuple[list[float], list[float]],
+    exact: ps.VerifyReport,
+    figure: Path,
+) -> None:
+    """The table at the end."""
+    split, alone = (statistics.median(t) for t in times)
+    plan = pipe.plan
+    devices = ", ".join(plan.devices)
+    rows = [
+        ("held-out loss, nats per byte", " -> ".join(f"{x:.3f}" for _, x in losses)),
+        ("  after step", ", ".join(str(step) for step, _ in losses)),
+        (f"step on {devices}", f"{1e3 * split:.0f} ms ({_range(times[0])})"),
+        ("step on one device", f"{1e3 * alone:.0f} ms ({_range(times[1])})"),
+        ("speed-up", f"{alone / split:.2f}x with {len(plan.stages)} workers"),
+        ("predicted", f"{1e3 * plan.predicted_step_seconds:.0f} ms"),
+        ("share of the bound", f"{plan.bound_seconds / split:.0%}"),
+        ("same bits as one device", "yes, all of them" if exact.ok else "NO"),
+        ("who was busy when", str(figure)),
+    ]
+    table = Table(title="What was measured", show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    SCREEN.print(table)
+
+
+def _range(seconds: list[float]) -> str:
+    return f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f}"
+
+
+def main() -> None:
+    """The demo."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--devices", default=",".join(all_devices()))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    options = parser.parse_args()
+
+    torch.manual_seed(options.seed)
+    text, model = Text(options.seed), build_model()
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    SCREEN.print(
+        f"GPT-2 with {millions:.1f}M parameters, {len(text.train) / 1e6:.1f} MB of Python's own "
+        f"sources, batches of {options.batch} x {TOKENS} bytes, on {options.devices}"
+    )
+    tokens, target = text.batch(options.batch)
+    with callback("profiling") as progress:
+        pipe = ps.Pipeline(
+            model,
+            kwargs={"input_ids": tokens},
+            devices=options.devices.split(","),
+            progress=progress,
+        )
+    with pipe:
+        SCREEN.print("\nThe plan", style="bold")
+        SCREEN.print(str(pipe.plan), soft_wrap=True, highlight=False)
+        exact = ps.verify(
+            model,
+            kwargs={"input_ids": tokens},
+            target=target,
+            loss_fn=language_loss,
+            devices=options.devices.split(","),
+            plan=pipe.plan,
+        )
+        SCREEN.print(f"\n{exact}\n", soft_wrap=True, highlight=False)
+        losses = train(pipe, text, options.batch, options.steps)
+        times = compare(pipe, text, options.batch)
+        with pipe.recording() as timelines:
+            pipe.train_step(input_ids=tokens, target=target, loss_fn=language_loss)
+        options.out.mkdir(parents=True, exist_ok=True)
+        figure = options.out / "step.png"
+        save_figure(timelines[0], figure)
+    report(pipe, losses, times, exact, figure)
+
+
+if __name__ == "__main__":
+    main()
