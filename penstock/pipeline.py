@@ -20,12 +20,12 @@ from penstock.capture.trees import flatten, unflatten
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.ends import Loss, to_device
 from penstock.engine.microbatch import check_mergeable, merge, split, split_rows
-from penstock.errors import DeviceError, InputError, PlanError
+from penstock.errors import DeviceError, InputError, PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan import plan as make_plan
 from penstock.profile.measure import Progress, profile
 from penstock.schedule import Event, Timeline
-from penstock.train.gradients import GradientBackup
+from penstock.train.backup import Backup
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.workers.assembly import Assembly, Pass, place
 from penstock.workers.threads import ThreadWorkers
@@ -149,7 +149,8 @@ class Pipeline:
 
         Raises:
             InputError: the batch or the target does not fit, or the loss is not a scalar.
-            WorkerError: a stage or the loss failed; the original error is its cause.
+            WorkerError: a stage or the loss failed; the original error is its cause. Gradients
+                and buffers are as they were before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
         leaves = self.program.flatten_inputs(args, kwargs)
@@ -205,20 +206,21 @@ class Pipeline:
     def _run(
         self, assembly: Assembly, what: Pass, rows: Sequence[int], keys: Sequence[Key]
     ) -> None:
-        """Run one pass on all workers; if it fails, gradients are put back."""
+        """Run one pass on all workers; if it fails, gradients and buffers are put back."""
         events: list[Event] | None = None if self._timelines is None else []
         jobs: Sequence[Callable[[], Any]] = assembly.jobs(what, rows, keys, ambient(), events)
-        backups: dict[int, GradientBackup] = {}
-        if what in ("train", "backward"):
-            jobs = [
-                partial(_with_backup, job, backups, worker, assembly.parameters[worker])
-                for worker, job in enumerate(jobs)
-            ]
+        backups: dict[int, Backup] = {}
+        jobs = [
+            partial(_with_backup, job, backups, worker, assembly, what in ("train", "backward"))
+            for worker, job in enumerate(jobs)
+        ]
         try:
             self._workers.run(jobs, self._timeout)
-        except BaseException:
+        except BaseException as error:
             for backup in backups.values():
                 backup.restore()
+            if isinstance(error, WorkerError) and isinstance(error.__cause__, InputError):
+                raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise
         if self._timelines is not None and events:
             start = min(event.start for event in events)
@@ -383,11 +385,13 @@ def threads_per_worker(devices: Sequence[torch.device | str]) -> int:
 
 def _with_backup(
     job: Callable[[], None],
-    backups: dict[int, GradientBackup],
+    backups: dict[int, Backup],
     worker: int,
-    parameters: Sequence[nn.Parameter],
+    assembly: Assembly,
+    backward: bool,
 ) -> None:
-    backups[worker] = GradientBackup(parameters)
+    parameters = assembly.parameters[worker] if backward else ()
+    backups[worker] = Backup(parameters, assembly.changing[worker])
     job()
 
 

@@ -173,6 +173,7 @@ class Trace:
         outputs: the leaves of the model's result: `Value`s, `Size`s or constants.
         output_structure: the structure of the model's result.
         attributes: what is known of every parameter and buffer that is read by name.
+        changed: the buffers that the forward changes, BatchNorm's statistics for instance.
     """
 
     inputs: tuple[Any, ...]
@@ -181,6 +182,7 @@ class Trace:
     outputs: tuple[Any, ...] = ()
     output_structure: Structure | None = None
     attributes: dict[Attribute, TensorInfo] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
 
     def info(self, value: Value) -> Any:
         """The `TensorInfo` of a value (or the constant or `OPAQUE` that stands there)."""

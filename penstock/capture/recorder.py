@@ -107,10 +107,12 @@ def record(
     with _intercepted_modules(recorder):
         trace = recorder.begin(args, kwargs)
         attributes = recorder.open_attributes()
+        buffers = [(name, b, _version(b)) for name, b in model.named_buffers()]
         with recorder:
             result = model(*args, **kwargs)
         recorder.check_unchanged(attributes)
         recorder.end(result)
+        trace.changed = tuple(name for name, b, before in buffers if _version(b) != before)
     return trace, result
 
 

@@ -105,6 +105,7 @@ def generalise(traces: Sequence[Trace], rows: Sequence[int]) -> Trace:
         merge.leaves([t.outputs for t in traces], "", "the result"),
         first.output_structure,
         {a: merge.leaf([t.attributes[a] for t in traces], "", str(a)) for a in first.attributes},
+        first.changed,
     )
 
 

@@ -158,11 +158,17 @@ class _Team:
                 errors.append(error)
                 barrier.abort()
 
-        workers = [threading.Thread(target=work, args=(i,)) for i in range(len(self.members))]
+        workers = [
+            threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(self.members))
+        ]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        try:
+            for worker in workers:
+                worker.join()
+        except BaseException:  # Ctrl-C: the workers stop after the pass that they are in
+            barrier.abort()
+            raise
         if errors:
             raise errors[0]
         return [timing for result in results for timing in result]

@@ -45,12 +45,17 @@ class PipelineOptimizer(Optimizer):
                 "at once, so it cannot be divided among workers; use AdamW or SGD"
             )
         whole = kind(params, **options)
-        super().__init__(whole.param_groups, whole.defaults)
+        self._kind = kind
+        self._options = options
+        self._owners = owners
         self._run = run
-        self._parts = [
-            part for owned in owners if (part := _part(kind, whole, owned, options)) is not None
-        ]
-        self._idle = len(owners) - len(self._parts)
+        self._parts: list[Optimizer] = []
+        super().__init__(whole.param_groups, whole.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in plain optimizers; its parameters are divided among the workers."""
+        super().add_param_group(param_group)
+        self._parts = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -59,27 +64,20 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._parts:
+            self._parts = [self._part(owned) for owned in self._owners]
         for part in self._parts:
             part.state = self.state
             for own, shared in zip(part.param_groups, self.param_groups, strict=True):
                 own.update({k: v for k, v in shared.items() if k != "params"})
-        self._run([*(part.step for part in self._parts), *[_nothing] * self._idle])
+        self._run([part.step for part in self._parts])
         return loss
 
-
-def _part(
-    kind: type[Optimizer], whole: Optimizer, owned: Sequence[nn.Parameter], options: dict[str, Any]
-) -> Optimizer | None:
-    """The optimizer of one worker: the same groups, with just its own parameters."""
-    mine = {id(p) for p in owned}
-    groups = [
-        {**group, "params": [p for p in group["params"] if id(p) in mine]}
-        for group in whole.param_groups
-    ]
-    if not any(group["params"] for group in groups):
-        return None
-    return kind(groups, **options)
-
-
-def _nothing() -> None:
-    """What a worker that owns no parameter does in a step."""
+    def _part(self, owned: Sequence[nn.Parameter]) -> Optimizer:
+        """The optimizer of one worker: the same groups, with just the parameters it owns."""
+        mine = {id(p) for p in owned}
+        groups = [
+            {**group, "params": [p for p in group["params"] if id(p) in mine]}
+            for group in self.param_groups
+        ]
+        return self._kind(groups, **self._options)

@@ -35,6 +35,8 @@ class Assembly:
         feed: the source of the first stage.
         outlet: the sink of the last one.
         stages: the stages, in order; stage `s` runs on worker `s`.
+        parameters: of every stage.
+        changing: of every stage the buffers that a forward changes.
     """
 
     def __init__(
@@ -61,6 +63,9 @@ class Assembly:
             for index, (part, source, sink) in enumerate(zip(parts, sources, sinks, strict=True))
         ]
         self.parameters = [list(part.module.parameters()) for part in parts]
+        buffers = dict(program.model.named_buffers())
+        changed = {id(buffers[name]) for name in self.trace.changed}
+        self.changing = [[b for b in p.module.buffers() if id(b) in changed] for p in parts]
         self._compiled: dict[tuple[Pass, int], list[tuple[list[Action], list[Run]]]] = {}
 
     def assemble(self, results: Sequence[Any], rows: int) -> Any:
