@@ -61,7 +61,6 @@ class WorkerError(PenstockError):
             f"stage {stage} failed in the {action} of micro-batch {microbatch}: "
             f"{type(cause).__name__}: {cause}"
         )
-        self.__cause__ = cause
 
 
 class WorkerTimeout(PenstockError, TimeoutError):  # noqa: N818 - "TimeoutError" is Python's own

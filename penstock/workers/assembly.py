@@ -184,13 +184,10 @@ def _run(runs: Sequence[Run], actions: Sequence[Action], modes: Ambient) -> None
     except Exception as error:
         action = actions[at // 2]
         if isinstance(error, LossFailed):
-            raise WorkerError(action.stage, action.microbatch, "loss", _cause(error)) from None
+            cause = error.__cause__ or error
+            raise WorkerError(action.stage, action.microbatch, "loss", cause) from cause
         what = "forward" if action.kind is Kind.FORWARD else "backward"
         raise WorkerError(action.stage, action.microbatch, what, error) from error
     finally:
         for context in reversed(contexts):
             context.__exit__(None, None, None)
-
-
-def _cause(error: BaseException) -> BaseException:
-    return error.__cause__ or error
