@@ -29,8 +29,9 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
+	@mkdir -p out
 	$(BIN)/penstock bench
-	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python -m benchmarks.compare --json out/compare.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

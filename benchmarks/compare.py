@@ -1,6 +1,6 @@
 """Penstock beside its peers, on two CPU workers, in one run.
 
-    python benchmarks/compare.py [--batch 32] [--image 128] [--rounds 7] [--quick] [--json FILE]
+    python -m benchmarks.compare [--batch 32] [--image 128] [--rounds 7] [--quick] [--json FILE]
 
 First every configuration of `torch.distributed.pipelining` (schedule, number of micro-batches, cut
 by hand as in PyTorch's tutorial and again with Penstock's own cut) and of the RPC pipeline runs

@@ -308,8 +308,9 @@ class Recorder(TorchFunctionMode):
             )
         if _is_plain(leaf):
             return leaf
+        hint = "; do without it (use_cache=False)" if "Cache" in type(leaf).__name__ else ""
         raise Unrecordable(
-            self._open[-1], f"it passes a {type(leaf).__name__}, which is not plain data"
+            self._open[-1], f"it passes a {type(leaf).__name__}, which is not plain data{hint}"
         )
 
     def _info(self, tensor: torch.Tensor, from_inputs: bool) -> TensorInfo:
