@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from torch import nn
 import penstock as ps
 from benchmarks import peers
 from benchmarks.peers.models import Task, loss_function
+from penstock.bench.measure import machine
 from penstock.engine.allocator import keep_freed_memory
 
 DEVICES = ("cpu", "cpu")
@@ -113,8 +113,9 @@ def penstock_cut(profile: ps.Profile, num_microbatches: int) -> list[nn.Module]:
     model = peers.resnet50()
     program = ps.capture(model, (torch.zeros(4, 3, 128, 128),))
     cuts = ps.plan(profile, num_microbatches=num_microbatches).cuts
-    # torch's pipeline cannot begin a stage in place, so the cut moves behind such a call.
-    while any(program.train.calls[cut].mutates for cut in cuts):
+    # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
+    changed = {value for call in program.train.calls for value in call.mutates}
+    while any(changed.intersection(program.cuts.boundary(cut)) for cut in cuts):
         cuts = tuple(cut + 1 for cut in cuts)
     return [Cut(stage.module) for stage in program.stages(cuts, training=True)]
 
@@ -210,23 +211,6 @@ def rows(contestants: Sequence[Any], seconds: dict[str, list[float]]) -> list[Ro
             Row(contestant.name, taken, median, (high - low) / 2, median / ours, contestant.loss)
         )
     return sorted(result, key=lambda row: row.median)
-
-
-def machine() -> dict[str, Any]:
-    """What this ran on."""
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x
-        ]
-        model = names[0] if names else model
-    return {
-        "processor": model,
-        "cores": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from penstock.capture.calls import INPUTS, Attribute, Call, Ref, Size, TensorInfo, Trace, Value
+from penstock.capture.explain import Explanation, explain
 from penstock.capture.lowering import assemble, lower
 from penstock.capture.randomness import Key, draw
 from penstock.capture.recorder import record
@@ -149,6 +150,10 @@ class Program:
                     f"{expected}. Only the batch size (B) may vary: capture again for others"
                 )
         return leaves
+
+    def explain(self) -> Explanation:
+        """What it does, call by call, where it can be cut, and why modules stayed closed."""
+        return explain(self)
 
     # -- cutting --------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture import Attribute, Program, Ref
+from penstock.capture import Program, Ref
+from penstock.capture.explain import weight_bytes
 from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
 from penstock.capture.sizes import num_rows, with_rows
@@ -78,7 +79,7 @@ def profile(
         devices=tuple(devices),
         kinds=measured,
         labels=tuple(call.label for call in program.train.calls),
-        weights=_weights(program),
+        weights=weight_bytes(program),
         boundary=_boundary(program),
         forbidden={
             k: reason
@@ -292,18 +293,6 @@ def _by_call(module: fx.GraphModule, num_calls: int) -> list[list[fx.Node]]:
         if node.op not in ("placeholder", "output"):
             calls[min(node.meta["call"], num_calls - 1)].append(node)
     return calls
-
-
-def _weights(program: Program) -> tuple[int, ...]:
-    parameters = dict(program.model.named_parameters(remove_duplicate=False))
-    seen: set[int] = set()
-    sizes = []
-    for call in program.train.calls:
-        names = [*call.hidden, *(v.name for v in call.reads() if isinstance(v, Attribute))]
-        used = {id(parameters[n]): parameters[n] for n in names if n in parameters}
-        sizes.append(sum(p.nbytes for k, p in used.items() if k not in seen))
-        seen.update(used)
-    return tuple(sizes)
 
 
 def _boundary(program: Program) -> tuple[float, ...]:

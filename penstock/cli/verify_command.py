@@ -1,0 +1,60 @@
+"""`penstock verify`"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+import click
+
+from penstock.cli.options import (
+    device_list,
+    load_example,
+    microbatch_count,
+    model_options,
+    pipeline_options,
+    reported,
+    show,
+    talk,
+)
+from penstock.loading import load, parse_input
+from penstock.observe.progress import callback
+from penstock.verification import mean_square, verify
+
+
+@click.command("verify")
+@model_options
+@pipeline_options
+@click.option("--target", metavar="SPEC", help="Like --input; given to the loss.")
+@click.option("--loss", metavar="MODULE:CALLABLE", help="loss(output, target) or loss(output).")
+@reported
+def command(
+    model: str,
+    inputs: tuple[str, ...],
+    example: str | None,
+    seed: int,
+    devices: str | None,
+    microbatches: str,
+    schedule: str,
+    target: str | None,
+    loss: str | None,
+    as_json: bool,
+) -> None:
+    """Prove that MODEL computes the same bits split as whole; exit code 1 if it does not."""
+    module, args, kwargs = load_example(model, inputs, example, seed)
+    if loss is None:
+        talk("no --loss: taking the mean of the squares of the output")
+    with callback("verifying") as progress:
+        report = verify(
+            module,
+            args,
+            kwargs,
+            target=parse_input(target)[1] if target else None,
+            loss_fn=load(loss) if loss else mean_square,
+            devices=device_list(devices),
+            num_microbatches=microbatch_count(microbatches),
+            schedule=schedule,
+            progress=progress,
+        )
+    show({"ok": report.ok, **asdict(report)}, str(report), as_json)
+    sys.exit(0 if report.ok else 1)

@@ -1,0 +1,97 @@
+"""Progress on stderr: a bar in a terminal, an occasional line anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from penstock.errors import PenstockError
+
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+except ModuleNotFoundError as error:
+    raise PenstockError("progress bars need rich: pip install 'penstock[cli]'") from error
+
+_LINES = 10  # that a log gets of the whole
+
+
+class Progress:
+    """Counts units of work, and shows the loss and the speed.
+
+    Args:
+        total: how many units there are.
+        unit: their name, `"samples"`.
+        console: where to show it; stderr by default.
+    """
+
+    def __init__(self, total: int, unit: str = "samples", console: Console | None = None) -> None:
+        self._total = total
+        self._unit = unit
+        self._console = console or Console(stderr=True)
+        self._done = 0
+        self._told = 0
+        self._start = time.perf_counter()
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=False,
+        )
+        self._task = self._bar.add_task("training", total=total, loss="", speed="")
+
+    def __enter__(self) -> Progress:
+        self._start = time.perf_counter()
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, count: int, loss: float | None = None) -> None:
+        """Note that `count` units are done, with the loss they had."""
+        self._done += count
+        speed = f"{self._done / (time.perf_counter() - self._start):.1f} {self._unit}/s"
+        shown = "" if loss is None else f"loss {loss:.3f}"
+        self._bar.update(self._task, advance=count, loss=shown, speed=speed)
+        if not self._console.is_terminal and self._is_time_for_a_line():
+            share = self._done / self._total
+            print(f"{share:4.0%}  {shown}  {speed}", file=self._console.file, flush=True)
+
+    def _is_time_for_a_line(self) -> bool:
+        part = self._done * _LINES // self._total
+        due, self._told = part > self._told, max(part, self._told)
+        return due
+
+
+@contextmanager
+def callback(description: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A function for `Pipeline(progress=...)` that shows a bar while it is open.
+
+    Args:
+        description: shown until the first call says what is being done.
+    """
+    console = Console(stderr=True)
+    with RichProgress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(description)
+
+        def update(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal and done == 0:
+                print(what, file=sys.stderr, flush=True)
+
+        yield update

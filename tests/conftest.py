@@ -1,0 +1,27 @@
+"""Shared by all tests: CUDA tests are left out where there is no GPU."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from penstock.loading import tolerate_missing_torchvision_operators
+
+    tolerate_missing_torchvision_operators()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    chosen = [item for item in items if "cuda" not in item.keywords]
+    config.hook.pytest_deselected(items=[item for item in items if "cuda" in item.keywords])
+    items[:] = chosen
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,191 @@
+"""Every gradient, parameter and result is bit for bit that of one device. No tolerances here."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.capture.trees import flatten
+from penstock.verification import Reference, run_with_threads
+from tests.models import Case, cases, pipeline
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "eager-1f1b")
+STAGES = (1, 2, 3, 4)
+COUNTS = (1, 2, 3, 5, 8)
+EVERYTHING = list(itertools.product(STAGES, COUNTS, SCHEDULES))
+# Every pair of values of two of the three occurs.
+COVERING = [
+    (p, m, SCHEDULES[(i + j) % 4]) for i, p in enumerate(STAGES) for j, m in enumerate(COUNTS)
+]
+SMALL = ("gpt2", "unet", "named")
+
+
+def selection() -> Iterator[Any]:
+    for name in cases():
+        for p, m, schedule in EVERYTHING:
+            default = (p, m, schedule) in COVERING and (name in SMALL or (p, m) in DIAGONAL)
+            marks = () if default else (pytest.mark.slow,)
+            yield pytest.param(name, p, m, schedule, marks=marks, id=f"{name}-{p}-{m}-{schedule}")
+
+
+DIAGONAL = {(1, 2), (2, 3), (3, 5), (4, 8), (4, 3), (2, 8)}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [
+        name
+        for name, expected in theirs.items()
+        if (ours[name] is None) != (expected is None)
+        or (expected is not None and not torch.equal(ours[name], expected))
+    ]
+    assert not different, f"{len(different)} of {len(theirs)} differ, the first is {different[0]}"
+
+
+@pytest.mark.parametrize(("name", "p", "m", "schedule"), selection())
+def test_training_is_exact(name: str, p: int, m: int, schedule: str) -> None:
+    case = cases()[name]
+    with pipeline(case, p, m, schedule) as pipe:
+        threads = pipe.threads_per_worker
+        twin = copy.deepcopy(pipe.model)
+        reference = Reference(twin, pipe.program, m, case.args, case.kwargs)
+        ours = pipe.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
+        theirs = torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9)
+
+        output = pipe(*case.args, **case.kwargs)
+        case.loss_fn(output, case.target).backward()
+        expected = run_with_threads(
+            lambda: reference.call_and_backward(0, case.loss_fn, case.target), threads
+        )
+        for a, b in zip(flatten(output)[0], flatten(expected)[0], strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        assert_same(gradients(pipe.model), gradients(twin))
+
+        for step in (1, 2, 3):
+            ours.zero_grad()
+            theirs.zero_grad()
+            loss = pipe.train_step(
+                *case.args, target=case.target, loss_fn=case.loss_fn, **case.kwargs
+            )
+            alone = run_with_threads(
+                lambda step=step: reference.train_step(step, case.loss_fn, case.target), threads
+            )
+            assert torch.equal(loss, alone)
+            assert_same(gradients(pipe.model), gradients(twin))
+            ours.step()
+            theirs.step()
+        assert_same(pipe.state_dict(), twin.state_dict())
+
+
+def plain_loop(model: nn.Module, case: Case, m: int) -> None:
+    """Gradient accumulation as anybody would write it, without Penstock."""
+    inputs = case.args[0].tensor_split(m)
+    for part, target in zip(inputs, case.target.tensor_split(m), strict=True):
+        loss = case.loss_fn(model(part), target) * (len(part) / len(case.target))
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["resnet50", "unet"])
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 5), (4, 2)])
+def test_equal_to_a_plain_loop(name: str, p: int, m: int) -> None:
+    case = cases()[name]
+    with pipeline(case, p, m) as pipe:
+        twin = copy.deepcopy(pipe.model)
+        pipe.train_step(*case.args, target=case.target, loss_fn=case.loss_fn)
+        run_with_threads(lambda: plain_loop(twin, case, m), pipe.threads_per_worker)
+        assert_same(gradients(pipe.model), gradients(twin))
+        assert_same(pipe.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_evaluation_is_the_models_own(name: str) -> None:
+    case = cases()[name]
+    with pipeline(case, 3, 3) as pipe, torch.no_grad():
+        pipe.eval()
+        output = flatten(pipe(*case.args, **case.kwargs))[0]
+        reference = Reference(pipe.model, pipe.program, 3, case.args, case.kwargs)
+        expected = flatten(run_with_threads(lambda: reference.call(0), 1))[0]
+        assert len(output) == len(expected) > 0
+        for a, b in zip(output, expected, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            assert not getattr(a, "requires_grad", False)
+
+
+def trained(p: int, schedule: str, seed: int) -> dict[str, torch.Tensor]:
+    case = cases()["gpt2"]
+    with pipeline(case, p, 3, schedule) as pipe:
+        torch.manual_seed(seed)
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            pipe.train_step(target=case.target, loss_fn=case.loss_fn, **case.kwargs)
+            optimizer.step()
+        return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+
+
+def test_dropout_depends_on_the_seed_and_not_on_the_split() -> None:
+    first = trained(2, "1f1b", seed=5)
+    assert_same(first, trained(2, "1f1b", seed=5))
+    assert_same(first, trained(3, "gpipe", seed=5))
+    other = trained(2, "1f1b", seed=6)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_pipeline_leaves_the_random_stream_alone() -> None:
+    case = cases()["gpt2"]
+    with pipeline(case, 2, 3) as pipe:
+        torch.manual_seed(7)
+        state = torch.get_rng_state()
+        pipe.train_step(target=case.target, loss_fn=case.loss_fn, **case.kwargs)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_verify_says_yes() -> None:
+    case = cases()["named"]
+    report = ps.verify(
+        case.model(),
+        case.args,
+        case.kwargs,
+        target=case.target,
+        loss_fn=case.loss_fn,
+        devices=["cpu"] * 3,
+        num_microbatches=4,
+    )
+    assert report.ok, str(report)
+    assert "3 stages" in str(report)
+    assert "gradients of train_step(): 6 compared, all bitwise equal" in str(report)
+
+
+class Counting(nn.Module):
+    """Gives another result every time: what no split can reproduce."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        return x * type(self).calls
+
+
+def test_verify_says_no() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 2))
+    report = ps.verify(
+        model,
+        (torch.randn(6, 4),),
+        loss_fn=lambda output: output.square().mean(),
+        devices=["cpu", "cpu"],
+        num_microbatches=2,
+    )
+    assert not report.ok
+    assert "NOT exact" in str(report)
+    assert "gradients of train_step(): 4 of 4 differ" in str(report)
