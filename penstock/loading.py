@@ -71,7 +71,7 @@ def parse_input(text: str) -> tuple[str | None, torch.Tensor]:
     Raises:
         InputError: the text is none of these.
     """
-    match = _INPUT.match(text.replace(" ", ""))
+    match = _INPUT.match(text)
     dtype = getattr(torch, (match["dtype"] or "float32") if match else "", None)
     if not match or not isinstance(dtype, torch.dtype):
         raise InputError(

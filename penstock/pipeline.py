@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from penstock.capture.trees import flatten, unflatten
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.ends import Loss, to_device
 from penstock.engine.microbatch import check_mergeable, merge, split, split_rows
-from penstock.errors import DeviceError, InputError, PlanError, WorkerError
+from penstock.errors import InputError, PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan import plan as make_plan
 from penstock.profile.measure import Progress, profile
@@ -28,6 +27,7 @@ from penstock.schedule import Event, Timeline
 from penstock.train.backup import Backup
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.workers.assembly import Assembly, Pass, place
+from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.threads import ThreadWorkers
 
 Weight = str | None | Callable[..., float | torch.Tensor]
@@ -91,7 +91,7 @@ class Pipeline:
     ) -> None:
         if workers not in ("auto", "threads"):
             raise InputError(f'workers={workers!r} is unknown; choose "threads" or "auto"')
-        self._devices = _existing(devices)
+        self._devices = existing_devices(devices)
         self.model = model
         self.program = program or capture(model, args, kwargs, batch_dim=batch_dim)
         _check_stages(self.program, len(self._devices))
@@ -377,12 +377,6 @@ class Pipeline:
             assembly.reset()
 
 
-def threads_per_worker(devices: Sequence[torch.device | str]) -> int:
-    """A CPU worker's share of the cores that this process may use, at least one."""
-    workers = sum(torch.device(device).type == "cpu" for device in devices)
-    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
-
-
 def _with_backup(
     job: Callable[[], None],
     backups: dict[int, Backup],
@@ -422,35 +416,6 @@ def _weights(
     if not total > 0:
         raise InputError(f"the weights of the micro-batches add up to {total}: {counts}")
     return [count / total for count in counts]
-
-
-def _existing(devices: Sequence[str | torch.device]) -> list[torch.device]:
-    """The devices, each of which this machine has.
-
-    Raises:
-        DeviceError: one does not exist.
-        InputError: there are none.
-    """
-    if isinstance(devices, str) or not devices:
-        raise InputError(f'devices={devices!r} is no list of devices; give devices=["cpu", "cpu"]')
-    found = []
-    for name in devices:
-        try:
-            device = torch.device(name)
-        except (RuntimeError, TypeError) as error:
-            raise DeviceError(f"{name!r} is not a device: {_known_devices()}") from error
-        if device.type == "cuda":
-            device = torch.device("cuda", device.index or 0)
-        count = torch.cuda.device_count() if device.type == "cuda" else 1
-        if device.type not in ("cpu", "cuda") or (device.index or 0) >= count:
-            raise DeviceError(f"there is no device {str(device)!r} here: {_known_devices()}")
-        found.append(torch.device("cpu") if device.type == "cpu" else device)
-    return found
-
-
-def _known_devices() -> str:
-    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    return f"this machine has {', '.join(names)}"
 
 
 def _check_stages(program: Program, stages: int) -> None:

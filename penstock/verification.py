@@ -16,10 +16,11 @@ from penstock.capture import Key, Program, capture
 from penstock.capture.sizes import BatchDim, num_rows
 from penstock.capture.trees import flatten, unflatten
 from penstock.engine.microbatch import merge, split, split_rows
-from penstock.pipeline import Pipeline, threads_per_worker
+from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.profile.measure import Progress
 from penstock.train.report import Comparison, VerifyReport, compare, compare_leaves
+from penstock.workers.devices import threads_per_worker
 
 _STEPS = 3
 _RATE = 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -125,7 +126,7 @@ def gpt2(layers: int = 2) -> nn.Module:
 def mlp(*widths: int) -> nn.Module:
     """Linear layers with ReLU in place between them."""
     layers: list[nn.Module] = []
-    for inside, outside in zip(widths, widths[1:], strict=False):
+    for inside, outside in pairwise(widths):
         layers += [nn.Linear(inside, outside), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers[:-1])
 
@@ -185,6 +186,4 @@ def pipeline(
     """A pipeline over a fresh model of the case."""
     plan = planned(case.name, stages, microbatches, schedule)
     devices = ["cpu"] * stages
-    return ps.Pipeline(
-        case.model(), case.args, case.kwargs, devices=devices, plan=plan, **options
-    )
+    return ps.Pipeline(case.model(), case.args, case.kwargs, devices=devices, plan=plan, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +26,15 @@ COVERING = [
 SMALL = ("gpt2", "unet", "named")
 
 
-def selection() -> Iterator[Any]:
+def selection() -> list[Any]:
+    found = []
     for name in cases():
         for p, m, schedule in EVERYTHING:
             default = (p, m, schedule) in COVERING and (name in SMALL or (p, m) in DIAGONAL)
             marks = () if default else (pytest.mark.slow,)
-            yield pytest.param(name, p, m, schedule, marks=marks, id=f"{name}-{p}-{m}-{schedule}")
+            label = f"{name}-{p}-{m}-{schedule}"
+            found.append(pytest.param(name, p, m, schedule, marks=marks, id=label))
+    return found
 
 
 DIAGONAL = {(1, 2), (2, 3), (3, 5), (4, 8), (4, 3), (2, 8)}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import json
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,13 +29,15 @@ from penstock.capture import Program, capture
 from penstock.capture.sizes import num_rows
 from penstock.capture.trees import flatten, unflatten
 from penstock.engine.allocator import keep_freed_memory
+from penstock.engine.ends import to_device
 from penstock.engine.microbatch import split, split_rows
 from penstock.loading import load_model
-from penstock.pipeline import Pipeline, threads_per_worker
+from penstock.pipeline import Pipeline
 from penstock.plan import Plan, plan
 from penstock.profile.data import Profile
 from penstock.profile.measure import profile
 from penstock.verification import mean_square, run_with_threads
+from penstock.workers.devices import threads_per_worker
 
 Report = Callable[[int, int, str], None]
 LossFn = Callable[..., torch.Tensor]
@@ -138,7 +142,7 @@ class BenchReport:
 
 def _table(contestants: Sequence[Contestant], title: str) -> list[str]:
     base = contestants[0].median
-    rows = [(title, "mean", "std", "median", "speed-up", "of bound", "predicted")]
+    rows = [(title, "mean", "std", "median", "speed-up", "of bound", "a step predicted")]
     for c in contestants:
         bound, predicted = c.facts.get("percent_of_bound"), c.facts.get("predicted_seconds")
         rows.append(
@@ -167,14 +171,14 @@ def run_bench(settings: BenchSettings, progress: Report | None = None) -> BenchR
     """
     kept = keep_freed_memory()
     task = _Task(settings)
-    tick = _Ticker(task.total_steps, progress)
+    if progress is not None:
+        progress(0, 1, "capturing and profiling")
+    task.prepare()
+    toy = run_toy(settings.devices[:2])
     with ExitStack() as stack:
-        tick("capturing and profiling")
-        task.prepare()
-        toy = run_toy(settings.devices[:2])
-        bars = task.bars(stack)
+        bars, sweep = task.bars(stack), task.sweep(stack)
+        tick = _Ticker((settings.repeats + 1) * (len(bars) + len(sweep)), progress)
         take_turns(bars, settings.repeats, settings.batches, tick)
-        sweep = task.sweep(stack)
         take_turns(sweep, settings.repeats, settings.batches, tick)
     task.note_bounds([*bars, *sweep])
     notes = ["every contestant ran in a process that keeps freed memory"] if kept else []
@@ -227,11 +231,6 @@ class _Task:
         batches = f"{self.settings.batches} x " if self.settings.batches > 1 else ""
         return f"{name}, {batches}{self.rows} rows a time"
 
-    @property
-    def total_steps(self) -> int:
-        """How often the ticker will be called."""
-        return 1 + (self.settings.repeats + 1) * (6 + 1 + len(_SIZES))
-
     def description(self) -> dict[str, Any]:
         """What was run, as plain data."""
         return {
@@ -280,57 +279,75 @@ class _Task:
             contestants.append(self._pipeline(name, chosen, stack))
         return [*contestants, self._pipeline("Penstock's choice", plan(self.costs), stack)]
 
+    def _own_program(self) -> Program:
+        """The program; on GPUs one of a copy, since every contestant places it differently."""
+        if all(torch.device(device).type == "cpu" for device in self.settings.devices):
+            return self.program
+        return capture(copy.deepcopy(self.model), self.args, self.kwargs)
+
     def _tutorial_cut(self) -> tuple[int, ...] | None:
         """Before ResNet's `layer3`, if that is what there is to cut, and two devices."""
         starts = [k for k, label in enumerate(self.costs.labels) if label.startswith("layer3")]
         return (starts[0],) if starts and len(self.settings.devices) == 2 else None
 
     def _pipeline(self, name: str, chosen: Plan, stack: ExitStack) -> Contestant:
-        pipe = Pipeline(
-            self.model, devices=self.settings.devices, program=self.program, plan=chosen
-        )
+        program = self._own_program()
+        pipe = Pipeline(program.model, devices=self.settings.devices, program=program, plan=chosen)
         stack.callback(pipe.close)
         optimizer = pipe.optimizer(torch.optim.SGD, lr=_RATE)
+        train_seconds: list[float] = []
 
         def step() -> None:
             optimizer.zero_grad()
-            pipe.train_step(*self.args, target=self.target, loss_fn=self.loss_fn, **self.kwargs)
+            start = time.perf_counter()
+            loss = pipe.train_step(
+                *self.args, target=self.target, loss_fn=self.loss_fn, **self.kwargs
+            )
+            loss.item()  # a CUDA step is over when its loss is known
+            train_seconds.append(time.perf_counter() - start)
             optimizer.step()
 
         facts = {
+            "train_step_seconds": train_seconds,
             "num_microbatches": chosen.num_microbatches,
             "microbatch_size": chosen.microbatch_size,
             "schedule": chosen.schedule,
             "cuts": list(chosen.cuts),
-            "bound_seconds": chosen.bound_seconds * self.settings.batches,
-            "predicted_seconds": chosen.predicted_step_seconds * self.settings.batches,
+            "bound_seconds": chosen.bound_seconds,
+            "predicted_seconds": chosen.predicted_step_seconds,
         }
         return Contestant(name, step, facts)
 
     def _plain(self, name: str, count: int, threads: int) -> Contestant:
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=_RATE)
+        device = torch.device(self.settings.devices[0])
+        model = self._own_program().model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
         leaves, structure = flatten((self.args, self.kwargs))
-        parts = split(leaves, self.program.batch_dims, count)
+        moved = [to_device(leaf, device) for leaf in leaves]
+        parts = split(moved, self.program.batch_dims, count)
         batches = [unflatten(structure, part) for part in parts]
-        targets = [None] * count if self.target is None else self.target.tensor_split(count)
+        labels = to_device(self.target, device)
+        targets = [None] * count if labels is None else labels.tensor_split(count)
         shares = [n / self.rows for n in split_rows(self.rows, count)]
 
         def step() -> None:
             optimizer.zero_grad()
             for (args, kwargs), target, share in zip(batches, targets, shares, strict=True):
-                output = self.model(*args, **kwargs)
+                output = model(*args, **kwargs)
                 loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
                 (loss * share).backward()
+            loss.item()
             optimizer.step()
 
         return Contestant(name, partial(run_with_threads, step, threads), {"threads": threads})
 
     def note_bounds(self, contestants: Sequence[Contestant]) -> None:
-        """Add to every pipeline what share of its bound it reached, the optimizer included."""
+        """Add to every pipeline what share of its bound `train_step` reached."""
         for contestant in contestants:
             bound = contestant.facts.get("bound_seconds")
             if bound is not None:
-                contestant.facts["percent_of_bound"] = 100 * bound / contestant.median
+                warm = contestant.facts["train_step_seconds"][self.settings.batches :]
+                contestant.facts["percent_of_bound"] = 100 * bound / statistics.median(warm)
 
 
 def run_toy(devices: Sequence[str], steps: int = 50) -> dict[str, Any]:

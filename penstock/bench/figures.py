@@ -27,7 +27,7 @@ def save_bars(contestants: Sequence[Contestant], path: Path, title: str) -> None
     for place, contestant in zip(places, contestants, strict=True):
         height = contestant.mean + contestant.deviation
         speed = contestants[0].mean / contestant.mean
-        text = f"{contestant.mean:.2f} s\n{speed:.2f}x"
+        text = f"{_time(contestant.mean)}\n{speed:.2f}x"
         axes.text(place, height, text, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(places, [c.name.replace(", ", ",\n") for c in contestants], fontsize=9)
     axes.set_ylabel("seconds, mean and standard deviation")
@@ -70,12 +70,16 @@ def save_sweep(contestants: Sequence[Contestant], path: Path, title: str) -> Non
     axes.set_xlabel("rows in a micro-batch")
     axes.set_ylabel("seconds, mean and standard deviation")
     axes.set_ylim(0, 1.1 * max(c.mean + c.deviation for c in contestants))
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
     _finish(figure, axes, path, title)
 
 
 def _size(contestant: Contestant) -> int:
     return int(contestant.facts["microbatch_size"])
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
 
 
 def _canvas() -> tuple[Any, Any]:

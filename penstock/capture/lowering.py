@@ -56,7 +56,7 @@ def lower(
         lowering.call(number, trace.calls[number])
     lowering.graph.output(tuple(lowering.value(value) for value in outputs))
     module = fx.GraphModule(lowering.leaves, lowering.graph, class_name="Stage")
-    module.train(model.training)
+    module.training = model.training  # its own flag only: the user may have frozen submodules
     return module
 
 

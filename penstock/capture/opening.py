@@ -15,7 +15,7 @@ from penstock.capture.randomness import Key
 from penstock.capture.recorder import Unrecordable, record
 from penstock.capture.sizes import BatchDim, batch_dims, generalise, num_rows, with_rows
 from penstock.capture.trees import flatten, unflatten
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, PenstockError
 
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
@@ -61,9 +61,23 @@ def capture(
     with untouched(model), torch.enable_grad():
         try:
             return capturer.run(_SMALL_BATCHES)
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+        except PenstockError:
+            raise
+        except Exception:
             # Some forwards want particular batch sizes; multiples of the example's may do.
-            return capturer.run((rows, 2 * rows, 3 * rows))
+            return _run_as_given(capturer, rows)
+
+
+def _run_as_given(capturer: _Capturer, rows: int) -> Program:
+    try:
+        return capturer.run((rows, 2 * rows, 3 * rows))
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the forward of {type(capturer.model).__name__} raised {type(error).__name__} "
+            f"when it was run on the example: {error}"
+        ) from error
 
 
 class _Opening:

@@ -283,12 +283,18 @@ class Cuts:
         if not isinstance(info, TensorInfo):
             return f"{value} is neither a tensor nor plain data"
         changes = mutated.get(info.storage, -1) >= cut
-        if isinstance(value, Attribute) and info.storage in mutated:
-            return f"{value} is changed in place and used on both sides"
+        owner = self._owners.get(info.storage)
+        if owner is not None and info.storage in mutated:
+            return f"{owner} is changed in place and used on both sides"
         if changes and info.storage in memory:
             return f"{value} and {memory[info.storage]} share memory that is changed later"
         memory[info.storage] = value
         return None
+
+    @cached_property
+    def _owners(self) -> dict[int, Attribute]:
+        """The parameter, buffer or plain tensor that lives in a storage."""
+        return {info.storage: attribute for attribute, info in self.trace.attributes.items()}
 
     def _mutations(self) -> dict[int, int]:
         """For each storage that is changed in place, the last call that does it."""

@@ -32,6 +32,7 @@ from penstock.capture.calls import (
     Value,
     function_name,
 )
+from penstock.capture.preserve import REGISTRIES
 from penstock.capture.randomness import generators
 from penstock.capture.trees import flatten, map_leaves
 
@@ -104,15 +105,15 @@ def record(
         Unrecordable: something in an open module cannot be recorded.
     """
     recorder = Recorder(model, is_open, run)
-    with _intercepted_modules(recorder):
+    with _intercepted(recorder):
         trace = recorder.begin(args, kwargs)
         attributes = recorder.open_attributes()
-        buffers = [(name, b, _version(b)) for name, b in model.named_buffers()]
+        buffers = [(name, b, _Contents(b)) for name, b in model.named_buffers()]
         with recorder:
             result = model(*args, **kwargs)
         recorder.check_unchanged(attributes)
         recorder.end(result)
-        trace.changed = tuple(name for name, b, before in buffers if _version(b) != before)
+        trace.changed = _changed(buffers)
     return trace, result
 
 
@@ -154,6 +155,16 @@ class Recorder(TorchFunctionMode):
                 self._open.pop()
         hidden = tuple(str(self._known[id(tensor)]) for _, tensor in named_tensors(module))
         return self._record(path, partial(call, module), args, kwargs, hidden)
+
+    def check_function(self, function: type) -> None:
+        """Raise if an open module applies a custom `autograd.Function`.
+
+        The torch calls inside it could be recorded, but its own backward would be lost.
+        """
+        if not self._inside and threading.get_ident() == self.thread:
+            raise Unrecordable(
+                self._open[-1], f"it applies {function.__name__}, an autograd.Function of its own"
+            )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -250,11 +261,13 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run the call, noting whether it draws random numbers and what it changes in place."""
         tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        versions = [_version(t) for t in tensors]
+        contents = [_Contents(t) for t in tensors]
         states = [g.get_state() for g in self.generators]
         result = self.run(call, function, args, kwargs)
         call.mutates = tuple(
-            self._known[id(t)] for t, v in zip(tensors, versions, strict=True) if _version(t) != v
+            self._known[id(t)]
+            for t, before in zip(tensors, contents, strict=True)
+            if before.differs_from(t)
         )
         after = [g.get_state() for g in self.generators]
         call.random = any(not torch.equal(a, b) for a, b in zip(states, after, strict=True))
@@ -322,28 +335,69 @@ class Recorder(TorchFunctionMode):
 
     # -- open modules must not keep state in their own Python -------------------------------
 
-    def open_attributes(self) -> dict[str, dict[str, Any]]:
-        """The attributes of every open module, as they are."""
+    def open_attributes(self) -> dict[str, dict[str, list[Any]]]:
+        """The attributes of every open module, as they are, with what containers hold."""
         return {
-            path: {**vars(module), **module._buffers, **module._parameters}
-            for path, module in self.model.named_modules()
+            path: {
+                name: _with_contents(name, value)
+                for name, value in {**vars(m), **m._buffers, **m._parameters}.items()
+            }
+            for path, m in self.model.named_modules()
             if self.is_open(path)
         }
 
-    def check_unchanged(self, before: dict[str, dict[str, Any]]) -> None:
+    def check_unchanged(self, before: dict[str, dict[str, list[Any]]]) -> None:
         """Raise if the forward of an open module assigned to one of its attributes."""
         for path, attributes in self.open_attributes().items():
-            for name, value in attributes.items():
-                if value is not before[path].get(name, self):
+            for name, now in attributes.items():
+                old = before[path].get(name, [])
+                if len(old) != len(now) or any(a is not b for a, b in zip(old, now, strict=True)):
                     raise Unrecordable(path, f"its forward assigns to self.{name}")
+
+
+def _with_contents(name: str, value: Any) -> list[Any]:
+    """An attribute, and what it holds if it is a plain container."""
+    if name in REGISTRIES:
+        return [value]
+    if type(value) is dict:
+        return [value, *value, *value.values()]
+    return [value, *value] if type(value) in (list, set) else [value]
 
 
 def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, nn.Module))
 
 
+class _Contents:
+    """What a tensor held at some moment, to tell whether it has been changed in place since.
+
+    Its version counter says so, but for the running statistics of `F.batch_norm`: these change
+    without it, so tensors that need no gradient are compared with a copy as well.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version = _version(tensor)
+        copied = not tensor.requires_grad and tensor.layout is torch.strided
+        self._copy = tensor.detach().clone() if copied else None
+
+    def differs_from(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, the same one, holds something else now."""
+        if _version(tensor) != self._version:
+            return True
+        return self._copy is not None and not torch.equal(self._copy, tensor)
+
+
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _changed(buffers: Sequence[tuple[str, torch.Tensor, _Contents]]) -> tuple[str, ...]:
+    """The buffers that were written since, and the others of their modules.
+
+    A write that happens to leave a buffer as it was must not hide that its module writes it.
+    """
+    owners = {name.rpartition(".")[0] for name, b, before in buffers if before.differs_from(b)}
+    return tuple(name for name, _, _ in buffers if name.rpartition(".")[0] in owners)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -360,16 +414,23 @@ _PATCH_LOCK = threading.Lock()
 
 
 @contextmanager
-def _intercepted_modules(recorder: Recorder) -> Iterator[None]:
-    """Every `module(...)` asks the recorder first. One recording at a time per process."""
-    original = nn.Module.__call__
+def _intercepted(recorder: Recorder) -> Iterator[None]:
+    """Every `module(...)` and `Function.apply` asks first. One recording at a time per process."""
+    call_module = nn.Module.__call__
+    apply = torch.autograd.Function.__dict__["apply"]
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_module(module, original, args, kwargs)
+        return recorder.call_module(module, call_module, args, kwargs)
+
+    def checked(function: type, *args: Any, **kwargs: Any) -> Any:
+        recorder.check_function(function)
+        return apply.__get__(None, function)(*args, **kwargs)
 
     with _PATCH_LOCK:
         nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
+            nn.Module.__call__ = call_module  # type: ignore[method-assign]
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]

@@ -86,16 +86,7 @@ def generalise(traces: Sequence[Trace], rows: Sequence[int]) -> Trace:
         Unrecordable: the recordings differ in more than integers that grow with the batch.
     """
     first = traces[0]
-    for number, group in enumerate(zip(*(t.calls for t in traces), strict=False)):
-        if len({(c.path, c.target, c.random, c.ambient) for c in group}) > 1:
-            raise Unrecordable(
-                group[0].path,
-                f"what it calls depends on the batch: call {number} is {group[0].label} "
-                f"at {rows[0]} rows and {group[1].label} or {group[2].label} at others",
-            )
-    if len({len(t.calls) for t in traces}) > 1:
-        counts = ", ".join(f"{len(t.calls)} calls at {n} rows" for t, n in zip(traces, rows))  # noqa: B905
-        raise Unrecordable("", f"how much it calls depends on the batch: {counts}")
+    _check_same_calls(traces, rows)
     merge = _Merge(rows)
     calls = [merge.calls([t.calls[i] for t in traces]) for i in range(len(first.calls))]
     return Trace(
@@ -107,6 +98,31 @@ def generalise(traces: Sequence[Trace], rows: Sequence[int]) -> Trace:
         {a: merge.leaf([t.attributes[a] for t in traces], "", str(a)) for a in first.attributes},
         first.changed,
     )
+
+
+def _check_same_calls(traces: Sequence[Trace], rows: Sequence[int]) -> None:
+    """Raise for the module whose own Python calls something else at another batch size."""
+    made = [_calls_by_path(trace) for trace in traces]
+    for path in dict.fromkeys(call.path for trace in traces for call in trace.calls):
+        if any(by_path.get(path) != made[0].get(path) for by_path in made):
+            while path and not all(path in by_path for by_path in made):
+                path = path.rpartition(".")[0]  # whether it is called at all, its caller decides
+            counts = ", ".join(
+                f"{len(by_path.get(path, ()))} calls at {n} rows"
+                for by_path, n in zip(made, rows, strict=True)
+            )
+            raise Unrecordable(path, f"what it calls depends on the batch: {counts}")
+    for group in zip(*(trace.calls for trace in traces), strict=True):
+        if len({(call.path, call.target) for call in group}) > 1:
+            raise Unrecordable("", "the order of what it calls depends on the batch")
+
+
+def _calls_by_path(trace: Trace) -> dict[str, list[tuple[Any, ...]]]:
+    """What the own Python of every open module called, in order."""
+    made: dict[str, list[tuple[Any, ...]]] = {}
+    for call in trace.calls:
+        made.setdefault(call.path, []).append((call.target, call.random, call.ambient))
+    return made
 
 
 class _Merge:

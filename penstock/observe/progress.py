@@ -23,6 +23,8 @@ _LINES = 10  # that a log gets of the whole
 class Progress:
     """Counts units of work, and shows the loss and the speed.
 
+    A run that Ctrl-C or an error ends leaves nothing on the screen.
+
     Args:
         total: how many units there are.
         unit: their name, `"samples"`.
@@ -60,6 +62,7 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._bar.live.transient = kind is not None
         self._bar.stop()
 
     def advance(self, count: int, loss: float | None = None) -> None:

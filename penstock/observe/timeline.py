@@ -10,7 +10,9 @@ from penstock.schedule import Event, Kind, Timeline
 
 _COLOURS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#f2a65a"}
 _NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
-_NARROW = 0.012  # of the width; a narrower box has no room for a number
+_LABELS = {Kind.FORWARD: "white", Kind.BACKWARD: "#2b2f33"}
+_IDLE = "#eceef0"
+_MARGIN, _PER_DIGIT = 0.0065, 0.0063  # of the width; a box with less room gets no number
 
 
 def save_figure(timeline: Timeline, path: Path, title: str | None = None) -> None:
@@ -25,6 +27,8 @@ def save_figure(timeline: Timeline, path: Path, title: str | None = None) -> Non
         PenstockError: matplotlib is not installed.
     """
     figure, axes = _canvas(height=0.9 + 0.62 * timeline.num_workers)
+    for worker in range(timeline.num_workers):
+        axes.barh(worker, 1e3 * timeline.seconds, height=0.8, color=_IDLE)
     for event in timeline.events:
         _draw(axes, event, timeline.seconds)
     _label_workers(axes, timeline)
@@ -32,8 +36,9 @@ def save_figure(timeline: Timeline, path: Path, title: str | None = None) -> Non
     axes.set_ylim(timeline.num_workers - 0.45, -0.55)
     axes.set_xlabel("milliseconds since the step began; the numbers are micro-batches")
     axes.set_title(title or "One training step", loc="left", fontsize=11)
-    handles = [_legend(kind) for kind in _COLOURS]
-    axes.legend(handles=handles, ncol=2, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    colours = {**{_NAMES[kind]: colour for kind, colour in _COLOURS.items()}, "idle": _IDLE}
+    handles = [_legend(name, colour) for name, colour in colours.items()]
+    axes.legend(handles=handles, ncol=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=140, bbox_inches="tight")
@@ -79,11 +84,11 @@ def _draw(axes: Any, event: Event, total: float) -> None:
     start, length = 1e3 * event.start, 1e3 * (event.end - event.start)
     colour = _COLOURS[event.action.kind]
     axes.barh(event.worker, length, left=start, height=0.8, color=colour, edgecolor="white")
-    if event.end - event.start > _NARROW * total:
-        text = str(event.action.microbatch)
-        axes.text(
-            start + length / 2, event.worker, text, ha="center", va="center", fontsize=9, color="w"
-        )
+    text = str(event.action.microbatch)
+    if event.end - event.start > (_MARGIN + _PER_DIGIT * len(text)) * total:
+        place = (start + length / 2, event.worker)
+        ink = _LABELS[event.action.kind]
+        axes.text(*place, text, ha="center", va="center", fontsize=9, color=ink)
 
 
 def _label_workers(axes: Any, timeline: Timeline) -> None:
@@ -96,7 +101,7 @@ def _label_workers(axes: Any, timeline: Timeline) -> None:
         axes.annotate(f"{share:.0%} busy", place, va="center", fontsize=9, annotation_clip=False)
 
 
-def _legend(kind: Kind) -> Any:
+def _legend(name: str, colour: str) -> Any:
     from matplotlib.patches import Patch
 
-    return Patch(color=_COLOURS[kind], label=_NAMES[kind])
+    return Patch(color=colour, label=name)

@@ -52,7 +52,7 @@ def plan(
         InputError: an unknown schedule, or more micro-batches than rows.
     """
     names = _PREFERENCE if schedule == "auto" else (_known(schedule),)
-    counts = _counts(profile.batch_size, num_microbatches)
+    counts = _counts(profile, num_microbatches)
     best: list[_Option] = []
     for count in counts:
         layout = _Layout(profile, count)
@@ -190,9 +190,11 @@ def _one_device(profile: Profile) -> float:
     return min(totals)
 
 
-def _counts(batch_size: int, asked: int | Auto) -> list[int]:
+def _counts(profile: Profile, asked: int | Auto) -> list[int]:
+    batch_size = profile.batch_size
     if asked == "auto":
-        most = min(batch_size, _MOST_MICROBATCHES)
+        least = max(profile.on(device).rows[0] for device in profile.devices)
+        most = max(1, min(batch_size // least, _MOST_MICROBATCHES))
         sizes = {-(-batch_size // count) for count in range(1, most + 1)}
         return sorted({-(-batch_size // size) for size in sizes})
     if not 1 <= asked <= batch_size:

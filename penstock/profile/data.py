@@ -32,7 +32,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
 
-        Linear between measured sizes, in proportion to the largest one beyond it.
+        Linear between measured sizes, in proportion to the largest one beyond it. Below the
+        smallest it is that one's.
         """
         return _at(rows, self.rows, self.forward), _at(rows, self.rows, self.backward)
 
@@ -74,7 +75,9 @@ def _at(rows: float, measured: Sequence[int], table: Sequence[Sequence[float]]) 
     values = np.asarray(table, dtype=np.float64)
     if rows >= measured[-1]:
         return np.asarray(values[-1] * (rows / measured[-1]))
-    right = max(1, int(np.searchsorted(measured, rows)))
+    if rows <= measured[0]:
+        return np.asarray(values[0])
+    right = int(np.searchsorted(measured, rows))
     left = right - 1
     share = (rows - measured[left]) / (measured[right] - measured[left])
     return np.asarray(values[left] + share * (values[right] - values[left]))

@@ -42,6 +42,7 @@ def profile(
     are timed as they will run, and the calls are scaled to add up to that. All CPU workers are
     measured at the same time, because they share memory and caches when they train as well.
     Parameters, buffers, gradients, hooks and random generators of the user's model are untouched.
+    Sizes that are too small for the model are left out, and so are plans that would need them.
 
     Args:
         program: what to measure.
@@ -65,12 +66,16 @@ def profile(
     for number, kind in enumerate(kinds):
         copies = list(devices).count(kind) if torch.device(kind).type == "cpu" else 1
         team = _Team(program, torch.device(kind), copies, threads)
-        timings = []
+        timings: dict[int, list[_Timing]] = {}
         for k, rows in enumerate(sizes):
             if progress:
                 progress(number * len(sizes) + k, steps, f"profiling {kind}, {rows} rows")
-            timings.append(team.measure(with_rows(leaves, program.batch_dims, rows), rows))
-        measured[kind] = _device_profile(kind, sizes, timings)
+            try:
+                timings[rows] = team.measure(with_rows(leaves, program.batch_dims, rows), rows)
+            except Exception:  # BatchNorm, for one, refuses a single value per channel
+                if timings or rows == sizes[-1]:
+                    raise
+        measured[kind] = _device_profile(kind, timings)
     if progress:
         progress(steps, steps, "profiled")
     return Profile(
@@ -100,15 +105,14 @@ class _Timing:
 
 
 def _sizes(batch_size: int, num_devices: int) -> list[int]:
-    largest = max(1, batch_size // max(2, num_devices))
-    return [rows for rows in _SIZES if rows <= largest]
+    """The micro-batch sizes to measure; at least two, for the model may refuse one row."""
+    largest = max(2, batch_size // max(2, num_devices))
+    return [rows for rows in _SIZES if rows <= min(largest, batch_size)]
 
 
-def _device_profile(
-    kind: str, sizes: Sequence[int], timings: Sequence[Sequence[_Timing]]
-) -> DeviceProfile:
+def _device_profile(kind: str, timings: Mapping[int, Sequence[_Timing]]) -> DeviceProfile:
     forward, backward, spreads = [], [], []
-    for passes in timings:
+    for passes in timings.values():
         whole_forward = statistics.median(t.whole_forward for t in passes)
         whole_backward = statistics.median(t.whole_backward for t in passes)
         forward.append(_scaled([t.forward for t in passes], whole_forward))
@@ -117,7 +121,7 @@ def _device_profile(
         spreads.append((wholes[-1] - wholes[0]) / (whole_forward + whole_backward))
     return DeviceProfile(
         kind=kind,
-        rows=tuple(sizes),
+        rows=tuple(timings),
         forward=tuple(forward),
         backward=tuple(backward),
         spread=statistics.median(spreads),

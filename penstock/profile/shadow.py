@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -12,20 +13,28 @@ from torch import nn
 def shadow(model: nn.Module, device: torch.device) -> nn.Module:
     """Modules like those of `model`, whose parameters share memory with the originals.
 
-    Gradients, buffers and hooks are the shadow's own (it has no hooks), so running it forward
-    and backward does not reach the user's model. Only for another device are weights copied.
+    Gradients, buffers, attributes and hooks are the shadow's own (it has no hooks), so running it
+    forward and backward does not reach the user's model. Weights are copied only for another
+    device, and out of modules that torch.jit compiled.
     """
     return _shadow(model, device, {})
 
 
 def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn.Module:
-    if id(module) in made or isinstance(module, torch.jit.ScriptModule):
-        return made.get(id(module), module)  # type: ignore[no-any-return]
+    if id(module) in made:
+        return made[id(module)]  # type: ignore[no-any-return]
+    if isinstance(module, torch.jit.ScriptModule):
+        made[id(module)] = _copy_compiled(module, device)
+        return made[id(module)]  # type: ignore[no-any-return]
     twin = made[id(module)] = type(module).__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             twin.__dict__[name] = OrderedDict()
+        elif isinstance(value, torch.Tensor):
+            twin.__dict__[name] = made.setdefault(id(value), value.detach().to(device, copy=True))
+        elif type(value) in (list, dict, set):
+            twin.__dict__[name] = made.setdefault(id(value), copy(value))
     twin.__dict__["_parameters"] = {
         name: None if p is None else made.setdefault(id(p), _alias(p, device))
         for name, p in module._parameters.items()
@@ -38,6 +47,14 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
         name: None if child is None else _shadow(child, device, made)
         for name, child in module._modules.items()
     }
+    return twin
+
+
+def _copy_compiled(module: torch.jit.ScriptModule, device: torch.device) -> nn.Module:
+    with torch.no_grad():  # or the copies would hang on the originals, and pass gradients on
+        twin: nn.Module = deepcopy(module).to(device)
+    for ours, theirs in zip(twin.parameters(), module.parameters(), strict=True):
+        ours.requires_grad_(theirs.requires_grad)
     return twin
 
 

@@ -21,9 +21,37 @@ _GRACE = 5.0  # seconds that workers have to notice that a step was given up
 
 
 class _Outcome(NamedTuple):
-    worker: int
     result: Any
     error: BaseException | None
+
+
+class _Round:
+    """One job for each worker, and what has become of them so far.
+
+    The outcomes do not travel through the queue: a Ctrl-C that arrives just as the queue gives
+    something out would lose it. The queue only rings.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: dict[int, _Outcome] = {}
+        self._bell: SimpleQueue[None] = SimpleQueue()
+
+    def report(self, worker: int, outcome: _Outcome) -> None:
+        """Called by the worker."""
+        self.outcomes[worker] = outcome
+        self._bell.put(None)
+
+    def wait(self, seconds: float | None) -> None:
+        """Until some worker reports; raises `Empty` if none does."""
+        self._bell.get(timeout=seconds)
+
+    def failures(self) -> list[BaseException]:
+        """What was raised, the workers that were merely told to stop last."""
+        errors = [o.error for o in list(self.outcomes.values()) if o.error is not None]
+        return sorted(errors, key=lambda error: isinstance(error, Aborted))
+
+
+_Order = tuple[Job, _Round]
 
 
 class ThreadWorkers:
@@ -45,12 +73,11 @@ class ThreadWorkers:
     ) -> None:
         self._abort = abort
         self._reset = reset
-        self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
-        self._inboxes: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in devices]
+        self._inboxes: list[SimpleQueue[_Order | None]] = [SimpleQueue() for _ in devices]
         self._threads = [
             threading.Thread(
                 target=_serve,
-                args=(index, device, threads, inbox, self._outcomes),
+                args=(index, device, threads, inbox),
                 name=f"penstock-{index}",
                 daemon=True,  # an interpreter that ends does not wait for them
             )
@@ -78,44 +105,46 @@ class ThreadWorkers:
         """
         if self._closed_because:
             raise ClosedError(f"the pipeline is closed: {self._closed_because}")
-        for inbox, job in zip(self._inboxes, jobs, strict=True):
-            inbox.put(job)
-        outcomes: dict[int, _Outcome] = {}
+        current = _Round()
         try:
-            self._collect(outcomes, timeout)
+            for inbox, job in zip(self._inboxes, jobs, strict=True):
+                inbox.put((job, current))
+            self._collect(current, timeout)
         except BaseException as interruption:  # a timeout, or the user's Ctrl-C
-            self._give_up(outcomes, interruption)
+            self._give_up(current, interruption)
             raise
-        failures = [o.error for o in outcomes.values() if o.error is not None]
+        failures = current.failures()
         if failures:
             self._reset()
-            raise next((e for e in failures if not isinstance(e, Aborted)), failures[0])
-        return [outcomes[index].result for index in range(len(jobs))]
+            raise failures[0]
+        return [current.outcomes[index].result for index in range(len(jobs))]
 
-    def _collect(self, outcomes: dict[int, _Outcome], timeout: float | None) -> None:
+    def _collect(self, current: _Round, timeout: float | None) -> None:
         """Wait for every worker; at the first failure wake the others."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while len(outcomes) < len(self._threads):
+        while len(current.outcomes) < len(self._threads):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                outcome = self._outcomes.get(timeout=left)
+                current.wait(left)
             except Empty:
-                late = sorted(set(range(len(self._threads))) - set(outcomes))
+                late = sorted(set(range(len(self._threads))) - set(current.outcomes))
                 raise WorkerTimeout(
                     f"worker {', '.join(map(str, late))} did not finish within {timeout:.0f} s; "
                     "give Pipeline a larger timeout= if its work takes longer than that"
                 ) from None
-            outcomes[outcome.worker] = outcome
-            if outcome.error is not None and not isinstance(outcome.error, Aborted):
+            if current.failures():
                 self._abort()
 
-    def _give_up(self, outcomes: dict[int, _Outcome], why: BaseException) -> None:
+    def _give_up(self, current: _Round, why: BaseException) -> None:
         """Wake everybody and wait a little; what still runs then closes the pipeline."""
         self._abort()
         try:
-            self._collect(outcomes, _GRACE)
+            self._collect(current, _GRACE)
         except WorkerTimeout:
             self.close(f"a worker was still busy {_GRACE:.0f} s after {type(why).__name__}")
+        except BaseException as again:  # an impatient user
+            self.close(f"{type(again).__name__} came while the workers were being stopped")
+            raise
         else:
             self._reset()
 
@@ -132,7 +161,7 @@ class ThreadWorkers:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _dismiss(inboxes: Sequence[SimpleQueue[Job | None]]) -> None:
+def _dismiss(inboxes: Sequence[SimpleQueue[_Order | None]]) -> None:
     for inbox in inboxes:
         inbox.put(None)
 
@@ -141,18 +170,18 @@ def _serve(
     index: int,
     device: torch.device,
     threads: int,
-    inbox: SimpleQueue[Job | None],
-    outcomes: SimpleQueue[_Outcome],
+    inbox: SimpleQueue[_Order | None],
 ) -> None:
     """A worker's life."""
     torch.set_num_threads(threads)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        while (job := inbox.get()) is not None:
+        while (order := inbox.get()) is not None:
+            job, current = order
             result, error = None, None
             try:
                 result = job()
             except BaseException as raised:
                 error = raised
-            del job
-            outcomes.put(_Outcome(index, result, error))
-            del result, error
+            del order, job  # what they hold goes before the caller is told
+            current.report(index, _Outcome(result, error))
+            del current, result, error

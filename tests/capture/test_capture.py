@@ -1,0 +1,257 @@
+"""A program replays its model: at other batch sizes, in both modes, cut anywhere."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.capture import Attribute, Key, Size
+from penstock.capture.trees import flatten
+from tests.models import Case, UNet, cases, gpt2, mlp
+
+KEY = Key(1, 2, 3)
+
+
+def replay_cut(
+    program: ps.Program, cuts: tuple[int, ...], args: Any, kwargs: Any, key: Key | None = KEY
+) -> list[Any]:
+    """The leaves of the result, computed stage after stage."""
+    leaves = program.flatten_inputs(args, kwargs)
+    stages = program.stages(cuts, program.model.training)
+    rows = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)).shape[0]
+    values = {value: leaves[value.leaf] for value in stages[0].inputs}
+    for stage in stages:
+        results = stage.module(rows, key, *(values[value] for value in stage.inputs))
+        values = dict(zip(stage.outputs, results, strict=True))
+    trace = program.trace(program.model.training)
+    return [
+        values.get(leaf, leaf) if not isinstance(leaf, Size) else leaf for leaf in trace.outputs
+    ]
+
+
+def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", cases().values(), ids=str)
+def test_replays_at_other_batch_sizes(case: Case, training: bool) -> None:
+    program = ps.capture(case.model(), case.args, case.kwargs)
+    program.model.train(training)
+    for rows in (2, 3, 7, 11):
+        args = tuple(a[:rows] for a in case.args)
+        kwargs = {k: v[:rows] if isinstance(v, torch.Tensor) else v for k, v in case.kwargs.items()}
+        expected = flatten(program.reference(args, kwargs, KEY))[0]
+        assert_equal(flatten(program.replay(args, kwargs, KEY))[0], expected)
+        cuts = tuple(
+            k
+            for k in range(1, len(program), max(2, len(program) // 9))
+            if program.cuts.forbidden(k) is None
+        )
+        assert len(cuts) >= 2
+        assert_equal(replay_cut(program, cuts, args, kwargs), expected)
+
+
+def test_every_single_cut() -> None:
+    case = cases()["named"]
+    program = ps.capture(case.model(), case.args, case.kwargs)
+    expected = flatten(program.reference(case.args, case.kwargs, KEY))[0]
+    for cut in range(1, len(program)):
+        assert program.cuts.forbidden(cut) is None
+        assert_equal(replay_cut(program, (cut,), case.args, case.kwargs), expected)
+
+
+def test_random_calls_follow_the_key_and_leave_the_stream_alone() -> None:
+    case = cases()["gpt2"]
+    program = ps.capture(case.model(), case.args, case.kwargs)
+    state = torch.get_rng_state()
+    first, again, other = (
+        program.replay((), case.kwargs, key).logits for key in (KEY, KEY, Key(1, 2, 4))
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    program(**case.kwargs)  # without a key it draws like the model
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+class Hostile(nn.Module):
+    """A model with everything that capture must leave as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.scale = torch.ones(4)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.frozen(self.norm(self.layer(x)))) * self.scale
+        if self.fails:
+            raise LookupError("the forward's own error")
+        return x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_capture_leaves_the_model_untouched(fails: bool) -> None:
+    model, x = Hostile(), torch.randn(6, 4)
+    model.frozen.eval()
+    model.fails = fails
+    model.layer.weight.grad = torch.ones(4, 4)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    before = {name: (id(t), t._version, t.clone()) for name, t in tensors.items()}
+    flags = [module.training for module in model.modules()]
+    attributes = [dict(vars(module)) for module in model.modules()]
+    state = torch.get_rng_state()
+    if fails:
+        with pytest.raises(ps.CaptureError, match=r"(?s)raised LookupError.*forward's own error"):
+            ps.capture(model, (x,))
+    else:
+        program = ps.capture(model, (x,))
+        program.stages((1, 2), training=True)
+        ps.profile(program, devices=["cpu", "cpu"])
+    for name, t in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        assert (id(t), t._version) == before[name][:2]
+        assert torch.equal(t, before[name][2])
+    assert [module.training for module in model.modules()] == flags
+    assert [dict(vars(module)) for module in model.modules()] == attributes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model.layer.weight.grad, torch.ones(4, 4))
+    assert all(p.grad is None for n, p in model.named_parameters() if n != "layer.weight")
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: Any
+
+
+class Sizes(nn.Module):
+    """Sizes of the form k * rows + d, a mask that depends on none, a dataclass out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(12.0).view(3, 4))
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        rows, length, width = x.shape
+        flat = self.layer(x.reshape(rows * length, width))
+        mask = torch.arange(length).view(1, length, 1) > 0
+        assert bool(mask.any())  # may be read: no input has a say in it
+        padded = torch.cat([flat, torch.zeros(2, width)])
+        with torch.no_grad():
+            table = self.table * 2
+        return Pair(flat.view(x.shape) * mask + table[0], (padded.shape[0], padded.sum(1)))
+
+
+def test_sizes_and_modes_inside_the_forward() -> None:
+    model = Sizes()
+    program = ps.capture(model, (torch.randn(5, 3, 4),))
+    for rows in (1, 2, 9):
+        x = torch.randn(rows, 3, 4)
+        ours, theirs = program(x), model(x)
+        assert isinstance(ours, Pair)
+        assert torch.equal(ours.left, theirs.left)
+        assert ours.right[0] == theirs.right[0] == 3 * rows + 2
+        assert torch.equal(ours.right[1], theirs.right[1])
+
+
+class Autocast(nn.Module):
+    """Computes in bfloat16 inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = F.gelu(self.a(x)) @ self.b.weight
+        return self.b(x.float())
+
+
+def test_autocast_inside_the_forward() -> None:
+    model, x = Autocast(), torch.randn(6, 4)
+    program = ps.capture(model, (x,))
+    assert torch.equal(program(x), model(x))
+    assert_equal(replay_cut(program, (1, 2), (x,), {}), [model(x)])
+
+
+def test_tied_weights_cross_as_values() -> None:
+    program = ps.capture(gpt2(), (), {"input_ids": torch.randint(64, (4, 16))})
+    middle = len(program) // 2
+    assert Attribute("transformer.wte.weight") in program.cuts.boundary(middle)
+
+
+class Siamese(nn.Module):
+    """Calls one encoder twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = mlp(4, 4, 4), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.encoder(x), self.encoder(y)], 1))
+
+
+def test_a_module_called_twice_is_cut_in_between() -> None:
+    model, inputs = Siamese(), (torch.randn(5, 4), torch.randn(5, 4))
+    program = ps.capture(model, inputs)
+    for cut in range(1, len(program)):
+        assert program.cuts.forbidden(cut) is None
+        assert_equal(replay_cut(program, (cut,), inputs, {}), [model(*inputs)])
+
+
+def test_other_batch_dimensions() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).relu() * mask
+
+    model, mask = Model(), torch.rand(3, 1, 4)
+    program = ps.capture(
+        model, (torch.randn(3, 5, 4),), {"mask": mask}, batch_dim={0: 1, "mask": None}
+    )
+    x = torch.randn(3, 8, 4)
+    assert torch.equal(program(x, mask=mask), model(x, mask=mask))
+
+
+def test_stages_can_be_read_and_pickled() -> None:
+    model, x = mlp(4, 4, 4), torch.randn(3, 4)
+    stage = ps.capture(model, (x,)).stages((1,), training=True)[1]
+    assert "relu" in stage.module.code.lower() or "getattr(self" in stage.module.code
+    again = pickle.loads(pickle.dumps(stage.module))
+    assert torch.equal(again(3, None, x)[0], stage.module(3, None, x)[0])
+
+
+def test_boundaries_are_counted_in_bytes() -> None:
+    program = ps.capture(mlp(4, 8, 2), (torch.randn(3, 4),))
+    assert [program.cuts.num_bytes(k, rows=10) for k in range(3)] == [160, 320, 320]
+
+
+def test_explain_is_a_table() -> None:
+    program = ps.capture(UNet(), (torch.randn(3, 3, 8, 8),))
+    explanation = program.explain()
+    assert len(explanation.rows) == len(program)
+    assert sum(row.weight_bytes for row in explanation.rows) == sum(
+        p.nbytes for p in program.model.parameters()
+    )
+    text = str(explanation)
+    assert "down1.0" in text
+    assert "float32[Bx4x8x8]" in text
+    assert "in place" in text
+    assert "UNet: " in text

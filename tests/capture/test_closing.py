@@ -1,0 +1,189 @@
+"""What cannot be recorded closes the module around it, keeps the reason, and stays right."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.capture import Key
+from tests.models import mlp
+
+X = torch.randn(6, 4)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class Block(nn.Module):
+    """A linear layer with something awkward around it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.how = how
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        if self.how == "value":
+            return x if x.sum() > 0 else -x
+        if self.how == "function":
+            return Double.apply(x)
+        if self.how == "unknown":
+            return x + torch.from_numpy(x.detach().numpy() * 2)
+        if self.how == "attribute":
+            self.last = x.shape
+        if self.how == "rows" and len(x) > 3:
+            return x.relu().tanh()
+        return x.relu()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("value", "its Python reads a tensor's value"),
+        ("function", "it applies Double, an autograd.Function"),
+        ("unknown", "its Python reads a tensor's value|no recorded call made"),
+        ("attribute", "its forward assigns to self.last"),
+        ("rows", "depends on the batch"),
+    ],
+)
+def test_an_awkward_block_is_closed(how: str, reason: str) -> None:
+    model = nn.Sequential(Block(how), mlp(4, 4, 4), Block(how))
+    program = ps.capture(model, (X,))
+    assert set(program.closed) == {"0", "2"}
+    for why in program.closed.values():
+        assert re.search(reason, why)
+    assert [call.label for call in program.train.calls] == ["0", "1.0", "1.1", "1.2", "2"]
+    for rows in (2, 3, 5, 9):
+        x = torch.randn(rows, 4)
+        assert torch.equal(program(x), model(x))
+
+
+def test_both_branches_are_right() -> None:
+    model = nn.Sequential(Block("value"), nn.Linear(4, 4))
+    program = ps.capture(model, (X,))
+    with torch.no_grad():
+        for bias in (100.0, -100.0):
+            model[0].layer.bias.fill_(bias)
+            assert torch.equal(program(X), model(X))
+
+
+def test_hooks_close_their_module_and_run() -> None:
+    model = nn.Sequential(mlp(4, 4, 4), nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, output: output + 1)
+    program = ps.capture(model, (X,))
+    assert program.closed == {"0": "it has forward hooks, which must run around it"}
+    assert torch.equal(program(X), model(X))
+
+
+def test_closed_as_asked() -> None:
+    model = nn.Sequential(mlp(4, 4, 4), mlp(4, 4, 4))
+    program = ps.capture(model, (X,), keep_closed=["1"])
+    assert [call.label for call in program.train.calls] == ["0.0", "0.1", "0.2", "1"]
+    with pytest.raises(ps.CaptureError, match="keep_closed names 'encoder'"):
+        ps.capture(model, (X,), keep_closed=["encoder"])
+
+
+class Opaque(nn.Module):
+    """Passes an object of its own from one submodule to the next."""
+
+    class Box:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    class Pack(nn.Module):
+        def forward(self, x: torch.Tensor) -> Opaque.Box:
+            return Opaque.Box(x * 2)
+
+    class Unpack(nn.Module):
+        def forward(self, box: Opaque.Box) -> torch.Tensor:
+            return box.tensor + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.pack, self.unpack = nn.Linear(4, 4), self.Pack(), self.Unpack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unpack(self.pack(self.layer(x)))
+
+
+def test_objects_of_unknown_types_do_not_cross() -> None:
+    model = Opaque()
+    program = ps.capture(model, (X,))
+    assert torch.equal(program(X), model(X))
+    assert [program.cuts.forbidden(k) for k in (1, 2)] == [
+        None,
+        "%1.0 is neither a tensor nor plain data",
+    ]
+
+
+class Aliased(nn.Module):
+    """Changes memory that a view of it sees later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        view = y.view(-1)
+        z = torch.tanh(x)
+        y.add_(1)
+        return z + view.view(x.shape) * y
+
+
+def test_no_cut_between_a_view_and_a_change() -> None:
+    program = ps.capture(Aliased(), (X,))
+    labels = [call.label for call in program.train.calls]
+    change = labels.index("add_()")
+    reasons = [program.cuts.forbidden(k) for k in range(1, len(labels))]
+    assert "share memory that is changed later" in str(reasons[change - 1])
+    assert reasons[0] is None  # before the view there is only one name for the memory
+    assert reasons[change] is None  # and after the change both may cross
+    assert torch.equal(program(X), program.model(X))
+
+
+class Counted(nn.Module):
+    """Changes a buffer in its own Python, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        x = torch.tanh(x)
+        self.count.mul_(2)
+        return x + 1
+
+
+def test_no_cut_between_two_changes_of_a_buffer() -> None:
+    program = ps.capture(Counted(), (X,))
+    reasons = [program.cuts.forbidden(k) for k in range(1, len(program))]
+    assert reasons[:2] == ["count is changed in place and used on both sides"] * 2
+    assert reasons[2] is None
+    assert program.train.changed == ("count",)
+
+
+def test_randomness_of_a_closed_block_is_seeded() -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(x) if x.sum() > 0 else self.drop(-x)
+
+    program = ps.capture(nn.Sequential(nn.Linear(4, 4), Noise()), (X,))
+    assert "1" in program.closed
+    first, again = (program.replay((X,), {}, Key(0, 0, 0)) for _ in range(2))
+    assert torch.equal(first, again)

@@ -1,0 +1,117 @@
+"""Plans: choosing on profiles made by hand, and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import penstock as ps
+from penstock.profile import DeviceProfile
+
+
+def profile(calls: list[float], devices: int = 2, batch: int = 16, **changes: Any) -> ps.Profile:
+    """Calls of these forward seconds per row, twice that backward, and 10 % launch overhead."""
+    rows = (1, 2, 4, 8)
+    forward = tuple(tuple(c * (0.1 + n) for c in calls) for n in rows)
+    backward = tuple(tuple(2 * x for x in line) for line in forward)
+    kind = DeviceProfile(kind="cpu", rows=rows, forward=forward, backward=backward, spread=0.0)
+    found = ps.Profile(
+        fingerprint="f" * 16,
+        batch_size=batch,
+        devices=("cpu",) * devices,
+        kinds={"cpu": kind},
+        labels=tuple(f"call{i}" for i in range(len(calls))),
+        weights=(4,) * len(calls),
+        boundary=(8.0,) * (len(calls) + 1),
+        forbidden={},
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+def test_the_choice_is_the_best_that_was_considered() -> None:
+    plan = ps.plan(profile([1, 2, 3, 4, 3, 2, 1]))
+    best = min(c.predicted_step_seconds for c in plan.considered)
+    assert plan.predicted_step_seconds <= 1.002 * best
+    assert {c.num_microbatches for c in plan.considered} == {1, 2, 3, 4, 6, 8, 16}
+    assert plan.bound_seconds <= plan.predicted_step_seconds * (1 + 1e-9)
+    assert plan.is_worth_it
+    assert len(plan.stages) == 2
+    assert plan.stages[0].calls[1] == plan.stages[1].calls[0] == plan.cuts[0]
+
+
+def test_explicit_choices_are_respected() -> None:
+    plan = ps.plan(profile([1.0] * 6), num_microbatches=5, schedule="gpipe", cuts=(1,))
+    assert (plan.num_microbatches, plan.schedule, plan.cuts) == (5, "gpipe", (1,))
+    assert plan.microbatch_size == 4
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3, 5, 16])
+def test_the_bound_holds_for_every_cut(devices: int, count: int) -> None:
+    costs = profile([1, 5, 2, 2], devices)
+    bound = ps.plan(costs, num_microbatches=count).bound_seconds
+    for first in range(1, 4):
+        cuts = tuple(range(first, first + devices - 1))
+        if not cuts or cuts[-1] < 4:
+            for schedule in ("naive", "gpipe", "1f1b", "eager-1f1b"):
+                plan = ps.plan(costs, num_microbatches=count, schedule=schedule, cuts=cuts)
+                assert plan.predicted_step_seconds >= bound * (1 - 1e-9)
+
+
+def test_forbidden_cuts_are_avoided() -> None:
+    costs = profile([1.0] * 4, forbidden={2: "because", 3: "because"})
+    assert ps.plan(costs).cuts == (1,)
+    with pytest.raises(ps.PlanError, match="only 0 of the 3"):
+        ps.plan(msgspec.structs.replace(costs, forbidden=dict.fromkeys((1, 2, 3), "no")))
+
+
+def test_more_microbatches_than_rows() -> None:
+    with pytest.raises(ps.InputError, match=r"num_microbatches=17.*16 rows"):
+        ps.plan(profile([1.0, 1.0]), num_microbatches=17)
+
+
+def test_it_says_when_splitting_is_not_worth_it() -> None:
+    costs = profile([1.0, 1e-6], batch=1)
+    plan = ps.plan(costs)
+    assert not plan.is_worth_it
+    assert "splitting is not worth it" in str(plan)
+
+
+def test_seconds_between_and_beyond_what_was_measured() -> None:
+    kind = profile([2.0]).on("cpu")
+    assert kind.seconds(3)[0][0] == pytest.approx(2 * 3.1)
+    assert kind.seconds(16)[0][0] == pytest.approx(2 * 16.2)  # in proportion to 8 rows
+    assert kind.seconds(1)[1][0] == pytest.approx(2 * 2 * 1.1)
+
+
+def test_a_profile_survives_a_file() -> None:
+    costs = profile([1.0, 2.0], forbidden={1: "why"})
+    assert msgspec.json.decode(msgspec.json.encode(costs), type=ps.Profile) == costs
+
+
+def test_a_plan_survives_a_file(tmp_path: Path) -> None:
+    plan, path = ps.plan(profile([1, 2, 3])), tmp_path / "plan.json"
+    path.write_text("old")
+    plan.save(path)
+    assert ps.Plan.load(path) == plan
+    assert list(tmp_path.iterdir()) == [path]
+    assert '"first": "call0"' in path.read_text()
+
+
+def test_files_that_are_no_plans(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"stages": 3}')
+    with pytest.raises(ps.PlanError, match=r"plan.json is not a plan"):
+        ps.Plan.load(path)
+    msgspec.structs.replace(ps.plan(profile([1, 2])), version=99).save(path)
+    with pytest.raises(ps.PlanError, match="version 99, this Penstock reads version 1"):
+        ps.Plan.load(path)
+
+
+def test_a_plan_knows_its_model() -> None:
+    plan = ps.plan(profile([1, 2, 3]))
+    with pytest.raises(ps.PlanError, match=r"made for another model.*began with call0, call"):
+        plan.check_fits("0" * 16, ["cpu", "cpu"])

@@ -1,0 +1,52 @@
+"""What is measured is plausible, and measuring reaches nothing of the user's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import penstock as ps
+from tests.models import cases, mlp
+
+
+def test_every_call_has_a_cost() -> None:
+    case = cases()["gpt2"]
+    program = ps.capture(case.model(), case.args, case.kwargs)
+    seen: list[tuple[int, int, str]] = []
+    costs = ps.profile(program, devices=["cpu", "cpu"], progress=lambda *a: seen.append(a))
+    kind = costs.on("cpu")
+    assert kind.rows == (1, 2, 4)
+    for table in (kind.forward, kind.backward):
+        assert all(len(line) == len(program) == costs.num_calls for line in table)
+        assert all(seconds >= 0 for line in table for seconds in line)
+        assert sum(table[0]) > 0
+    assert costs.batch_size == 11
+    assert sum(costs.weights) == sum(p.nbytes for p in program.model.parameters())  # tied: once
+    assert seen[0][:2] == (0, 3)
+    assert seen[-1][:2] == (3, 3)
+
+
+def test_profiling_touches_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    fired = []
+    program = ps.capture(model, (torch.randn(8, 4),))
+    model[0].register_forward_hook(lambda *_: fired.append("forward"))
+    model[0].weight.register_hook(lambda _: fired.append("gradient"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: fired.append("accumulated"))
+    model[0].weight.grad = gradient = torch.ones(4, 4)
+    before = {name: (t._version, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    state = torch.get_rng_state()
+    ps.profile(program, devices=["cpu", "cpu"])
+    assert fired == []
+    assert model[0].weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(4, 4))
+    assert model[0].bias.grad is None
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor._version == before[name][0]
+        assert torch.equal(tensor, before[name][1])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_another_batch_can_be_given() -> None:
+    program = ps.capture(mlp(4, 4, 4), (torch.randn(3, 4),))
+    assert ps.profile(program, (torch.randn(20, 4),), devices=["cpu"]).batch_size == 20

@@ -1,0 +1,152 @@
+"""Every mistake gets an error that names the values and what would work, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from tests.models import mlp
+
+X = torch.randn(6, 8)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[ps.Pipeline]:
+    with ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 2, num_microbatches=2) as found:
+        yield found
+
+
+def mean(output: torch.Tensor, *_: Any) -> torch.Tensor:
+    return output.mean()
+
+
+def test_more_stages_than_calls() -> None:
+    with pytest.raises(ps.PlanError, match=r"4 stages.*into 3 at most.*Use at most 3 devices"):
+        ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 4)
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (["cpu", "cuda:77"], r"no device 'cuda:77' here: this machine has cpu"),
+        (["cpu", "tpu"], r"'tpu' is not a device: this machine has cpu"),
+        (["meta"], r"no device 'meta' here"),
+        ("cpu", r"devices='cpu' is no list.*\[\"cpu\", \"cpu\"\]"),
+        ([], r"devices=\[\] is no list"),
+    ],
+)
+def test_devices_that_do_not_exist(devices: Any, words: str) -> None:
+    with pytest.raises(ps.InputError, match=words):
+        ps.Pipeline(mlp(8, 8, 8), (X,), devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_microbatches": 7}, r"num_microbatches=7.*6 rows.*between 1 and 6"),
+        ({"num_microbatches": 0}, r"num_microbatches=0"),
+        ({"schedule": "2f2b"}, r"'2f2b' is unknown; choose naive, gpipe, 1f1b, eager-1f1b"),
+        ({"workers": "mpi"}, r"'mpi' is unknown; choose \"threads\""),
+    ],
+)
+def test_options_that_do_not_exist(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ps.InputError, match=words):
+        ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((torch.randn(6, 8, 1),), {}, r"3 dimensions, of shape \(6, 8, 1\).*float32\[Bx8\]"),
+        ((torch.randn(6, 8).double(),), {}, r"dtype torch.float64.*float32\[Bx8\]"),
+        ((torch.randn(6, 9),), {}, r"\(6, 9\), 9 instead of 8 in dimension 1"),
+        ((torch.randn(6, 8), 1), {}, r"another structure.*\(Tensor, int\).*\(float32\[Bx8\]\)"),
+        ((), {"input": torch.randn(6, 8)}, r"another structure.*input=Tensor"),
+        (([1.0],), {}, r"another structure"),
+        ((None,), {}, r"is a NoneType, not a tensor"),
+        ((torch.randn(0, 8),), {}, r"no rows"),
+    ],
+)
+def test_a_batch_unlike_the_example(pipe: ps.Pipeline, args: Any, kwargs: Any, words: str) -> None:
+    with pytest.raises(ps.InputError, match=words):
+        pipe.train_step(*args, loss_fn=mean, **kwargs)
+    with pytest.raises(ps.InputError, match=words):
+        pipe(*args, **kwargs)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_another_batch_size_is_normal(pipe: ps.Pipeline) -> None:
+    for rows in (1, 2, 7, 30):
+        assert pipe(torch.randn(rows, 8)).shape == (rows, 8)
+
+
+@pytest.mark.parametrize("target", [torch.zeros(5, 8), torch.zeros(()), {"a": torch.zeros(7)}])
+def test_a_target_of_other_rows(pipe: ps.Pipeline, target: Any) -> None:
+    with pytest.raises(ps.InputError, match=r"the target has shape .*but the batch has 6 rows"):
+        pipe.train_step(X, target=target, loss_fn=mean)
+
+
+def test_weights_that_make_no_sense(pipe: ps.Pipeline) -> None:
+    with pytest.raises(ps.InputError, match=r"weight='tokens' is unknown"):
+        pipe.train_step(X, loss_fn=mean, weight="tokens")
+    with pytest.raises(ps.InputError, match=r"add up to 0.0"):
+        pipe.train_step(X, target=X, loss_fn=mean, weight=lambda target: 0)
+
+
+class Whole(nn.Module):
+    """Its Python depends on the values, so it cannot be looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+def test_a_model_that_is_one_closed_call() -> None:
+    with pytest.raises(ps.PlanError, match=r"(?s)into 1 at most.*reads a tensor's value"):
+        ps.Pipeline(Whole(), (X,), devices=["cpu"] * 2)
+    with ps.Pipeline(Whole(), (X,), devices=["cpu"], num_microbatches=1) as alone:
+        assert torch.equal(alone(X), alone.model(X))
+
+
+def test_a_plan_of_something_else(pipe: ps.Pipeline) -> None:
+    with pytest.raises(ps.PlanError, match="made for another model"):
+        ps.Pipeline(mlp(8, 9, 8), (X,), devices=["cpu"] * 2, plan=pipe.plan)
+    with pytest.raises(ps.PlanError, match="2 stages and there are 3 devices"):
+        ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 3, plan=pipe.plan)
+
+
+def test_an_example_without_rows_or_with_different_ones() -> None:
+    with pytest.raises(ps.InputError, match="no input can be split"):
+        ps.capture(mlp(8, 8), ())
+    with pytest.raises(ps.InputError, match=r"different batch sizes: input 0 has 6, input 1 has 5"):
+        ps.capture(mlp(8, 8), (X, X[:5]))
+    with pytest.raises(ps.InputError, match="batch_dim=3 does not exist in input 0"):
+        ps.capture(mlp(8, 8), (X,), batch_dim=3)
+
+
+class Summary(nn.Module):
+    """Returns a number for the whole batch, as models that compute their own loss do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self.second(self.first(x))
+        return {"loss": output.square().mean(), "output": output}
+
+
+def test_a_result_without_a_batch_dimension() -> None:
+    with ps.Pipeline(Summary(), (X,), devices=["cpu"] * 2, num_microbatches=2) as pipe:
+        with pytest.raises(ps.InputError, match=r"no batch dimension.*train_step"):
+            pipe(X)
+        loss = pipe.train_step(X, loss_fn=lambda output: output["loss"])
+        assert loss.ndim == 0

@@ -1,0 +1,243 @@
+"""Whatever fails, the caller gets a named error, nothing hangs, and the next step is clean."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+
+
+class Trap(nn.Module):
+    """The identity, until it is armed; then it fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.mode = {"fail": "", "after": 0, "seconds": 0.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Spring.apply(x * self.weight, self.mode)
+
+
+class _Spring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mode: dict[str, Any]) -> torch.Tensor:
+        ctx.mode = mode
+        spring(mode, "forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        spring(ctx.mode, "backward")
+        return gradient, None
+
+
+def spring(mode: dict[str, Any], where: str) -> None:
+    if mode["fail"] == where:
+        if mode["after"] == 0:
+            time.sleep(mode["seconds"])
+            if not mode["seconds"]:
+                raise ZeroDivisionError(f"sprung in {where}")  # the line that tracebacks must show
+        mode["after"] -= 1
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    stages = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Trap()) for _ in range(3)]
+    return nn.Sequential(*stages)
+
+
+X, Y = torch.randn(12, 6), torch.randn(12, 6)
+LOSS = nn.functional.mse_loss
+
+
+@pytest.fixture
+def pipe() -> Iterator[ps.Pipeline]:
+    model = build()
+    program = ps.capture(model, (X,), keep_closed=["0", "1", "2"])
+    costs = ps.profile(program, devices=["cpu"] * 3)
+    plan = ps.plan(costs, num_microbatches=4, schedule="1f1b")
+    with ps.Pipeline(model, (X,), devices=["cpu"] * 3, program=program, plan=plan) as found:
+        yield found
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def step(pipe: ps.Pipeline) -> torch.Tensor:
+    return pipe.train_step(X, target=Y, loss_fn=LOSS)
+
+
+def trap(pipe: ps.Pipeline, stage: int) -> dict[str, Any]:
+    mode: dict[str, Any] = pipe.model[stage][2].mode
+    return mode
+
+
+def disarm(pipe: ps.Pipeline) -> None:
+    for stage in range(3):
+        trap(pipe, stage).update(fail="", after=0, seconds=0.0)
+
+
+def assert_clean(pipe: ps.Pipeline, before: dict[str, torch.Tensor]) -> None:
+    """Nothing of the failed step is left, and the next one is exactly right."""
+    assert all(p.grad is None for p in pipe.parameters())
+    after = pipe.state_dict()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    disarm(pipe)
+    twin = copy.deepcopy(pipe.model)
+    step(pipe)
+    torch.set_num_threads(1)
+    for part, target in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
+        (LOSS(twin(part), target) * 0.25).backward()
+    for ours, theirs in zip(pipe.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("microbatch", [0, 2])
+def test_an_error_in_a_stage(pipe: ps.Pipeline, where: str, stage: int, microbatch: int) -> None:
+    before = state(pipe.model)
+    trap(pipe, stage).update(fail=where, after=microbatch)
+    start = time.perf_counter()
+    with pytest.raises(ps.WorkerError) as caught:
+        step(pipe)
+    assert time.perf_counter() - start < 1
+    error = caught.value
+    assert (error.stage, error.microbatch, error.action) == (stage, microbatch, where)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    lines = [frame.line or "" for frame in traceback.extract_tb(error.__cause__.__traceback__)]
+    assert "the line that tracebacks must show" in lines[-1]
+    assert f"stage {stage} failed in the {where} of micro-batch {microbatch}" in str(error)
+    assert_clean(pipe, before)
+
+
+def test_an_error_in_the_loss(pipe: ps.Pipeline) -> None:
+    before = state(pipe.model)
+    calls = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("no such class")
+        return LOSS(output, target)
+
+    with pytest.raises(ps.WorkerError, match="stage 2 failed in the loss of micro-batch 2") as e:
+        pipe.train_step(X, target=Y, loss_fn=loss)
+    assert (e.value.action, type(e.value.__cause__)) == ("loss", KeyError)
+    assert_clean(pipe, before)
+
+
+def test_an_error_in_the_plain_style(pipe: ps.Pipeline) -> None:
+    before = state(pipe.model)
+    trap(pipe, 1).update(fail="forward", after=1)
+    with pytest.raises(ps.WorkerError):
+        pipe(X)
+    assert all(torch.equal(before[n], t) for n, t in pipe.state_dict().items())
+    disarm(pipe)
+    loss = LOSS(pipe(X), Y)
+    between = state(pipe.model)
+    trap(pipe, 0).update(fail="backward", after=2)
+    with pytest.raises(ps.WorkerError) as caught:
+        loss.backward()
+    assert (caught.value.stage, caught.value.action) == (0, "backward")
+    assert_clean(pipe, between)
+
+
+def test_accumulated_gradients_survive(pipe: ps.Pipeline) -> None:
+    step(pipe)
+    objects = [p.grad for p in pipe.parameters()]
+    values = [g.clone() for g in objects]
+    trap(pipe, 1).update(fail="backward", after=2)
+    with pytest.raises(ps.WorkerError):
+        step(pipe)
+    for parameter, gradient, value in zip(pipe.parameters(), objects, values, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda output: output, r"shape \(3, 6\).*\.mean\(\)"),
+        (lambda output: 1.0, "returned a float"),
+        (lambda output: output.detach().mean(), "depends on no parameter"),
+    ],
+)
+def test_a_loss_that_is_no_scalar(pipe: ps.Pipeline, loss: Callable[..., Any], words: str) -> None:
+    before = state(pipe.model)
+    with pytest.raises(ps.InputError, match=words):
+        pipe.train_step(X, loss_fn=loss)
+    assert_clean(pipe, before)
+
+
+def test_ctrl_c(pipe: ps.Pipeline) -> None:
+    before = state(pipe.model)
+    trap(pipe, 1).update(fail="forward", after=1, seconds=0.5)
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        step(pipe)
+    assert_clean(pipe, before)
+
+
+def test_a_worker_that_does_not_answer() -> None:
+    model = build()
+    pipe = ps.Pipeline(model, (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.3)
+    trap(pipe, 1).update(fail="forward", after=0, seconds=1.0)
+    start = time.perf_counter()
+    with pytest.raises(ps.WorkerTimeout, match=r"did not finish within 0 s.*timeout="):
+        step(pipe)
+    assert time.perf_counter() - start < 5
+    pipe.close()
+
+
+def test_a_worker_that_never_answers_closes_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.workers import threads
+
+    monkeypatch.setattr(threads, "_GRACE", 0.1)
+    pipe = ps.Pipeline(build(), (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.2)
+    trap(pipe, 1).update(fail="forward", after=0, seconds=1.5)
+    with pytest.raises(ps.WorkerTimeout):
+        step(pipe)
+    with pytest.raises(ps.ClosedError, match="still busy"):
+        step(pipe)
+    pipe.close()
+
+
+def workers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("penstock-")]
+
+
+def test_closing_leaves_no_thread(pipe: ps.Pipeline) -> None:
+    assert len(workers()) == 3
+    pipe.close()
+    pipe.close()
+    assert workers() == []
+    with pytest.raises(ps.ClosedError, match=r"close\(\) was called"):
+        step(pipe)
+    with pytest.raises(ps.ClosedError):
+        pipe(X)
+
+
+def test_a_forgotten_pipeline_leaves_no_thread() -> None:
+    pipe = ps.Pipeline(build(), (X,), devices=["cpu"] * 2, num_microbatches=2)
+    step(pipe)
+    assert len(workers()) == 2
+    del pipe
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert workers() == []

@@ -1,0 +1,111 @@
+"""The house keeps its order: layers, public names, what is imported when."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(penstock.__file__).parent
+LAYERS = [
+    ["errors", "loading"],
+    ["capture"],
+    ["profile"],
+    ["schedule"],
+    ["simulate"],
+    ["plan"],
+    ["engine"],
+    ["links"],
+    ["workers"],
+    ["train"],
+    ["autograd"],
+    ["pipeline"],
+    ["verification"],
+    ["bench"],
+    ["observe"],
+    ["cli"],
+]
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+WITHOUT_TORCH = ("schedule", "simulate", "plan", "profile.data", "errors")
+
+
+def files() -> list[Path]:
+    return [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The layers that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock."):
+            yield str(node.module).split(".")[1]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            yield from (n.split(".")[1] for n in names if n.startswith("penstock."))
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_layers_import_downward(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    upward = {name for name in imported(path) if HEIGHT[name] > HEIGHT[own]}
+    assert not upward, f"{own} must not import {upward}, which is above it"
+
+
+def test_the_test_sees_imports() -> None:
+    assert "capture" in set(imported(ROOT / "pipeline.py"))
+
+
+def in_a_new_interpreter(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_imports_without_torch_and_at_once(name: str) -> None:
+    code = (
+        "import sys, time, numpy, msgspec; start = time.perf_counter(); "
+        f"import penstock.{name}; taken = time.perf_counter() - start; "
+        "print('torch' in sys.modules, taken < 0.5)"
+    )
+    assert in_a_new_interpreter(code) == "False True"
+
+
+def test_importing_penstock_or_asking_for_help_imports_no_torch() -> None:
+    assert in_a_new_interpreter("import sys, penstock; print('torch' in sys.modules)") == "False"
+    code = (
+        "import sys; from click.testing import CliRunner; from penstock.cli import main; "
+        "result = CliRunner().invoke(main, ['--help']); "
+        "print(result.exit_code, 'inspect' in result.output, 'torch' in sys.modules)"
+    )
+    assert in_a_new_interpreter(code) == "0 True False"
+
+
+def test_public_names_are_exact() -> None:
+    assert penstock.__all__ == sorted(set(penstock.__all__))
+    assert dir(penstock) == penstock.__all__
+    for name in penstock.__all__:
+        value = getattr(penstock, name)
+        assert getattr(value, "__name__", name) == name
+        assert value.__doc__, f"{name} has no docstring"
+    with pytest.raises(AttributeError, match="no attribute 'Pipe'"):
+        _ = penstock.Pipe
+
+
+def test_functions_are_not_hidden_by_packages_of_the_same_name() -> None:
+    code = (
+        "import penstock.plan.search, penstock.capture.opening, penstock.profile.measure; "
+        "import penstock as ps; print(*(callable(f) for f in (ps.plan, ps.capture, ps.profile)))"
+    )
+    assert in_a_new_interpreter(code) == "True True True"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 450

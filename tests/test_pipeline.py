@@ -1,0 +1,305 @@
+"""What a training script does with a pipeline, beside training steps themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.engine.stage import Stage
+from penstock.schedule import SCHEDULES, Kind, build, check
+from penstock.verification import run_with_threads
+from tests.models import UNet, cases, mlp, pipeline
+
+X, Y = torch.randn(10, 8), torch.randn(10, 8)
+
+
+def make(model: nn.Module, p: int = 2, m: int = 3, **options: Any) -> ps.Pipeline:
+    return ps.Pipeline(model, (X,), devices=["cpu"] * p, num_microbatches=m, **options)
+
+
+@pytest.fixture
+def pipe() -> Iterator[ps.Pipeline]:
+    with make(mlp(8, 8, 8, 8)) as found:
+        yield found
+
+
+def accumulate(model: nn.Module, x: torch.Tensor, y: torch.Tensor, m: int) -> None:
+    for part, target in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
+        (F.mse_loss(model(part), target) * (len(part) / len(x))).backward()
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_accumulation_over_several_steps(pipe: ps.Pipeline) -> None:
+    twin = copy.deepcopy(pipe.model)
+    for _ in range(3):
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        run_with_threads(lambda: accumulate(twin, X, Y, 3), 1)
+    assert_same_gradients(pipe.model, twin)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+def test_the_last_batch_of_an_epoch(pipe: ps.Pipeline, rows: int) -> None:
+    twin = copy.deepcopy(pipe.model)
+    pipe.train_step(X[:rows], target=Y[:rows], loss_fn=F.mse_loss)
+    run_with_threads(lambda: accumulate(twin, X[:rows], Y[:rows], min(3, rows)), 1)
+    assert_same_gradients(pipe.model, twin)
+    assert pipe(X[:rows]).shape == (rows, 8)  # not a row more
+
+
+def test_a_sum_is_added_up(pipe: ps.Pipeline) -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target, reduction="sum")
+
+    loss = pipe.train_step(X, target=Y, loss_fn=loss_fn, weight=None)
+    assert torch.allclose(loss, loss_fn(pipe.model(X), Y))
+
+
+def test_ignored_labels_are_weighted_by_count(pipe: ps.Pipeline) -> None:
+    """The mean of means would be wrong here: the micro-batches have 1, 3 and 2 labels."""
+    labels = torch.tensor([-100, 1, -100, -100, 2, 3, 4, -100, 5, 6])
+    loss = pipe.train_step(
+        X,
+        target=labels,
+        loss_fn=lambda output, t: F.cross_entropy(output, t, ignore_index=-100),
+        weight=lambda target: (target != -100).sum(),
+    )
+    twin = copy.deepcopy(pipe.model)
+    whole = F.cross_entropy(twin(X), labels, ignore_index=-100)
+    twin.zero_grad()
+    whole.backward()
+    assert torch.allclose(loss, whole)
+    for ours, theirs in zip(pipe.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("target", "loss_fn"),
+    [
+        (Y, lambda o, t: F.mse_loss(o, t)),
+        ({"a": Y, "b": [Y]}, lambda o, t: F.mse_loss(o, (t["a"] + t["b"][0]) / 2)),
+        ((Y, "mean"), lambda o, t: F.mse_loss(o, t[0], reduction=t[1])),
+    ],
+)
+def test_targets_of_every_shape(pipe: ps.Pipeline, target: Any, loss_fn: Any) -> None:
+    twin = copy.deepcopy(pipe.model)
+    pipe.train_step(X, target=target, loss_fn=loss_fn)
+    run_with_threads(lambda: accumulate(twin, X, Y, 3), 1)
+    assert_same_gradients(pipe.model, twin)
+
+
+def test_inputs_get_gradients_in_both_styles(pipe: ps.Pipeline) -> None:
+    twin, leaf = copy.deepcopy(pipe.model), X.clone().requires_grad_()
+    run_with_threads(lambda: accumulate(twin, leaf, Y, 3), 1)
+    ours = X.clone().requires_grad_()
+    pipe.train_step(ours, target=Y, loss_fn=F.mse_loss)
+    assert torch.equal(ours.grad, leaf.grad)
+
+    plain = X.clone().requires_grad_()
+    (pipe(plain * 2) ** 2).sum().backward()
+    expected = X.clone().requires_grad_()
+    (pipe.model(expected * 2) ** 2).sum().backward()
+    assert torch.allclose(plain.grad, expected.grad)
+
+
+def test_a_second_backward_is_refused(pipe: ps.Pipeline) -> None:
+    loss = pipe(X).square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ps.PenstockError, match="call the pipeline again"):
+        loss.backward()
+
+
+def test_two_calls_before_one_backward(pipe: ps.Pipeline) -> None:
+    twin = copy.deepcopy(pipe.model)
+    (pipe(X) * pipe(Y)).sum().backward()
+    (twin(X) * twin(Y)).sum().backward()
+    for ours, theirs in zip(pipe.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
+
+
+def test_no_grad_keeps_nothing(pipe: ps.Pipeline) -> None:
+    with torch.no_grad():
+        assert not pipe(X).requires_grad
+    assert pipe(X).requires_grad
+
+
+class Watched(nn.Linear):
+    """Counts its backwards."""
+
+    backwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(self._count)
+        return output
+
+    def _count(self, gradient: torch.Tensor) -> None:
+        Watched.backwards += 1
+
+
+def test_a_frozen_half_runs_no_backward() -> None:
+    model = nn.Sequential(Watched(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with make(model, p=3) as pipe:
+        Watched.backwards = 0
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert Watched.backwards == 3  # it is counted at all
+        pipe.zero_grad()
+        model[0].requires_grad_(False)
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert Watched.backwards == 3
+        assert model[0].weight.grad is None
+        assert model[2].weight.grad is not None
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    best: torch.Tensor
+    nothing: None
+    parts: dict[str, Any]
+
+
+class Mixed(nn.Module):
+    """Integers, nothing, containers and a dataclass come out; integers cross the cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Result:
+        hidden = self.first(x)
+        best = hidden.argmax(1)
+        logits = self.second(hidden)
+        parts = {"pair": (logits[:, best.remainder(8)], [hidden.transpose(0, 1)]), "n": 3}
+        return Result(logits, best, None, parts)
+
+
+def test_results_of_every_shape() -> None:
+    with make(Mixed(), p=4, m=1) as pipe:
+        ours, theirs = pipe(X), pipe.model(X)
+    assert isinstance(ours, Result)
+    assert ours.nothing is None
+    assert ours.parts["n"] == 3
+    assert torch.equal(ours.logits, theirs.logits)
+    assert torch.equal(ours.best, theirs.best)
+    assert not ours.parts["pair"][1][0].is_contiguous()
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_a_stage_holds_what_its_schedule_promises(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks: dict[int, int] = {}
+    forward = Stage.forward
+
+    def watched(stage: Stage, microbatch: int) -> None:
+        forward(stage, microbatch)
+        peaks[stage.index] = max(peaks.get(stage.index, 0), len(stage.held))
+
+    monkeypatch.setattr(Stage, "forward", watched)
+    with make(mlp(8, 8, 8, 8), p=3, m=6, schedule=schedule) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert all(not stage.held for stage in pipe._assemblies[True].stages)
+    assert tuple(peaks[s] for s in range(3)) == check(build(schedule, 3, 6)).in_flight
+
+
+def test_recording(pipe: ps.Pipeline) -> None:
+    with pipe.recording() as timelines:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    assert len(timelines) == 2
+    first = timelines[0]
+    assert len(first.events) == 2 * 2 * 3
+    assert {e.action.kind for e in first.events} == {Kind.FORWARD, Kind.BACKWARD}
+    assert min(e.start for e in first.events) == 0
+    assert all(0 < busy <= first.seconds for busy in first.busy())
+
+
+def test_state_dicts_are_the_models_own() -> None:
+    model = UNet()
+    names = list(model.state_dict())
+    images = torch.randn(10, 3, 8, 8)
+    with ps.Pipeline(model, (images,), devices=["cpu"] * 3, num_microbatches=2) as pipe:
+        assert list(pipe.state_dict()) == names == list(UNet().state_dict())
+        plain = UNet()
+        plain.load_state_dict(pipe.state_dict())
+        other = UNet()
+        pipe.load_state_dict(other.state_dict())
+        pipe.eval()
+        other.eval()
+        with torch.no_grad():
+            assert torch.allclose(pipe(images), other(images), atol=1e-6)
+            assert not torch.allclose(pipe(images), plain.eval()(images), atol=1e-6)
+
+
+def test_train_and_eval_switch_dropout_and_batchnorm() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+    with make(model) as pipe, torch.no_grad():
+        assert pipe.training
+        assert not torch.equal(pipe(X), pipe(X))
+        mean = model[1].running_mean.clone()
+        pipe.eval()
+        assert not pipe.training
+        assert torch.equal(pipe(X), pipe(X))
+        assert torch.equal(model[1].running_mean, mean)
+        assert not pipe.train().eval().training
+
+
+def test_hooks_of_parameters_fire_once_per_microbatch(pipe: ps.Pipeline) -> None:
+    fired = []
+    handle = pipe.model[0].weight.register_post_accumulate_grad_hook(fired.append)
+    pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    handle.remove()
+    assert len(fired) == 3
+
+
+def test_autocast_reaches_the_workers(pipe: ps.Pipeline) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert pipe(X).dtype == torch.bfloat16
+    assert pipe(X).dtype == torch.float32
+
+
+def test_clipping_is_torchs(pipe: ps.Pipeline) -> None:
+    pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    twin = copy.deepcopy(pipe.model)
+    for ours, theirs in zip(pipe.parameters(), twin.parameters(), strict=True):
+        theirs.grad = ours.grad.clone()
+    expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    assert torch.equal(pipe.clip_grad_norm_(0.1), expected)
+    assert_same_gradients(pipe.model, twin)
+
+
+def test_the_models_own_parameters_are_trained() -> None:
+    case = cases()["unet"]
+    with pipeline(case, 2, 3) as pipe:
+        before = [p.clone() for p in pipe.model.parameters()]
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.train_step(*case.args, target=case.target, loss_fn=case.loss_fn)
+        optimizer.step()
+        after = list(pipe.model.parameters())
+    # All but the biases before a BatchNorm, whose gradients are only rounding, if that.
+    moved = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert moved >= len(before) - 5
+
+
+def test_automatic_choices_are_the_plans(pipe: ps.Pipeline) -> None:
+    with make(mlp(8, 8, 8), m="auto") as auto:
+        best = min(auto.plan.considered, key=lambda c: c.predicted_step_seconds)
+        assert auto.plan.predicted_step_seconds <= 1.003 * best.predicted_step_seconds
+    assert pipe.plan.num_microbatches == 3
+    warned = "splitting is not worth it" in str(pipe.plan)
+    assert warned is not pipe.plan.is_worth_it
