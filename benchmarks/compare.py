@@ -125,7 +125,7 @@ Start = Callable[[], peers.Peer]
 
 def candidates(batch: int, image: int, profile: ps.Profile) -> dict[str, dict[str, Start]]:
     """For each kind of peer its configurations, by name."""
-    counts = [m for m in (2, 4, 8, 16) if batch % m == 0 and batch // m > 1]
+    counts = [m for m in (2, 4, 8) if batch % m == 0 and batch // m > 1]
     task = {"batch": batch, "image": image}
     by_hand: dict[str, Start] = {}
     same_cut: dict[str, Start] = {}
@@ -138,7 +138,7 @@ def candidates(batch: int, image: int, profile: ps.Profile) -> dict[str, dict[st
             )
     looped: dict[str, Start] = {}
     for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
-        for m in counts[1:3]:
+        for m in counts[1:2]:
             settings = {**task, "schedule": schedule, "microbatches": m}
             looped[f"{schedule}, m={m}"] = lambda s=settings: peers.torch_pipelining(**s)
     rpc: dict[str, Start] = {

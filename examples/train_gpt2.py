@@ -1,6 +1,6 @@
 """Trains GPT-2 on the sources of Python's standard library, on all devices of this machine.
 
-    python examples/train_gpt2.py [--steps 120] [--devices cpu,cpu] [--out out/demo]
+    python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--out out/demo]
 
 A byte-level language model of 10.7 million parameters from transformers' own configuration class,
 cut, planned and trained by Penstock. It ends with what was measured: the step beside one device's,
@@ -201,8 +201,8 @@ def _range(seconds: list[float]) -> str:
 def main() -> None:
     """The demo."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--devices", default=",".join(all_devices()))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))

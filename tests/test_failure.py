@@ -216,6 +216,45 @@ def test_a_worker_that_never_answers_closes_the_pipeline(monkeypatch: pytest.Mon
     pipe.close()
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=None)])
+@pytest.mark.parametrize("closed", [(), ("0",)])
+def test_statistics_are_put_back_whatever_the_example_held(
+    norm: nn.Module, closed: tuple[str, ...]
+) -> None:
+    """On zeros a running mean stays what it was, so only its neighbours give it away."""
+    model = nn.Sequential(nn.Sequential(copy.deepcopy(norm), nn.Identity()), nn.Linear(6, 6))
+    program = ps.capture(model, (torch.zeros(12, 6),), keep_closed=closed)
+    before = state(model)
+    with ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=3, program=program) as pipe:
+        with pytest.raises(ps.InputError):
+            pipe.train_step(X, loss_fn=lambda output: 1.0)
+        assert [n for n in before if not torch.equal(before[n], pipe.state_dict()[n])] == []
+
+
+def test_an_interrupt_as_a_worker_reports(
+    pipe: ps.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that a worker said is lost, so nobody waits for it in vain."""
+    from penstock.workers.threads import _Round
+
+    wait, calls = _Round.wait, []
+
+    def interrupted(current: _Round, seconds: float | None) -> None:
+        wait(current, seconds)
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    before = state(pipe.model)
+    start = time.perf_counter()
+    with monkeypatch.context() as patch:
+        patch.setattr(_Round, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(pipe)
+    assert time.perf_counter() - start < 1
+    assert_clean(pipe, before)
+
+
 def workers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("penstock-")]
 

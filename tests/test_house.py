@@ -32,6 +32,7 @@ LAYERS = [
     ["cli"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+PURE = {"schedule": {"errors", "schedule"}, "simulate": {"errors", "schedule", "simulate"}}
 WITHOUT_TORCH = ("schedule", "simulate", "plan", "profile.data", "errors")
 
 
@@ -54,6 +55,12 @@ def test_layers_import_downward(path: Path) -> None:
     own = path.relative_to(ROOT).parts[0].removesuffix(".py")
     upward = {name for name in imported(path) if HEIGHT[name] > HEIGHT[own]}
     assert not upward, f"{own} must not import {upward}, which is above it"
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_schedules_and_their_simulation_know_nothing_else(name: str) -> None:
+    for path in (ROOT / name).glob("*.py"):
+        assert set(imported(path)) <= PURE[name], path
 
 
 def test_the_test_sees_imports() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.engine.stage import Stage
 from penstock.schedule import SCHEDULES, Kind, build, check
-from penstock.verification import run_with_threads
+from penstock.verification import Reference, run_with_threads
 from tests.models import UNet, cases, mlp, pipeline
 
 X, Y = torch.randn(10, 8), torch.randn(10, 8)
@@ -107,11 +107,11 @@ def test_inputs_get_gradients_in_both_styles(pipe: ps.Pipeline) -> None:
     pipe.train_step(ours, target=Y, loss_fn=F.mse_loss)
     assert torch.equal(ours.grad, leaf.grad)
 
-    plain = X.clone().requires_grad_()
-    (pipe(plain * 2) ** 2).sum().backward()
-    expected = X.clone().requires_grad_()
-    (pipe.model(expected * 2) ** 2).sum().backward()
-    assert torch.allclose(plain.grad, expected.grad)
+    plain, leaf = X.clone().requires_grad_(), (X * 2).requires_grad_()
+    F.mse_loss(pipe(plain * 2), Y).backward()
+    reference = Reference(twin, pipe.program, 3, (leaf,), {})
+    run_with_threads(lambda: reference.call_and_backward(0, F.mse_loss, Y), 1)
+    assert torch.equal(plain.grad, leaf.grad * 2)
 
 
 def test_a_second_backward_is_refused(pipe: ps.Pipeline) -> None:
@@ -268,9 +268,19 @@ def test_hooks_of_parameters_fire_once_per_microbatch(pipe: ps.Pipeline) -> None
 
 
 def test_autocast_reaches_the_workers(pipe: ps.Pipeline) -> None:
+    seen = []
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.dtype)
+        return output.float().square().mean()
+
     with torch.autocast("cpu", torch.bfloat16):
         assert pipe(X).dtype == torch.bfloat16
+        pipe.train_step(X, loss_fn=loss_fn)
     assert pipe(X).dtype == torch.float32
+    pipe.train_step(X, loss_fn=loss_fn)
+    assert seen == [torch.bfloat16] * 3 + [torch.float32] * 3
+    assert all(p.grad.dtype == torch.float32 for p in pipe.parameters())
 
 
 def test_clipping_is_torchs(pipe: ps.Pipeline) -> None:

@@ -104,17 +104,22 @@ def _check_same_calls(traces: Sequence[Trace], rows: Sequence[int]) -> None:
     """Raise for the module whose own Python calls something else at another batch size."""
     made = [_calls_by_path(trace) for trace in traces]
     for path in dict.fromkeys(call.path for trace in traces for call in trace.calls):
-        if any(by_path.get(path) != made[0].get(path) for by_path in made):
-            while path and not all(path in by_path for by_path in made):
-                path = path.rpartition(".")[0]  # whether it is called at all, its caller decides
-            counts = ", ".join(
-                f"{len(by_path.get(path, ()))} calls at {n} rows"
-                for by_path, n in zip(made, rows, strict=True)
-            )
-            raise Unrecordable(path, f"what it calls depends on the batch: {counts}")
+        for n, by_path in zip(rows, made, strict=True):
+            if by_path.get(path) != made[0].get(path):
+                while path and not all(_runs(path, other) for other in made):
+                    path = path.rpartition(".")[0]  # whether it runs at all, its caller decides
+                raise Unrecordable(
+                    path,
+                    "what it calls depends on the batch: "
+                    f"at {n} rows it is not what it is at {rows[0]}",
+                )
     for group in zip(*(trace.calls for trace in traces), strict=True):
         if len({(call.path, call.target) for call in group}) > 1:
             raise Unrecordable("", "the order of what it calls depends on the batch")
+
+
+def _runs(path: str, made: Mapping[str, Any]) -> bool:
+    return any(p == path or p.startswith(f"{path}.") for p in made)
 
 
 def _calls_by_path(trace: Trace) -> dict[str, list[tuple[Any, ...]]]:

@@ -20,10 +20,20 @@ def split(
     along is in every micro-batch whole.
     """
     parts = [
-        [leaf] * num_microbatches if dim is None else leaf.tensor_split(num_microbatches, dim)
+        [leaf] * num_microbatches if dim is None else _slices(leaf, num_microbatches, dim)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
     return [list(group) for group in zip(*parts, strict=True)]
+
+
+def _slices(leaf: torch.Tensor, num_microbatches: int, dim: int) -> list[torch.Tensor]:
+    """Views of a tensor, each with a version counter of its own.
+
+    A model that changes its input in place then changes one micro-batch, and autograd does not
+    take the others, which are in flight, for changed as well.
+    """
+    views = leaf.tensor_split(num_microbatches, dim)
+    return [view if view.requires_grad else view.data for view in views]
 
 
 def split_rows(rows: int, num_microbatches: int) -> list[int]:

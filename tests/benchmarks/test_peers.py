@@ -105,7 +105,7 @@ def test_a_stage_that_torch_cannot_run_is_named() -> None:
     stages = [nn.Conv2d(3, 1, 1), nn.Sequential(nn.ReLU(inplace=True), nn.Flatten())]
     with pytest.raises(RuntimeError, match="leaf Variable") as caught:
         torch_pipelining(batch=4, image=8, microbatches=2, stages=stages)
-    assert caught.value.__notes__ == ["in stage 1, for an input of shape (2, 1, 8, 8)"]
+    assert caught.value.__notes__ == ["in stage 1, for inputs of the shapes [(2, 1, 8, 8)]"]
 
 
 def accumulated_losses(steps: int) -> list[float]:

@@ -34,6 +34,7 @@ class Block(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.how = how
         self.last: Any = None
+        self.seen: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer(x)
@@ -45,6 +46,8 @@ class Block(nn.Module):
             return x + torch.from_numpy(x.detach().numpy() * 2)
         if self.how == "attribute":
             self.last = x.shape
+        if self.how == "container":
+            self.seen.append(len(x))
         if self.how == "rows" and len(x) > 3:
             return x.relu().tanh()
         return x.relu()
@@ -57,7 +60,8 @@ class Block(nn.Module):
         ("function", "it applies Double, an autograd.Function"),
         ("unknown", "its Python reads a tensor's value|no recorded call made"),
         ("attribute", "its forward assigns to self.last"),
-        ("rows", "depends on the batch"),
+        ("container", "its forward assigns to self.seen"),
+        ("rows", "what it calls depends on the batch: at 4 rows it is not what it is at 2"),
     ],
 )
 def test_an_awkward_block_is_closed(how: str, reason: str) -> None:
@@ -67,6 +71,8 @@ def test_an_awkward_block_is_closed(how: str, reason: str) -> None:
     for why in program.closed.values():
         assert re.search(reason, why)
     assert [call.label for call in program.train.calls] == ["0", "1.0", "1.1", "1.2", "2"]
+    assert model[0].last is None
+    assert model[0].seen == []
     for rows in (2, 3, 5, 9):
         x = torch.randn(rows, 4)
         assert torch.equal(program(x), model(x))
@@ -187,3 +193,22 @@ def test_randomness_of_a_closed_block_is_seeded() -> None:
     assert "1" in program.closed
     first, again = (program.replay((X,), {}, Key(0, 0, 0)) for _ in range(2))
     assert torch.equal(first, again)
+    other = program.replay((X,), {}, Key(0, 0, 1))
+    assert not torch.equal(first, other)
+
+
+def test_whether_a_block_runs_is_its_callers_doing() -> None:
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = mlp(4, 4, 4), mlp(4, 4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x) if len(x) < 4 else self.two(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Caller())
+    program = ps.capture(model, (X,))
+    assert {"1"} <= set(program.closed) <= {"1", "1.one", "1.two"}
+    for rows in (2, 7):
+        x = torch.randn(rows, 4)
+        assert torch.equal(program(x), model(x))

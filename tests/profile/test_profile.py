@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import torch
 from torch import nn
 
@@ -18,10 +21,16 @@ def test_every_call_has_a_cost() -> None:
     assert kind.rows == (1, 2, 4)
     for table in (kind.forward, kind.backward):
         assert all(len(line) == len(program) == costs.num_calls for line in table)
-        assert all(seconds >= 0 for line in table for seconds in line)
+        assert all(0 <= seconds < math.inf for line in table for seconds in line)
         assert sum(table[0]) > 0
     assert costs.batch_size == 11
     assert sum(costs.weights) == sum(p.nbytes for p in program.model.parameters())  # tied: once
+    assert all(
+        math.isfinite(seconds) for line in (*kind.forward, *kind.backward) for seconds in line
+    )
+    assert kind.spread >= 0
+    assert len(costs.weights) == len(costs.labels) == len(costs.boundary) - 1
+    assert msgspec.json.decode(msgspec.json.encode(costs), type=ps.Profile) == costs
     assert seen[0][:2] == (0, 3)
     assert seen[-1][:2] == (3, 3)
 
@@ -50,3 +59,43 @@ def test_profiling_touches_nothing() -> None:
 def test_another_batch_can_be_given() -> None:
     program = ps.capture(mlp(4, 4, 4), (torch.randn(3, 4),))
     assert ps.profile(program, (torch.randn(20, 4),), devices=["cpu"]).batch_size == 20
+
+
+def test_what_is_frozen_is_measured_as_frozen() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    kind = ps.profile(ps.capture(model, (torch.randn(8, 64),)), devices=["cpu"]).on("cpu")
+    assert kind.backward[-1][0] < kind.backward[-1][1]
+    assert all(not p.requires_grad for p in model[0].parameters())
+
+
+def test_boundaries_are_per_row_and_weights_belong_to_their_first_user() -> None:
+    shared = nn.Linear(4, 4)
+    program = ps.capture(nn.Sequential(shared, nn.ReLU(), shared), (torch.randn(8, 4),))
+    costs = ps.profile(program, devices=["cpu"])
+    assert sum(costs.weights) == 4 * (16 + 4)
+    assert [round(n, 3) for n in costs.boundary[:1]] == [16.0]
+    assert costs.labels == tuple(call.label for call in program.train.calls)
+
+
+def test_cuts_that_are_not_possible_are_in_the_profile() -> None:
+    program = ps.capture(nn.Sequential(_Twice(), nn.Linear(4, 4)), (torch.randn(8, 4),))
+    costs = ps.profile(program, devices=["cpu"])
+    assert costs.forbidden
+    for cut, reason in costs.forbidden.items():
+        assert reason == program.cuts.forbidden(cut)
+
+
+class _Twice(nn.Module):
+    """Adds to its buffer before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        x = self.layer(x)
+        self.count.add_(1)
+        return x

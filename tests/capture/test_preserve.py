@@ -1,0 +1,81 @@
+"""What belongs to the user's model stays as it is, in odd places too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.capture import untouched
+
+
+class Stateful(nn.Module):
+    """Keeps state in every way that Python offers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.count = 0
+        self.total = torch.zeros(4)
+        self.seen: list[int] = []
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.total.add_(1)
+        self.seen.append(len(x))
+        self.steps = self.steps + 1
+        return self.layer(x)
+
+
+def test_capture_and_profile_leave_state_alone() -> None:
+    model = nn.Sequential(Stateful(), nn.Linear(4, 4))
+    total, steps = model[0].total, model[0].steps
+    program = ps.capture(model, (torch.randn(8, 4),))
+    ps.profile(program, devices=["cpu"])
+    assert (model[0].count, model[0].seen) == (0, [])
+    assert model[0].total is total
+    assert model[0].steps is steps
+    assert total._version == steps._version == 0
+    assert float(total.sum()) == float(steps) == 0
+
+
+def test_lowering_leaves_what_is_frozen_frozen() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(6, 4)
+    model[1].eval()
+    program = ps.capture(model, (x,))
+    program.stages((1,), training=True)
+    program(x)
+    assert model.training
+    assert not model[1].training
+    assert int(model[1].num_batches_tracked) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_compiled_modules_are_put_back() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = nn.Sequential(torch.jit.script(inner), nn.Linear(4, 4))
+    program = ps.capture(model, (torch.randn(8, 4),))
+    ps.profile(program, devices=["cpu"])
+    assert program.closed["0"] == "it is compiled by torch.jit"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(float(b.sum()) == (4 if n.endswith("var") else 0) for n, b in model.named_buffers())
+    assert all(module.training for module in model.modules())
+
+
+def test_what_a_block_of_code_changes_is_put_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    state = torch.get_rng_state()
+    with untouched(model):
+        model.eval()
+        model[0].running_mean.add_(1)
+        model[0].note = torch.rand(3)
+        model[1].weight = nn.Parameter(torch.zeros(4, 4))
+        model.extra = nn.Linear(1, 1)
+    assert all(module.training for module in model.modules())
+    assert float(model[0].running_mean.sum()) == 0
+    assert not hasattr(model[0], "note")
+    assert not hasattr(model, "extra")
+    assert float(model[1].weight.detach().abs().sum()) > 0
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,82 @@
+"""The search on profiles of all shapes: a whole plan, as asked, never below the bound."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from tests.plan.test_plan import profile
+
+COSTS = st.lists(st.floats(0.01, 10.0), min_size=3, max_size=9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(COSTS, st.integers(1, 3), st.integers(1, 12))
+def test_every_plan_is_whole(costs: list[float], devices: int, batch: int) -> None:
+    plan = ps.plan(profile(costs, devices, batch))
+    best = min(option.predicted_step_seconds for option in plan.considered)
+    assert plan.predicted_step_seconds <= best * 1.002
+    assert plan.bound_seconds <= plan.predicted_step_seconds * (1 + 1e-9)
+    assert 1 <= plan.num_microbatches <= batch
+    edges = [0, *plan.cuts, len(costs)]
+    assert [stage.calls for stage in plan.stages] == list(pairwise(edges))
+    assert all(start < stop for start, stop in (stage.calls for stage in plan.stages))
+    assert sum(stage.weight_bytes for stage in plan.stages) == 4 * len(costs)
+    assert [(stage.first, stage.last) for stage in plan.stages] == [
+        (f"call{start}", f"call{stop - 1}") for start, stop in (s.calls for s in plan.stages)
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(COSTS, st.sets(st.integers(1, 8)))
+def test_forbidden_cuts_are_never_chosen(costs: list[float], cuts: set[int]) -> None:
+    forbidden = {k: "no" for k in cuts if k < len(costs)}
+    found = profile(costs, forbidden=forbidden)
+    if len(forbidden) == len(costs) - 1:
+        with pytest.raises(ps.PlanError):
+            ps.plan(found)
+    else:
+        assert not set(ps.plan(found).cuts) & set(forbidden)
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("count", [1, 4, 7, 16])
+def test_what_is_asked_for_is_what_is_planned(schedule: str, count: int) -> None:
+    plan = ps.plan(profile([1, 2, 3, 4]), num_microbatches=count, schedule=schedule)
+    assert (plan.schedule, plan.num_microbatches) == (schedule, count)
+    assert [o.schedule for o in plan.considered] == [schedule]
+
+
+def test_a_slow_device_gets_less() -> None:
+    costs = profile([1.0] * 8)
+    fast = costs.on("cpu")
+    double = tuple(tuple(3 * x for x in line) for line in fast.forward)
+    slow = msgspec.structs.replace(
+        fast, kind="slow", forward=double, backward=tuple(tuple(2 * x for x in d) for d in double)
+    )
+    mixed = msgspec.structs.replace(
+        costs, devices=("cpu", "slow"), kinds={"cpu": fast, "slow": slow}
+    )
+    assert ps.plan(costs, num_microbatches=16).cuts == (4,)
+    assert ps.plan(mixed, num_microbatches=16).cuts == (6,)
+
+
+@pytest.mark.parametrize("count", [0, -1, 17])
+def test_counts_that_do_not_fit_the_batch(count: int) -> None:
+    with pytest.raises(ps.InputError, match=f"num_microbatches={count}.*choose between 1 and 16"):
+        ps.plan(profile([1.0, 1.0]), num_microbatches=count)
+
+
+def test_an_unknown_schedule() -> None:
+    with pytest.raises(ps.InputError, match=r"schedule='2f2b' is unknown; choose .*1f1b"):
+        ps.plan(profile([1.0, 1.0]), schedule="2f2b")
+
+
+def test_more_devices_than_calls() -> None:
+    with pytest.raises(ps.PlanError, match="3"):
+        ps.plan(profile([1.0, 1.0], devices=3))
