@@ -24,7 +24,7 @@ Progress = Callable[[int, int, str], None]
 """Called with how much is done, of how much, and what is being done."""
 
 _REPEATS = 2  # by every worker of a kind
-_SIZES = (1, 2, 4, 8)  # rows; beyond, calls are taken to grow as they did up to there
+_SIZES = (1, 2, 4, 8, 16)  # rows; beyond, calls are taken to grow as they did up to there
 
 
 def profile(
