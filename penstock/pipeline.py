@@ -100,7 +100,13 @@ class Pipeline:
         names = [str(device) for device in self._devices]
         if plan is None:
             costs = profile(
-                self.program, args, kwargs, devices=names, threads=threads, progress=progress
+                self.program,
+                args,
+                kwargs,
+                devices=names,
+                num_microbatches=num_microbatches,
+                threads=threads,
+                progress=progress,
             )
             plan = make_plan(costs, num_microbatches=num_microbatches, schedule=schedule)
         plan.check_fits(self.program.fingerprint, names)

@@ -15,6 +15,7 @@ from torch import nn
 from penstock.capture import Key, Program, capture
 from penstock.capture.sizes import BatchDim, num_rows
 from penstock.capture.trees import flatten, unflatten
+from penstock.cores import use_threads
 from penstock.engine.microbatch import merge, split, split_rows
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
@@ -247,7 +248,7 @@ def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
     errors: list[BaseException] = []
 
     def work() -> None:
-        torch.set_num_threads(threads)
+        use_threads(threads)
         try:
             results.append(function())
         except BaseException as error:

@@ -14,7 +14,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "loading"],
+    ["errors", "loading", "cores"],
     ["capture"],
     ["profile"],
     ["schedule"],

@@ -1,0 +1,1 @@
+"""The measured comparisons that `penstock bench` runs and draws."""

@@ -7,31 +7,49 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.measure import Contestant
+from penstock.bench.report import duration
 from penstock.errors import PenstockError
 
-_PLAIN, _OURS, _OTHER = "#9aa5b1", "#4c78a8", "#f2a65a"
+_PLAIN, _OURS, _FOUND = "#9aa5b1", "#4c78a8", "#e1812c"
+
+
+def require_matplotlib() -> None:
+    """Raise if there can be no figures, before the work that they would show.
+
+    Raises:
+        PenstockError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise PenstockError("figures need matplotlib: pip install 'penstock[report]'") from error
 
 
 def save_bars(contestants: Sequence[Contestant], path: Path, title: str) -> None:
     """Bars with error bars: the mean of the repeats and their standard deviation.
 
-    Raises:
-        PenstockError: matplotlib is not installed.
+    Over each bar stand its time and how many times as fast as the first one it is.
+
+    Args:
+        contestants: pipelines and others; the first one is what the others are compared with.
+        path: of the PNG file.
+        title: above the figure.
     """
     figure, axes = _canvas()
     places = range(len(contestants))
-    means = [c.mean for c in contestants]
-    errors = [c.deviation for c in contestants]
-    colours = [_OURS if "bound_seconds" in c.facts else _PLAIN for c in contestants]
-    axes.bar(places, means, yerr=errors, color=colours, capsize=4, width=0.65)
+    colours = [_OURS if "schedule" in c.facts else _PLAIN for c in contestants]
+    errors = {"ecolor": "#4a4f55", "capsize": 4}
+    scale = _label_seconds(axes, contestants)
+    means = [scale * c.mean for c in contestants]
+    spreads = [scale * c.deviation for c in contestants]
+    axes.bar(places, means, yerr=spreads, color=colours, width=0.65, error_kw=errors)
     for place, contestant in zip(places, contestants, strict=True):
-        height = contestant.mean + contestant.deviation
-        speed = contestants[0].mean / contestant.mean
-        text = f"{_time(contestant.mean)}\n{speed:.2f}x"
-        axes.text(place, height, text, ha="center", va="bottom", fontsize=9)
-    axes.set_xticks(places, [c.name.replace(", ", ",\n") for c in contestants], fontsize=9)
-    axes.set_ylabel("seconds, mean and standard deviation")
-    axes.set_ylim(0, 1.2 * max(c.mean + c.deviation for c in contestants))
+        speed = f"{contestants[0].mean / contestant.mean:.2f}x" if place else ""
+        text = f"{duration(contestant.mean)}\n{speed}" if place else duration(contestant.mean)
+        top = (place, scale * (contestant.mean + contestant.deviation))
+        axes.annotate(text, top, (0, 3), textcoords="offset points", ha="center", va="bottom")
+    axes.set_xticks(places, [_broken(c.name) for c in contestants], fontsize=9)
+    axes.tick_params(axis="x", length=0)
     _finish(figure, axes, path, title)
 
 
@@ -42,57 +60,67 @@ def save_sweep(contestants: Sequence[Contestant], path: Path, title: str) -> Non
         contestants: one per size, and Penstock's choice at the end.
         path: of the PNG file.
         title: above the figure.
-
-    Raises:
-        PenstockError: matplotlib is not installed.
     """
     figure, axes = _canvas()
-    swept = sorted(contestants[:-1], key=_size)
-    chosen = contestants[-1]
+    swept, chosen = sorted(contestants[:-1], key=_size), contestants[-1]
     best = min(swept, key=lambda c: c.median)
-    sizes, means = [_size(c) for c in swept], [c.mean for c in swept]
-    errors = [c.deviation for c in swept]
-    axes.errorbar(sizes, means, yerr=errors, fmt="o-", color=_PLAIN, capsize=4, label="sweep")
-    axes.plot(_size(best), best.mean, "o", ms=13, mfc="none", mec=_OTHER, mew=2, label="best found")
-    axes.errorbar(
-        [_size(chosen)],
-        [chosen.mean],
-        yerr=[chosen.deviation],
-        fmt="*",
-        ms=15,
-        color=_OURS,
-        capsize=4,
-        label="Penstock's own choice",
-    )
+    scale = _label_seconds(axes, contestants)
+    ring = {"mfc": "none", "mec": _FOUND, "mew": 2, "zorder": 4}
+    handles = [
+        _points(axes, swept, scale, fmt="o-", ms=5, color=_PLAIN, label="measured"),
+        *axes.plot(
+            _size(best), scale * best.mean, "o", ms=14, label=f"best: {_size(best)}", **ring
+        ),
+        _points(axes, [chosen], scale, fmt="D", ms=7, color=_OURS, zorder=5, label=_chosen(chosen)),
+    ]
     axes.set_xscale("log")
+    sizes = [_size(c) for c in swept]
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     axes.set_xlabel("rows in a micro-batch")
-    axes.set_ylabel("seconds, mean and standard deviation")
-    axes.set_ylim(0, 1.1 * max(c.mean + c.deviation for c in contestants))
-    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
+    axes.grid(axis="y", color="#e6e8ea")
+    axes.set_axisbelow(True)
+    axes.legend(handles=handles, frameon=False, loc="upper right", ncols=3)
     _finish(figure, axes, path, title)
+
+
+def _points(axes: Any, contestants: Sequence[Contestant], scale: float, **style: Any) -> Any:
+    means = [scale * c.mean for c in contestants]
+    spreads = [scale * c.deviation for c in contestants]
+    sizes = [_size(c) for c in contestants]
+    return axes.errorbar(sizes, means, yerr=spreads, capsize=4, **style)
+
+
+def _label_seconds(axes: Any, contestants: Sequence[Contestant]) -> float:
+    """Prepare the axis of times for these; what to multiply seconds by."""
+    top = max(c.mean + c.deviation for c in contestants)
+    scale, unit = (1.0, "seconds") if top >= 0.1 else (1e3, "milliseconds")
+    axes.set_ylabel(f"{unit} (mean ± standard deviation)")
+    axes.set_ylim(0, 1.22 * scale * top)
+    return scale
+
+
+def _chosen(contestant: Contestant) -> str:
+    return f"chosen by Penstock: {_size(contestant)}"
 
 
 def _size(contestant: Contestant) -> int:
     return int(contestant.facts["microbatch_size"])
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
+def _broken(name: str) -> str:
+    return name.replace(", ", ",\n").replace("'s ", "'s\n")
 
 
 def _canvas() -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise PenstockError("figures need matplotlib: pip install 'penstock[report]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4.2))
     return figure, figure.subplots()
 
 
 def _finish(figure: Any, axes: Any, path: Path, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11, pad=12)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=130, bbox_inches="tight")

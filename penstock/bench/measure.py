@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 Tick = Callable[[str], None]
+"""Called before every turn, with who has it."""
 
 
 @dataclass
@@ -24,12 +25,17 @@ class Contestant:
         name: what it is called in tables and figures.
         step: does the work once.
         facts: what else the report should say of it.
+        inner: seconds of every `train_step` within `step`, which appends them; empty if it has
+            none.
+        warm_up: seconds of the step that was not measured.
         seconds: of every measured repeat.
     """
 
     name: str
     step: Callable[[], Any]
     facts: dict[str, Any] = field(default_factory=dict)
+    inner: list[float] = field(default_factory=list)
+    warm_up: float = 0.0
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -47,35 +53,60 @@ class Contestant:
         """Their median."""
         return statistics.median(self.seconds)
 
+    @property
+    def train_step(self) -> float | None:
+        """The median seconds of a `train_step`, without the optimizer."""
+        return statistics.median(self.inner) if self.inner else None
+
+    @property
+    def percent_of_bound(self) -> float | None:
+        """Which share of the lower bound of its plan the `train_step` reached."""
+        bound: float | None = self.facts.get("bound_seconds")
+        return None if bound is None or not self.train_step else 100 * bound / self.train_step
+
     def to_dict(self) -> dict[str, Any]:
         """Everything that was measured, as plain data."""
-        return {
+        measured = {
             "name": self.name,
             "mean": self.mean,
             "standard_deviation": self.deviation,
             "median": self.median,
             "seconds": self.seconds,
-            **self.facts,
         }
+        inner = {
+            "train_step_seconds": self.inner,
+            "median_train_step_seconds": self.train_step,
+            "percent_of_bound": self.percent_of_bound,
+        }
+        return {**measured, **self.facts, **(inner if self.inner else {})}
+
+
+def warm_up(contestants: Sequence[Contestant], tick: Tick) -> None:
+    """One step of each that does not count, but shows how long one takes."""
+    for contestant in contestants:
+        tick(contestant.name)
+        start = time.perf_counter()
+        contestant.step()
+        contestant.warm_up = time.perf_counter() - start
+        contestant.inner.clear()
 
 
 def take_turns(contestants: Sequence[Contestant], repeats: int, batches: int, tick: Tick) -> None:
     """Measure all of them round by round, so that what disturbs one disturbs all.
 
     Args:
-        contestants: who takes part.
-        repeats: rounds, after one that warms up.
-        batches: steps per repeat.
-        tick: called before each, with what is measured.
+        contestants: who takes part; they have warmed up.
+        repeats: rounds.
+        batches: steps of each in a round.
+        tick: called before each turn.
     """
-    for turn in range(repeats + 1):
+    for _ in range(repeats):
         for contestant in contestants:
             tick(contestant.name)
             start = time.perf_counter()
             for _ in range(batches):
                 contestant.step()
-            if turn:
-                contestant.seconds.append(time.perf_counter() - start)
+            contestant.seconds.append(time.perf_counter() - start)
 
 
 def machine() -> dict[str, Any]:
@@ -92,4 +123,5 @@ def machine() -> dict[str, Any]:
         "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
     }

@@ -282,14 +282,30 @@ class Cuts:
         info = self.trace.info(value)
         if not isinstance(info, TensorInfo):
             return f"{value} is neither a tensor nor plain data"
-        changes = mutated.get(info.storage, -1) >= cut
+        change = mutated.get(info.storage, -1)
         owner = self._owners.get(info.storage)
         if owner is not None and info.storage in mutated:
             return f"{owner} is changed in place and used on both sides"
-        if changes and info.storage in memory:
-            return f"{value} and {memory[info.storage]} share memory that is changed later"
-        memory[info.storage] = value
+        other = memory.setdefault(info.storage, value)
+        if other is value:
+            return None
+        if change >= cut:
+            return f"{value} and {other} share memory that is changed later"
+        # Autograd derives a view anew when its base was changed, at its next use: cut off from
+        # its base, its gradient would be added in another order.
+        if any(v != self._bases[info.storage] and self._born[v] < change for v in (value, other)):
+            return f"{value} and {other} share memory that was changed after one of them was made"
         return None
+
+    @cached_property
+    def _bases(self) -> dict[int, Value]:
+        """The first value in each storage; the others are views of it."""
+        bases: dict[int, Value] = {}
+        for value in self._born:
+            info = self.trace.info(value)
+            if isinstance(info, TensorInfo):
+                bases.setdefault(info.storage, value)
+        return bases
 
     @cached_property
     def _owners(self) -> dict[int, Attribute]:

@@ -1,17 +1,24 @@
-"""The command line. Each command is a file; it, and torch, are imported when it is run."""
+"""The command line. Each command is a file; it is imported when it is run, and torch by it."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
-import click
+try:
+    import click
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        "penstock: the command line needs click and rich: pip install 'penstock[cli]'"
+    ) from error
 
 _COMMANDS = {
     "inspect": "Show what a model does, call by call, and where it can be cut.",
     "plan": "Profile a model and say how to run it on these devices.",
     "verify": "Prove that the split model computes the same bits as the whole one.",
-    "bench": "Measure one device, two devices and pipelines, and draw the figures.",
+    "bench": "Measure one device and pipelines side by side, and draw the figures.",
 }
+_INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
 
 
 class _Lazy(click.Group):
@@ -30,6 +37,13 @@ class _Lazy(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(_INTERRUPTED)
+
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="penstock")
@@ -37,4 +51,6 @@ def main() -> None:
     """Split one PyTorch model over many devices, and keep all of them busy.
 
     A MODEL is package.module:callable, a function or class that returns an nn.Module.
+
+    Exit codes: 0 all is well, 1 the work failed, 2 the command was used wrongly.
     """

@@ -6,53 +6,70 @@ from pathlib import Path
 
 import click
 
-from penstock.bench.experiments import BenchSettings, run_bench
-from penstock.cli.options import device_list, load_example, reported, show, talk
-from penstock.loading import load
-from penstock.observe.progress import callback
-
-_RESNET = "torchvision.models:resnet50"
+from penstock.cli.options import (
+    devices_option,
+    example_options,
+    make_directory,
+    reported,
+    show,
+    talk,
+)
 
 
 @click.command("bench")
-@click.argument("model", metavar="[MODEL]", default=_RESNET)
-@click.option("--input", "inputs", multiple=True, metavar="SPEC", help="As in penstock inspect.")
-@click.option("--example", metavar="MODULE:CALLABLE", help="As in penstock inspect.")
-@click.option("--loss", metavar="MODULE:CALLABLE", help="loss(output); default: mean of squares.")
-@click.option("--devices", metavar="LIST", default=None, help="Two or more; default: all.")
+@click.argument("model", metavar="[MODEL]", required=False)
+@example_options
+@click.option(
+    "--loss", metavar="MODULE:CALLABLE", help="loss(output); default: the outputs' mean square."
+)
+@devices_option
 @click.option("--quick", is_flag=True, help="Small batches: done within two minutes on two cores.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), default=Path("out/bench"), show_default=True
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("out/bench"),
+    show_default=True,
+    help="Directory for the figures and bench.json.",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
 @reported
 def command(
-    model: str,
+    model: str | None,
     inputs: tuple[str, ...],
     example: str | None,
+    seed: int,
     loss: str | None,
     devices: str | None,
     quick: bool,
     output: Path,
-    seed: int,
     as_json: bool,
 ) -> None:
-    """Measure one device, two devices and pipelines of MODEL, and draw the figures.
+    """Measure one device and pipelines of MODEL side by side, and draw the figures.
 
-    Without MODEL: ResNet-50 on 128x128 images, the experiment of PyTorch's tutorial.
+    Without MODEL: ResNet-50 on 128x128 images, the experiments of PyTorch's tutorial.
     """
-    given = None
-    if inputs or example or model != _RESNET:
-        given = load_example(model, inputs, example, seed)
+    import torch
+
+    from penstock.bench.experiments import BenchSettings, run_bench
+    from penstock.bench.tasks import RESNET50
+    from penstock.cli.arguments import device_list, load_example, load_loss
+    from penstock.errors import InputError
+    from penstock.observe.progress import callback
+
+    torch.manual_seed(seed)
+    tutorial = model in (None, RESNET50) and not inputs and example is None
+    if tutorial and loss is not None:
+        raise InputError("--loss is for a MODEL with --input; without, it is the tutorial's")
+    make_directory(output)
+    model = model or RESNET50
     settings = BenchSettings(
         model=model,
-        given=given,
-        loss_fn=load(loss) if loss else None,
+        given=None if tutorial else load_example(model, inputs, example, seed),
+        loss_fn=load_loss(loss) if loss is not None else None,
         devices=tuple(device_list(devices)),
         quick=quick,
         output=output,
     )
-    with callback("bench") as progress:
-        report = run_bench(settings, progress)
+    with callback("starting") as progress:
+        report = run_bench(settings, progress, talk)
     show(report.to_dict(), str(report), as_json)
     talk(f"figures and raw times are in {output}")

@@ -1,31 +1,30 @@
-"""Options that commands share, and how they fail."""
+"""Options that commands share, how results are shown, and how commands fail. No torch here."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
+import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import click
-import torch
 
-from penstock.errors import InputError, PenstockError
-from penstock.loading import load, load_model, parse_input
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+from penstock.errors import InputError, PenstockError, WorkerError
 
 
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """MODEL, --input, --example, --seed."""
-    for decorate in (
-        click.option("--seed", type=int, default=0, show_default=True, help="Of torch."),
-        click.option(
-            "--example", metavar="MODULE:CALLABLE", help="Returns args, kwargs, or both as a pair."
-        ),
+    """MODEL, and the options of `example_options`."""
+    return click.argument("model", metavar="MODEL")(example_options(function))
+
+
+def example_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--input, --example, --seed."""
+    return _decorated(
+        function,
         click.option(
             "--input",
             "inputs",
@@ -33,20 +32,40 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="SPEC",
             help="8x3x128x128, int64[8,512]<50257, name=float32[8,10]; once per argument.",
         ),
-        click.argument("model", metavar="MODEL"),
-    ):
-        function = decorate(function)
-    return function
+        click.option(
+            "--example",
+            metavar="MODULE:CALLABLE",
+            help="Returns a tuple of arguments, a dict of keywords, or both as a pair.",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="For torch."),
+    )
 
 
 def pipeline_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """--devices, --microbatches, --schedule."""
-    for decorate in (
-        click.option("--schedule", default="auto", show_default=True),
+    return _decorated(
+        function,
+        devices_option,
         click.option("--microbatches", default="auto", show_default=True, metavar="N|auto"),
-        click.option("--devices", metavar="LIST", help="cpu,cpu or cuda:0,cuda:1; default: all."),
-    ):
-        function = decorate(function)
+        click.option(
+            "--schedule", default="auto", show_default=True, help="naive, gpipe, 1f1b, eager-1f1b."
+        ),
+    )
+
+
+devices_option = click.option(
+    "--devices",
+    metavar="LIST",
+    help="cpu,cpu or cuda:0,cuda:1; default: all GPUs, or one worker per core.",
+)
+
+
+def _decorated(
+    function: Callable[..., Any], *options: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """`function` with these options, which its help shows in this order."""
+    for option in reversed(options):
+        function = option(function)
     return function
 
 
@@ -60,17 +79,22 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             function(*args, **kwargs)
         except PenstockError as error:
-            if full:
-                traceback.print_exc()
-            talk(f"error: {error}")
-            if error.__cause__ is not None and not full:
-                where = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
-                talk("".join(f"  raised at {f.filename}:{f.lineno}: {f.line}" for f in where))
-            sys.exit(2 if isinstance(error, InputError) else 1)
-        except KeyboardInterrupt:
-            sys.exit(130)
+            _fail(error, full)
 
     return command
+
+
+def _fail(error: PenstockError, full: bool) -> NoReturn:
+    """Say what went wrong, and end."""
+    if full:
+        talk("".join(traceback.format_exception(error)).rstrip())
+    else:
+        talk(f"error: {error}")
+        if isinstance(error, WorkerError) and error.__cause__ is not None:
+            for frame in traceback.extract_tb(error.__cause__.__traceback__)[-1:]:
+                talk(f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}")
+            talk("  --traceback shows all of it")
+    sys.exit(2 if isinstance(error, InputError) else 1)
 
 
 def talk(text: str) -> None:
@@ -80,56 +104,25 @@ def talk(text: str) -> None:
 
 def show(data: dict[str, Any], text: str, as_json: bool) -> None:
     """Put the result on stdout."""
-    click.echo(json.dumps(data, indent=2) if as_json else text)
+    click.echo(json.dumps(_strict(data), indent=2, allow_nan=False) if as_json else text)
 
 
-def load_example(model: str, inputs: Sequence[str], example: str | None, seed: int) -> Any:
-    """The module, and the arguments to call it with.
-
-    Raises:
-        InputError: the model, an input or the example is not what it must be.
-    """
-    torch.manual_seed(seed)
-    module = load_model(model)
-    if example is not None:
-        return module, *_from_example(load(example)())
-    if not inputs:
-        raise InputError(f"{model} needs an example: give --input 8x3x224x224 or --example m:f")
-    args: list[torch.Tensor] = []
-    kwargs: dict[str, torch.Tensor] = {}
-    for spec in inputs:
-        name, tensor = parse_input(spec)
-        if name is None:
-            args.append(tensor)
-        else:
-            kwargs[name] = tensor
-    return module, tuple(args), kwargs
-
-
-def _from_example(value: Any) -> Inputs:
+def _strict(value: Any) -> Any:
+    """The same data as strict JSON can hold it: numbers that are not finite become `null`."""
     if isinstance(value, dict):
-        return (), value
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
-        args, kwargs = value
-        return tuple(args), kwargs
-    return (tuple(value) if isinstance(value, (tuple, list)) else (value,)), {}
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def device_list(text: str | None) -> list[str]:
-    """The devices of --devices; by default all CUDA devices, or else a worker per core."""
-    if text:
-        return [name.strip() for name in text.split(",")]
-    if torch.cuda.device_count() > 1:
-        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    return ["cpu"] * max(2, len(os.sched_getaffinity(0)))
-
-
-def microbatch_count(text: str) -> Any:
-    """The number of --microbatches, or `"auto"`.
+def make_directory(path: Path) -> None:
+    """Make the directory that results will go to, before the work that makes them.
 
     Raises:
-        InputError: neither.
+        InputError: there can be no directory of this name.
     """
-    if text != "auto" and not text.isdigit():
-        raise InputError(f'--microbatches {text!r} is neither a number nor "auto"')
-    return text if text == "auto" else int(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {path}: {error.strerror}") from error

@@ -5,26 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import msgspec
 
 from penstock.cli.options import (
-    device_list,
-    load_example,
-    microbatch_count,
+    make_directory,
     model_options,
     pipeline_options,
     reported,
     show,
     talk,
 )
-from penstock.observe.progress import callback
-from penstock.pipeline import Pipeline
 
 
 @click.command("plan")
 @model_options
 @pipeline_options
-@click.option("--output", type=click.Path(path_type=Path), help="Write the plan to this file.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the plan to this file, for Pipeline(plan=penstock.Plan.load(...)).",
+)
 @reported
 def command(
     model: str,
@@ -37,9 +36,20 @@ def command(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Profile MODEL and say how to run it on these devices."""
+    """Profile MODEL and say how to run it on these devices.
+
+    The example's batch size is the one that is planned for.
+    """
+    import msgspec
+
+    from penstock.cli.arguments import device_list, load_example, microbatch_count
+    from penstock.observe.progress import callback
+    from penstock.pipeline import Pipeline
+
     module, args, kwargs = load_example(model, inputs, example, seed)
-    with callback("profiling") as progress:
+    if output is not None:
+        make_directory(output.parent)
+    with callback("capturing") as progress:
         pipe = Pipeline(
             module,
             args,

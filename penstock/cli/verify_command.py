@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 
 import click
 
-from penstock.cli.options import (
-    device_list,
-    load_example,
-    microbatch_count,
-    model_options,
-    pipeline_options,
-    reported,
-    show,
-    talk,
-)
-from penstock.loading import load, parse_input
-from penstock.observe.progress import callback
-from penstock.verification import mean_square, verify
+from penstock.cli.options import model_options, pipeline_options, reported, show, talk
 
 
 @click.command("verify")
@@ -41,16 +28,26 @@ def command(
     as_json: bool,
 ) -> None:
     """Prove that MODEL computes the same bits split as whole; exit code 1 if it does not."""
+    from dataclasses import asdict
+
+    from penstock.cli.arguments import device_list, load_example, load_loss, microbatch_count
+    from penstock.errors import InputError
+    from penstock.loading import parse_input
+    from penstock.observe.progress import callback
+    from penstock.verification import mean_square, verify
+
+    if target is not None and loss is None:
+        raise InputError(f"--target {target} needs a --loss to be given to")
     module, args, kwargs = load_example(model, inputs, example, seed)
     if loss is None:
-        talk("no --loss: taking the mean of the squares of the output")
+        talk("no --loss: taking the mean of the squares of every floating point output")
     with callback("verifying") as progress:
         report = verify(
             module,
             args,
             kwargs,
-            target=parse_input(target)[1] if target else None,
-            loss_fn=load(loss) if loss else mean_square,
+            target=parse_input(target)[1] if target is not None else None,
+            loss_fn=load_loss(loss) if loss is not None else mean_square,
             devices=device_list(devices),
             num_microbatches=microbatch_count(microbatches),
             schedule=schedule,

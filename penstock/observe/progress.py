@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ try:
 except ModuleNotFoundError as error:
     raise PenstockError("progress bars need rich: pip install 'penstock[cli]'") from error
 
-_LINES = 10  # that a log gets of the whole
+_LINES = 10  # that a log gets of the whole of a training
+_SECONDS_BETWEEN_LINES = 10.0  # that a log gets of anything else
 
 
 class Progress:
@@ -47,7 +47,6 @@ class Progress:
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
-            transient=False,
         )
         self._task = self._bar.add_task("training", total=total, loss="", speed="")
 
@@ -72,29 +71,43 @@ class Progress:
         shown = "" if loss is None else f"loss {loss:.3f}"
         self._bar.update(self._task, advance=count, loss=shown, speed=speed)
         if not self._console.is_terminal and self._is_time_for_a_line():
-            share = self._done / self._total
-            print(f"{share:4.0%}  {shown}  {speed}", file=self._console.file, flush=True)
+            parts = (f"{self._done / max(1, self._total):4.0%}", shown, speed)
+            print("  ".join(filter(None, parts)), file=self._console.file, flush=True)
 
     def _is_time_for_a_line(self) -> bool:
-        part = self._done * _LINES // self._total
+        part = self._done * _LINES // max(1, self._total)
         due, self._told = part > self._told, max(part, self._told)
         return due
 
 
 @contextmanager
-def callback(description: str) -> Iterator[Callable[[int, int, str], None]]:
+def callback(
+    description: str, console: Console | None = None
+) -> Iterator[Callable[[int, int, str], None]]:
     """A function for `Pipeline(progress=...)` that shows a bar while it is open.
+
+    In a terminal the bar is gone afterwards. Elsewhere there is a line at the start, and then one
+    every ten seconds at most.
 
     Args:
         description: shown until the first call says what is being done.
+        console: where to show it; stderr by default.
     """
-    console = Console(stderr=True)
+    console = console or Console(stderr=True)
+    told = float("-inf")
+
+    def say(done: int, total: int, what: str) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            print(f"{done}/{total}  {what}", file=console.file, flush=True)
+
     with RichProgress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(description)
+        task = bar.add_task(description, total=None)
 
         def update(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
-            if not console.is_terminal and done == 0:
-                print(what, file=sys.stderr, flush=True)
+            if not console.is_terminal:
+                say(done, total, what)
 
         yield update

@@ -25,7 +25,6 @@ Auto = Literal["auto"]
 # In order of preference among equals: what holds least, first.
 _PREFERENCE = ("1f1b", "eager-1f1b", "gpipe", "naive")
 _EQUAL = 1.002  # predictions closer than this say nothing
-_MOST_MICROBATCHES = 64
 _FILLS = (1.0, 0.5, 0.0)
 
 
@@ -40,7 +39,7 @@ def plan(
 
     Args:
         profile: measured costs.
-        num_microbatches: how many, or `"auto"` for the best.
+        num_microbatches: how many, or `"auto"` for the best of those whose size was measured.
         schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"` for the best.
         cuts: cut before just these calls, instead of choosing.
 
@@ -194,15 +193,20 @@ def _counts(profile: Profile, asked: int | Auto) -> list[int]:
     batch_size = profile.batch_size
     if asked == "auto":
         least = max(profile.on(device).rows[0] for device in profile.devices)
-        most = max(1, min(batch_size // least, _MOST_MICROBATCHES))
-        sizes = {-(-batch_size // count) for count in range(1, most + 1)}
-        return sorted({-(-batch_size // size) for size in sizes})
+        counts = {-(-batch_size // rows) for rows in _measured_sizes(profile)}
+        return sorted(count for count in counts if batch_size // count >= least) or [1]
     if not 1 <= asked <= batch_size:
         raise InputError(
             f"num_microbatches={asked}, but the batch has {batch_size} rows: choose between 1 and "
             f'{batch_size}, or "auto"'
         )
     return [asked]
+
+
+def _measured_sizes(profile: Profile) -> set[int]:
+    """On every device. Kernels work in blocks: a size between two of them may cost far more."""
+    sizes = [set(profile.on(device).rows) for device in profile.devices]
+    return {rows for rows in set.intersection(*sizes) if rows <= profile.batch_size}
 
 
 def _split_rows(batch_size: int, count: int) -> list[int]:

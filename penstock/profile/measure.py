@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import fx, nn
 
-from penstock.capture import Program, Ref
+from penstock.capture import Program
 from penstock.capture.explain import weight_bytes
-from penstock.capture.lowering import lower
-from penstock.capture.randomness import Key
 from penstock.capture.sizes import num_rows, with_rows
 from penstock.profile.data import DeviceProfile, Profile
-from penstock.profile.shadow import shadow
+from penstock.profile.sizes import Sizes
+from penstock.profile.team import Team, Timing
 
 Progress = Callable[[int, int, str], None]
 """Called with how much is done, of how much, and what is being done."""
 
-_REPEATS = 2  # by every worker of a kind
-_SIZES = (1, 2, 4, 8, 16)  # rows; beyond, calls are taken to grow as they did up to there
+_Timings = dict[int, list[Timing]]  # by rows
 
 
 def profile(
@@ -33,7 +28,9 @@ def profile(
     kwargs: Mapping[str, Any] | None = None,
     *,
     devices: Sequence[str],
+    num_microbatches: int | Literal["auto"] = "auto",
     threads: int = 1,
+    seconds: float = 20.0,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure every call of `program` at several micro-batch sizes.
@@ -49,7 +46,9 @@ def profile(
         args: positional arguments of a batch; the captured example if neither is given.
         kwargs: keyword arguments of a batch.
         devices: the devices to plan for, in order; one may be listed several times.
+        num_microbatches: measure the micro-batches of just this many, if it is decided already.
         threads: intra-op threads of each CPU worker.
+        seconds: about how long to measure. A slow model is measured at fewer sizes, but at two.
         progress: called as the measurement goes on.
 
     Returns:
@@ -59,30 +58,18 @@ def profile(
     if args or kwargs:
         leaves = program.flatten_inputs(args, kwargs or {})
     batch_size = num_rows(leaves, program.batch_dims)
-    sizes = _sizes(batch_size, len(devices))
-    kinds = dict.fromkeys(devices)
-    steps = len(kinds) * len(sizes)
-    measured: dict[str, DeviceProfile] = {}
-    for number, kind in enumerate(kinds):
-        copies = list(devices).count(kind) if torch.device(kind).type == "cpu" else 1
-        team = _Team(program, torch.device(kind), copies, threads)
-        timings: dict[int, list[_Timing]] = {}
-        for k, rows in enumerate(sizes):
-            if progress:
-                progress(number * len(sizes) + k, steps, f"profiling {kind}, {rows} rows")
-            try:
-                timings[rows] = team.measure(with_rows(leaves, program.batch_dims, rows), rows)
-            except Exception:  # BatchNorm, for one, refuses a single value per channel
-                if timings or rows == sizes[-1]:
-                    raise
-        measured[kind] = _device_profile(kind, timings)
-    if progress:
-        progress(steps, steps, "profiled")
+    asked = None if num_microbatches == "auto" else max(1, min(num_microbatches, batch_size))
+    sizes = Sizes(batch_size, len(devices), seconds, asked)
+    teams = {
+        kind: Team(program, torch.device(kind), _copies(kind, devices), threads)
+        for kind in dict.fromkeys(devices)
+    }
+    timings = _measured(teams, sizes, lambda n: with_rows(leaves, program.batch_dims, n), progress)
     return Profile(
         fingerprint=program.fingerprint,
         batch_size=batch_size,
         devices=tuple(devices),
-        kinds=measured,
+        kinds={kind: _device_profile(kind, found) for kind, found in timings.items()},
         labels=tuple(call.label for call in program.train.calls),
         weights=weight_bytes(program),
         boundary=_boundary(program),
@@ -94,31 +81,59 @@ def profile(
     )
 
 
-@dataclass(frozen=True)
-class _Timing:
-    """Seconds of one pass: every call on its own, and the whole."""
-
-    forward: list[float]
-    backward: list[float]
-    whole_forward: float
-    whole_backward: float
+def _copies(kind: str, devices: Sequence[str]) -> int:
+    """How many measure at the same time."""
+    return list(devices).count(kind) if torch.device(kind).type == "cpu" else 1
 
 
-def _sizes(batch_size: int, num_devices: int) -> list[int]:
-    """The micro-batch sizes to measure; at least two, for the model may refuse one row."""
-    largest = max(2, batch_size // max(2, num_devices))
-    return [rows for rows in _SIZES if rows <= min(largest, batch_size)]
+def _measured(
+    teams: Mapping[str, Team],
+    sizes: Sizes,
+    batch_of: Callable[[int], list[Any]],
+    progress: Progress | None,
+) -> dict[str, _Timings]:
+    """All sizes on all kinds of devices, by kind and by rows, ascending."""
+    found: dict[str, _Timings] = {kind: {} for kind in teams}
+    refusal: Exception | None = None
+    done = 0
+    while (rows := sizes.next()) is not None:
+        if progress:
+            progress(done, sizes.expected, f"profiling {rows} rows on {', '.join(teams)}")
+        done += 1
+        start = time.perf_counter()
+        try:
+            new = {kind: team.measure(batch_of(rows), rows) for kind, team in teams.items()}
+        except Exception as error:  # BatchNorm, for one, refuses a single value per channel
+            if any(found.values()):
+                raise
+            refusal = error
+            sizes.refuse(rows)
+            continue
+        for kind, passes in new.items():
+            found[kind][rows] = passes
+        cost = max(sum(_whole(passes)) for passes in new.values())
+        sizes.learn(rows, cost, time.perf_counter() - start)
+    if progress:
+        progress(done, done, "profiled")
+    if refusal is not None and not any(found.values()):
+        raise refusal
+    return {kind: dict(sorted(timings.items())) for kind, timings in found.items()}
 
 
-def _device_profile(kind: str, timings: Mapping[int, Sequence[_Timing]]) -> DeviceProfile:
+def _whole(passes: Sequence[Timing]) -> tuple[float, float]:
+    """Seconds of the whole program, forward and backward."""
+    wholes = [whole for timing in passes for whole in timing.wholes]
+    return statistics.median(f for f, _ in wholes), statistics.median(b for _, b in wholes)
+
+
+def _device_profile(kind: str, timings: Mapping[int, Sequence[Timing]]) -> DeviceProfile:
     forward, backward, spreads = [], [], []
     for passes in timings.values():
-        whole_forward = statistics.median(t.whole_forward for t in passes)
-        whole_backward = statistics.median(t.whole_backward for t in passes)
+        whole_forward, whole_backward = _whole(passes)
         forward.append(_scaled([t.forward for t in passes], whole_forward))
         backward.append(_scaled([t.backward for t in passes], whole_backward))
-        wholes = sorted(t.whole_forward + t.whole_backward for t in passes)
-        spreads.append((wholes[-1] - wholes[0]) / (whole_forward + whole_backward))
+        totals = sorted(f + b for timing in passes for f, b in timing.wholes)
+        spreads.append((totals[-1] - totals[0]) / (whole_forward + whole_backward))
     return DeviceProfile(
         kind=kind,
         rows=tuple(timings),
@@ -132,171 +147,6 @@ def _scaled(passes: Sequence[Sequence[float]], total: float) -> tuple[float, ...
     medians = [statistics.median(call) for call in zip(*passes, strict=True)]
     scale = total / sum(medians) if sum(medians) > 0 else 1.0
     return tuple(seconds * scale for seconds in medians)
-
-
-class _Team:
-    """As many threads as the device is listed, measuring the same thing at the same time."""
-
-    def __init__(self, program: Program, device: torch.device, copies: int, threads: int) -> None:
-        self.program = program
-        self.threads = threads
-        self.members = [
-            _Member(program, shadow(program.model, device), device) for _ in range(copies)
-        ]
-
-    def measure(self, leaves: Sequence[Any], rows: int) -> list[_Timing]:
-        """The passes of all members over one micro-batch."""
-        barrier = threading.Barrier(len(self.members))
-        results: list[list[_Timing]] = [[] for _ in self.members]
-        errors: list[BaseException] = []
-
-        def work(index: int) -> None:
-            torch.set_num_threads(self.threads)
-            try:
-                passes = self.members[index].passes(leaves, rows)
-                for _ in range(_REPEATS):
-                    barrier.wait()
-                    results[index].append(next(passes))
-            except threading.BrokenBarrierError:
-                pass
-            except BaseException as error:
-                errors.append(error)
-                barrier.abort()
-
-        workers = [
-            threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(self.members))
-        ]
-        for worker in workers:
-            worker.start()
-        try:
-            for worker in workers:
-                worker.join()
-        except BaseException:  # Ctrl-C: the workers stop after the pass that they are in
-            barrier.abort()
-            raise
-        if errors:
-            raise errors[0]
-        return [timing for result in results for timing in result]
-
-
-class _Member:
-    """Runs the whole program, and its calls one by one, on modules of its own."""
-
-    def __init__(self, program: Program, model: nn.Module, device: torch.device) -> None:
-        self.device = device
-        self.num_calls = len(program)
-        self.inputs = program.cuts.boundary(0)
-        outputs = program.cuts.results
-        if not model.training:
-            model.train()
-        everything = range(len(program))
-        self.module = lower(model, program.train, everything, self.inputs, outputs, device)
-        self.calls = _by_call(self.module, self.num_calls)
-        self.mutating = {i for i, c in enumerate(program.train.calls) if c.mutates}
-
-    def passes(self, leaves: Sequence[Any], rows: int) -> Iterator[_Timing]:
-        """Time the whole, then every call, again and again; results are thrown away."""
-        moved = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
-        values = [moved[ref.leaf] for ref in self.inputs if isinstance(ref, Ref)]
-        try:
-            with torch.enable_grad():
-                self._whole(values, rows)  # warms up, and leaves gradients to add to
-                while True:
-                    whole = self._whole(values, rows)
-                    calls = _Stepper(self, values, rows).run()
-                    yield _Timing(*calls, *whole)
-        finally:
-            for parameter in self.module.parameters():
-                parameter.grad = None
-
-    def now(self) -> float:
-        """The time in seconds, once the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def _whole(self, values: Sequence[Any], rows: int) -> tuple[float, float]:
-        start = self.now()
-        outputs = self.module(rows, Key(0, 0, 0), *values)
-        middle = self.now()
-        roots = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
-        grads = [torch.ones_like(o) for o in roots]
-        begin = self.now()
-        if roots:
-            torch.autograd.backward(roots, grads)
-        return middle - start, self.now() - begin
-
-
-class _Stepper:
-    """One pass over the program, call by call, each cut off from the others."""
-
-    def __init__(self, member: _Member, values: Sequence[Any], rows: int) -> None:
-        self.member = member
-        self.results: dict[fx.Node, Any] = {}
-        placeholders = [n for n in member.module.graph.nodes if n.op == "placeholder"]
-        self.results.update(zip(placeholders, [rows, Key(0, 0, 0), *values], strict=True))
-
-    def run(self) -> tuple[list[float], list[float]]:
-        """Forward and backward seconds of every call."""
-        forward, backward = [], []
-        for index, nodes in enumerate(self.member.calls):
-            seconds = self._call(nodes, clone=index in self.member.mutating)
-            forward.append(seconds[0])
-            backward.append(seconds[1])
-        return forward, backward
-
-    def _call(self, nodes: Sequence[fx.Node], clone: bool) -> tuple[float, float]:
-        own = set(nodes)
-        entering = {a for n in nodes for a in n.all_input_nodes if a not in own}
-        scope = {node: _severed(self.results[node], clone) for node in entering}
-        start = self.member.now()
-        for node in nodes:
-            scope[node] = _run(self.member.module, node, scope)
-        middle = self.member.now()
-        made = [scope[n] for n in nodes]
-        roots = [t for t in made if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        roots = list({id(t): t for t in roots}.values())
-        grads = [torch.ones_like(t) for t in roots]
-        begin = self.member.now()
-        if roots:
-            torch.autograd.backward(roots, grads)
-        end = self.member.now()
-        self.results.update({n: scope[n] for n in nodes})
-        return middle - start, end - begin
-
-
-def _severed(value: Any, clone: bool) -> Any:
-    """The value without its history; a copy where the call will change it in place."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
-        return value
-    fresh = value.detach().requires_grad_(value.requires_grad)
-    return fresh.clone() if clone else fresh
-
-
-def _run(module: fx.GraphModule, node: fx.Node, scope: Mapping[fx.Node, Any]) -> Any:
-    args = fx.map_arg(node.args, lambda n: scope[n])
-    kwargs = fx.map_arg(node.kwargs, lambda n: scope[n])
-    if node.op == "get_attr":
-        return _lookup(module, str(node.target))
-    if node.op == "call_module":
-        return _lookup(module, str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _lookup(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
-
-
-def _by_call(module: fx.GraphModule, num_calls: int) -> list[list[fx.Node]]:
-    calls: list[list[fx.Node]] = [[] for _ in range(num_calls)]
-    for node in module.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            calls[min(node.meta["call"], num_calls - 1)].append(node)
-    return calls
 
 
 def _boundary(program: Program) -> tuple[float, ...]:

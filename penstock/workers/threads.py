@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.cores import use_threads
 from penstock.errors import ClosedError, WorkerTimeout
 from penstock.links.local import Aborted
 
@@ -173,7 +174,7 @@ def _serve(
     inbox: SimpleQueue[_Order | None],
 ) -> None:
     """A worker's life."""
-    torch.set_num_threads(threads)
+    use_threads(threads)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         while (order := inbox.get()) is not None:
             job, current = order

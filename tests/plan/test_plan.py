@@ -35,7 +35,8 @@ def test_the_choice_is_the_best_that_was_considered() -> None:
     plan = ps.plan(profile([1, 2, 3, 4, 3, 2, 1]))
     best = min(c.predicted_step_seconds for c in plan.considered)
     assert plan.predicted_step_seconds <= 1.002 * best
-    assert {c.num_microbatches for c in plan.considered} == {1, 2, 3, 4, 6, 8, 16}
+    measured = {2, 4, 8, 16}  # of the sizes 1, 2, 4, 8
+    assert {c.num_microbatches for c in plan.considered} == measured
     assert plan.bound_seconds <= plan.predicted_step_seconds * (1 + 1e-9)
     assert plan.is_worth_it
     assert len(plan.stages) == 2

@@ -1,0 +1,162 @@
+"""Who takes part: one device, one process, pipelines, all on the same task."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.bench.measure import Contestant
+from penstock.bench.tasks import Task
+from penstock.capture import Program, capture, num_rows
+from penstock.capture.trees import flatten, unflatten
+from penstock.engine.ends import to_device
+from penstock.engine.microbatch import split, split_rows
+from penstock.pipeline import Pipeline
+from penstock.plan import Plan, plan
+from penstock.profile.measure import Progress, profile
+from penstock.workers.devices import existing_devices, threads_per_worker
+from penstock.workers.threads import ThreadWorkers
+
+RATE = 0.001
+
+
+class Field:
+    """A task that was captured and profiled once; makes contestants that train it with SGD.
+
+    Args:
+        task: what they train. On CPUs they all train the same parameters.
+        devices: of the pipelines.
+        stack: closes their workers.
+        progress: as in `penstock.profile`.
+
+    Attributes:
+        rows: of the batch.
+        threads: intra-op threads of each CPU worker.
+        costs: the profile.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        devices: Sequence[str],
+        stack: ExitStack,
+        progress: Progress | None = None,
+    ) -> None:
+        self.task = task
+        self.devices = tuple(devices)
+        self._stack = stack
+        self._places = existing_devices(devices)
+        self.on_cpu = all(place.type == "cpu" for place in self._places)
+        self.threads = threads_per_worker(devices)
+        self.program = capture(task.model, task.args, task.kwargs)
+        self.rows = num_rows(self.program.example, self.program.batch_dims)
+        self.costs = profile(
+            self.program, devices=self.devices, threads=self.threads, progress=progress
+        )
+
+    @property
+    def fewest_rows(self) -> int:
+        """The smallest micro-batch that the model takes (BatchNorm may refuse a single row)."""
+        return max(self.costs.on(device).rows[0] for device in self.devices)
+
+    def plan(self, num_microbatches: int | None = None) -> Plan:
+        """The best plan for that many micro-batches, or for the best number of them."""
+        count: Any = "auto" if num_microbatches is None else num_microbatches
+        return plan(self.costs, num_microbatches=count)
+
+    def plan_in_turn(self) -> Plan:
+        """One device busy at a time. ResNet is cut where the tutorial cuts it by hand."""
+        starts = [k for k, label in enumerate(self.costs.labels) if label.startswith("layer3")]
+        by_hand = (starts[0],) if starts and len(self.devices) == 2 else None
+        return plan(self.costs, num_microbatches=1, schedule="naive", cuts=by_hand)
+
+    # -- contestants ------------------------------------------------------------------------
+
+    def pipeline(self, name: str, chosen: Plan) -> Contestant:
+        """A pipeline that follows a plan."""
+        program, task = self._own_program(), self.task
+        pipe = Pipeline(program.model, devices=self.devices, program=program, plan=chosen)
+        self._stack.callback(pipe.close)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=RATE)
+        inner: list[float] = []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            start = time.perf_counter()
+            pipe.train_step(*task.args, target=task.target, loss_fn=task.loss_fn, **task.kwargs)
+            self._settle()
+            inner.append(time.perf_counter() - start)
+            optimizer.step()
+            self._settle()
+
+        facts = {
+            "devices": list(self.devices),
+            "threads": self.threads,
+            "num_microbatches": chosen.num_microbatches,
+            "microbatch_size": chosen.microbatch_size,
+            "schedule": chosen.schedule,
+            "cuts": list(chosen.cuts),
+            "bound_seconds": chosen.bound_seconds,
+            "predicted_seconds": chosen.predicted_step_seconds,
+        }
+        return Contestant(name, step, facts, inner)
+
+    def one_device(self, name: str, num_microbatches: int = 1) -> Contestant:
+        """The first device alone: a worker like those of the pipelines, with as many threads."""
+        return self._unsplit(name, num_microbatches, self.threads)
+
+    def all_cores(self, name: str) -> Contestant:
+        """One process that uses every core for each operation."""
+        return self._unsplit(name, 1, len(os.sched_getaffinity(0)))
+
+    def _unsplit(self, name: str, count: int, threads: int) -> Contestant:
+        device, task = self._places[0], self.task
+        model = self._own_program().model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        leaves, structure = flatten((task.args, task.kwargs))
+        moved = [to_device(leaf, device) for leaf in leaves]
+        batches = [unflatten(structure, x) for x in split(moved, self.program.batch_dims, count)]
+        target = to_device(task.target, device)
+        targets = [()] * count if target is None else [(t,) for t in target.tensor_split(count)]
+        shares = [n / self.rows for n in split_rows(self.rows, count)]
+
+        def step() -> None:
+            optimizer.zero_grad()
+            for (args, kwargs), labels, share in zip(batches, targets, shares, strict=True):
+                loss = task.loss_fn(model(*args, **kwargs), *labels)
+                (loss * share).backward()
+            optimizer.step()
+            self._settle()
+
+        facts = {"devices": [str(device)], "threads": threads, "num_microbatches": count}
+        return Contestant(name, self._in_a_worker(device, threads, step), facts)
+
+    def _in_a_worker(
+        self, device: torch.device, threads: int, step: Callable[[], None]
+    ) -> Callable[[], Any]:
+        workers = ThreadWorkers([device], threads, abort=_nothing, reset=_nothing)
+        self._stack.callback(workers.close)
+        return partial(workers.run, [step])
+
+    def _own_program(self) -> Program:
+        """The program; on GPUs one of a copy, since every contestant places it differently."""
+        if self.on_cpu:
+            return self.program
+        return capture(copy.deepcopy(self.task.model), self.task.args, self.task.kwargs)
+
+    def _settle(self) -> None:
+        """Wait for GPUs, which are still busy when Python is done."""
+        for place in dict.fromkeys(self._places):
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+
+
+def _nothing() -> None:
+    """A worker on its own has nobody to wake."""

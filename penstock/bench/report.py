@@ -1,0 +1,114 @@
+"""What the experiments gave: as plain data, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.bench.measure import Contestant
+from penstock.bench.toy import ToyResult
+
+
+@dataclass
+class BenchReport:
+    """What came out.
+
+    Attributes:
+        settings: what was run, as plain data.
+        machine: on what.
+        toy: experiment A1.
+        bars: experiments A2 and A3; the first one is one device.
+        sweep: experiment A4; the last one is Penstock's own choice.
+        notes: what a reader should know.
+    """
+
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    toy: ToyResult
+    bars: list[Contestant]
+    sweep: list[Contestant]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> Contestant:
+        """The fastest of the sweep's sizes."""
+        return min(self.sweep[:-1], key=lambda c: c.median)
+
+    @property
+    def chosen(self) -> Contestant:
+        """Penstock's own choice."""
+        return self.sweep[-1]
+
+    @property
+    def auto_excess(self) -> float:
+        """How much slower Penstock's choice is than the best of the sweep, as a share."""
+        return self.chosen.median / self.best.median - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return {
+            "settings": self.settings,
+            "machine": self.machine,
+            "A1": self.toy.to_dict(),
+            "A2_A3": [c.to_dict() for c in self.bars],
+            "A4": [c.to_dict() for c in self.sweep],
+            "best_microbatch_size": self.best.facts["microbatch_size"],
+            "auto_microbatch_size": self.chosen.facts["microbatch_size"],
+            "auto_excess_over_best": self.auto_excess,
+            "notes": self.notes,
+        }
+
+    def __str__(self) -> str:
+        best, chosen = (c.facts["microbatch_size"] for c in (self.best, self.chosen))
+        shown = {k: v for k, v in self.machine.items() if v}
+        return "\n".join(
+            [
+                str(self.toy),
+                "",
+                *_table(self.bars, "A2, A3", "speed-up", lambda c: self.bars[0].median / c.median),
+                "",
+                *_table(self.sweep, "A4", "of the best", lambda c: c.median / self.best.median),
+                "",
+                f"the best micro-batch size of the sweep is {best}; Penstock chose {chosen}, whose "
+                f"time is {self.auto_excess:+.1%} of the best one's",
+                *self.notes,
+                ", ".join(f"{name} {value}" for name, value in shown.items()),
+            ]
+        )
+
+
+def _table(contestants: Sequence[Contestant], title: str, ratio_name: str, ratio: Any) -> list[str]:
+    heading = (title, "mean", "std", "median", ratio_name, "one step", "predicted", "of bound")
+    rows = [heading, *((*_times(c), f"{ratio(c):.2f}x", *_step(c)) for c in contestants)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])],
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _times(contestant: Contestant) -> tuple[str, ...]:
+    measured = (contestant.mean, contestant.deviation, contestant.median)
+    return (contestant.name, *(duration(seconds) for seconds in measured))
+
+
+def _step(contestant: Contestant) -> tuple[str, ...]:
+    """The median of a `train_step`, what was predicted for it, and its percent of bound."""
+    taken, share = contestant.train_step, contestant.percent_of_bound
+    if taken is None or share is None:
+        return ("", "", "")
+    return (
+        duration(taken),
+        duration(contestant.facts["predicted_seconds"]),
+        f"{share:.0f} %",
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person reads them: `12.3 s`, `0.46 s`, `3.21 ms`."""
+    if seconds >= 0.1:
+        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2f} ms"

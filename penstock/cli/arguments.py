@@ -1,0 +1,134 @@
+"""What the options' texts mean: models, example inputs, devices. Imports torch."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import InputError, PenstockError
+from penstock.loading import load, load_model, parse_input
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+def load_example(
+    model: str, inputs: Sequence[str], example: str | None, seed: int
+) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The module, and the arguments to call it with.
+
+    Raises:
+        InputError: the model, an input or the example is not what it must be.
+    """
+    if inputs and example is not None:
+        raise InputError("--input and --example both say what to call the model with; give one")
+    if not inputs and example is None:
+        raise InputError(
+            f"{model} needs an example to be called with: give --input 8x3x224x224 for every "
+            "argument, or --example package.module:callable"
+        )
+    torch.manual_seed(seed)
+    module = _made(model, lambda: load_model(model))
+    if example is not None:
+        return module, *_as_inputs(example, _made(example, lambda: load(example)()))
+    return module, *_parsed(inputs)
+
+
+def load_loss(target: str) -> Callable[..., torch.Tensor]:
+    """The loss of this name; an error that it raises is told with its name.
+
+    Args:
+        target: of a function, or of a class like `torch.nn:MSELoss` whose objects are.
+
+    Raises:
+        InputError: the name means nothing that can be called.
+    """
+    loss = load(target)
+    if isinstance(loss, type):
+        loss = _made(target, loss)
+    if not callable(loss):
+        raise InputError(f"--loss {target} is a {type(loss).__name__}, which cannot be called")
+
+    @functools.wraps(loss, updated=())
+    def loss_fn(*args: Any) -> torch.Tensor:
+        try:
+            result: torch.Tensor = loss(*args)
+        except Exception as error:
+            raise InputError(f"--loss {target} raised {type(error).__name__}: {error}") from error
+        return result
+
+    return loss_fn
+
+
+def _made(target: str, make: Callable[[], Any]) -> Any:
+    """What a function of the user's makes; an error of its own is the user's to read."""
+    try:
+        return make()
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{target!r} raised {type(error).__name__} when it was imported and called without "
+            f"arguments: {error}"
+        ) from error
+
+
+def _parsed(inputs: Sequence[str]) -> Inputs:
+    args: list[torch.Tensor] = []
+    kwargs: dict[str, Any] = {}
+    for spec in inputs:
+        name, tensor = parse_input(spec)
+        if name is None:
+            args.append(tensor)
+        elif name in kwargs:
+            raise InputError(f"--input {spec!r}: the argument {name!r} was given before")
+        else:
+            kwargs[name] = tensor
+    return tuple(args), kwargs
+
+
+def _as_inputs(example: str, value: Any) -> Inputs:
+    """Arguments out of what an --example returns.
+
+    Raises:
+        InputError: it is neither a tuple, nor a dictionary, nor both, nor a tensor.
+    """
+    if isinstance(value, dict):
+        return (), value
+    if isinstance(value, torch.Tensor):
+        return (value,), {}
+    if isinstance(value, (tuple, list)):
+        is_pair = len(value) == 2 and isinstance(value[0], (tuple, list))
+        if is_pair and isinstance(value[1], dict):
+            return tuple(value[0]), value[1]
+        return tuple(value), {}
+    raise InputError(
+        f"--example {example} returned a {type(value).__name__}; it must return a tuple of "
+        "arguments, a dict of keyword arguments, or a pair of both"
+    )
+
+
+def device_list(text: str | None) -> list[str]:
+    """The devices of --devices; by default all CUDA devices if there are several, or else a CPU
+    worker per core, two at least.
+    """
+    if text is not None:
+        return [name.strip() for name in text.split(",")]
+    if torch.cuda.device_count() > 1:
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return ["cpu"] * max(2, len(os.sched_getaffinity(0)))
+
+
+def microbatch_count(text: str) -> Any:
+    """The number of --microbatches, or `"auto"`.
+
+    Raises:
+        InputError: neither.
+    """
+    if text != "auto" and not text.isdecimal():
+        raise InputError(f'--microbatches {text!r} is neither a number nor "auto"')
+    return text if text == "auto" else int(text)

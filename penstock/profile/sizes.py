@@ -1,0 +1,101 @@
+"""Which micro-batch sizes to measure, within the time that there is."""
+
+from __future__ import annotations
+
+_MOST_DOUBLINGS = 6  # to 64 micro-batches
+_FEWEST_SIZES = 2
+_PROMISING = 1.1  # estimates up to this much longer than the best are worth measuring
+
+
+class Sizes:
+    """Names the next size, one after the other, and learns from what was measured.
+
+    How long a row takes depends on the size of the micro-batch in jumps (matrix and convolution
+    kernels work in blocks), so that only a measured size is a safe choice. First come the sizes
+    of 1, 2, 4, ... micro-batches, smallest first; then those that split the batch evenly and whose
+    estimate is near the best.
+
+    Args:
+        batch_size: rows of the batch.
+        num_devices: how many stages there will be.
+        seconds: to spend; the first two sizes are measured anyway.
+        num_microbatches: the only count that matters, or `None`.
+    """
+
+    def __init__(
+        self, batch_size: int, num_devices: int, seconds: float, num_microbatches: int | None
+    ) -> None:
+        self._batch_size, self._num_devices = batch_size, num_devices
+        self._left = seconds
+        self._costs: dict[int, float] = {}
+        self._tried: set[int] = set()
+        self._last_price = 0.0  # seconds that measuring took, per row
+        self._asked = num_microbatches is not None
+        if num_microbatches is not None:
+            smaller, uneven = divmod(batch_size, num_microbatches)
+            self._basic = [smaller, smaller + 1] if uneven else [smaller]
+            self._even: list[int] = []
+        else:
+            self._basic = _of_powers_of_two(batch_size)
+            self._even = [n for n in range(self._basic[0], batch_size) if batch_size % n == 0]
+
+    @property
+    def expected(self) -> int:
+        """How many sizes there will be, as far as is known."""
+        return max(len(self._basic), len(self._tried) + 1)
+
+    def next(self) -> int | None:
+        """The size to measure next, in rows; `None` when it is enough."""
+        for rows in self._basic:
+            if rows not in self._tried:
+                if self._asked or len(self._costs) < _FEWEST_SIZES or self._affordable(rows):
+                    return rows
+                break
+        best = min(map(self._estimate, self._costs), default=0.0)
+        between = [
+            rows
+            for rows in self._even
+            if rows not in self._tried
+            and rows < max(self._costs)
+            and self._affordable(rows)
+            and self._estimate(rows) < _PROMISING * best
+        ]
+        return min(between, key=self._estimate, default=None)
+
+    def learn(self, rows: int, cost: float, took: float) -> None:
+        """A size was measured.
+
+        Args:
+            rows: the size.
+            cost: seconds of its forward and backward.
+            took: seconds that measuring it took.
+        """
+        self._tried.add(rows)
+        self._costs[rows] = cost
+        self._left -= took
+        self._last_price = took / rows
+
+    def refuse(self, rows: int) -> None:
+        """The model does not take this size."""
+        self._tried.add(rows)
+
+    def _affordable(self, rows: int) -> bool:
+        return self._last_price * rows <= self._left
+
+    def _estimate(self, rows: int) -> float:
+        """In proportion to the step time of equal stages: (m + p - 1) micro-batches."""
+        count = self._batch_size / rows
+        return (count + self._num_devices - 1) * self._cost(rows)
+
+    def _cost(self, rows: int) -> float:
+        below = max((r for r in self._costs if r <= rows), default=min(self._costs))
+        above = min((r for r in self._costs if r >= rows), default=below)
+        if below == above:
+            return self._costs[below]
+        share = (rows - below) / (above - below)
+        return self._costs[below] + share * (self._costs[above] - self._costs[below])
+
+
+def _of_powers_of_two(batch_size: int) -> list[int]:
+    """The sizes of 1, 2, 4, ... micro-batches, ascending."""
+    return sorted({-(-batch_size // 2**k) for k in range(_MOST_DOUBLINGS + 1)})

@@ -1,0 +1,67 @@
+"""Which micro-batch sizes are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.profile.sizes import Sizes
+
+
+def measured(
+    batch: int,
+    cost: Callable[[int], float] = lambda rows: float(rows),
+    *,
+    devices: int = 2,
+    seconds: float = 1e9,
+    count: int | None = None,
+    refused: tuple[int, ...] = (),
+) -> list[int]:
+    """In this order, when measuring a size takes five times as long as it costs."""
+    sizes = Sizes(batch, devices, seconds, count)
+    order = []
+    while (rows := sizes.next()) is not None:
+        if rows in refused:
+            sizes.refuse(rows)
+            continue
+        order.append(rows)
+        sizes.learn(rows, cost(rows), 5 * cost(rows))
+    return order
+
+
+def test_powers_of_two_first_and_then_even_splits_between_them() -> None:
+    order = measured(24, lambda rows: 1 + rows)
+    assert order[:6] == [1, 2, 3, 6, 12, 24]
+    assert set(order[6:]) <= {4, 8}
+
+
+def test_sizes_that_cannot_be_the_best_are_not_measured_in_between() -> None:
+    assert measured(24, lambda rows: 100.0 + rows)[6:] == []  # the fewest launches: one of 24
+
+
+def test_a_size_between_may_be_cheap() -> None:
+    """Of 60 rows with a launch of 8 rows' time, about sqrt(8 * 60) rows are best."""
+    assert measured(60, lambda rows: rows + 8.0) == [1, 2, 4, 8, 15, 30, 60, 20, 12]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, [1, 2]), (40.0, [1, 2, 4]), (1e3, 6)])
+def test_time_is_limited_but_two_sizes_are_measured(
+    seconds: float, expected: list[int] | int
+) -> None:
+    order = measured(32, seconds=seconds)
+    assert order == expected if isinstance(expected, list) else len(order) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "expected"), [(10, 4, [2, 3]), (12, 4, [3]), (3, 3, [1]), (120, 1, [120])]
+)
+def test_a_given_number_of_microbatches_is_measured_as_it_is_split(
+    batch: int, count: int, expected: list[int]
+) -> None:
+    assert measured(batch, count=count, seconds=0.0) == expected
+
+
+def test_refused_sizes_do_not_count() -> None:
+    assert measured(8, refused=(1,), seconds=0.0) == [2, 4]
+    assert measured(8, refused=(1, 2, 4, 8)) == []
