@@ -68,7 +68,9 @@ def verify(
     Raises:
         PenstockError: the pipeline cannot be built, or a step fails.
     """
-    ours = copy.deepcopy(model).train()
+    ours = copy.deepcopy(model)
+    if not ours.training:  # else submodules that the user froze in evaluation mode stay so
+        ours.train()
     theirs = copy.deepcopy(ours)
     program = capture(ours, args, kwargs, batch_dim=batch_dim)
     pipe = Pipeline(

@@ -1,13 +1,14 @@
 """Choosing the cuts, the number of micro-batches and the schedule.
 
 For every number of micro-batches the partition is exact; which of its objectives suits a schedule
-best is decided by simulating the schedule on the stages that it gives.
+best is decided by simulating the schedule on the stages that it gives, and so is whether a cut a
+few calls away suits it better still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 from typing import Literal
 
 import numpy as np
@@ -26,6 +27,8 @@ Auto = Literal["auto"]
 _PREFERENCE = ("1f1b", "eager-1f1b", "gpipe", "naive")
 _EQUAL = 1.002  # predictions closer than this say nothing
 _FILLS = (1.0, 0.5, 0.0)
+_MOST_MOVES = 20
+_REACH = 4  # places on each side of a cut
 
 
 def plan(
@@ -99,13 +102,44 @@ class _Layout:
         choices = [tuple(cuts)] if cuts is not None else self._cut_choices()
         best: _Option | None = None
         for name in names:
-            for choice in choices:
-                seconds = self._simulated(name, choice)
-                if best is None or seconds * _EQUAL < best.seconds:
-                    best = _Option(self, choice, name, seconds)
+            options = [_Option(self, cut, name, self._simulated(name, cut)) for cut in choices]
+            option = min(options, key=lambda o: o.seconds)
+            if cuts is None:
+                option = self._refined(option)
+            if best is None or option.seconds * _EQUAL < best.seconds:
+                best = option
         if best is None:
             raise InputError("no schedule was given to choose from")
         return best
+
+    def _refined(self, option: _Option) -> _Option:
+        """Move single cuts as long as the simulation gets faster.
+
+        The partition's objectives count forward and backward together; how a schedule interleaves
+        them, only the simulation knows.
+        """
+        for _ in range(_MOST_MOVES):
+            moves = [
+                _Option(self, cuts, option.schedule, self._simulated(option.schedule, cuts))
+                for cuts in self._neighbours(option.cuts)
+            ]
+            best = min(moves, key=lambda o: o.seconds, default=option)
+            if best.seconds >= option.seconds:
+                break
+            option = best
+        return option
+
+    def _neighbours(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The cuts with one of them moved, to the places near it."""
+        edges = [0, *cuts, self.profile.num_calls]
+        for s in range(1, len(edges) - 1):
+            for places in (
+                range(edges[s] + 1, edges[s + 1]),
+                range(edges[s] - 1, edges[s - 1], -1),
+            ):
+                allowed = (k for k in places if self.allowed[k])
+                for k in islice(allowed, _REACH):
+                    yield (*edges[1:s], k, *edges[s + 1 : -1])
 
     def _cut_choices(self) -> list[tuple[int, ...]]:
         found = [self._partition(fill).cuts for fill in _FILLS]

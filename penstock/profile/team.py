@@ -19,7 +19,7 @@ from penstock.profile.shadow import shadow
 
 _SECONDS = 1.0  # after which no further pass begins
 _MOST_PASSES = 3
-_MOST_WARM_UPS, _NO_FASTER = 4, 0.9
+_MOST_WARM_UPS, _NO_FASTER = 5, 0.97
 _WHOLES = 2  # in each pass
 
 

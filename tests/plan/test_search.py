@@ -80,3 +80,15 @@ def test_an_unknown_schedule() -> None:
 def test_more_devices_than_calls() -> None:
     with pytest.raises(ps.PlanError, match="3"):
         ps.plan(profile([1.0, 1.0], devices=3))
+
+
+@settings(max_examples=25, deadline=None)
+@given(COSTS, st.integers(1, 12))
+def test_no_cut_is_better_a_call_away(costs: list[float], count: int) -> None:
+    """The partition alone leaves some: it counts forward and backward together."""
+    found = profile(costs, devices=2)
+    plan = ps.plan(found, num_microbatches=count, schedule="1f1b")
+    for cut in (plan.cuts[0] - 1, plan.cuts[0] + 1):
+        if 0 < cut < len(costs):
+            other = ps.plan(found, num_microbatches=count, schedule="1f1b", cuts=(cut,))
+            assert plan.predicted_step_seconds <= other.predicted_step_seconds
