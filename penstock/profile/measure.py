@@ -110,7 +110,8 @@ def _measured(
             sizes.refuse(rows)
             continue
         for kind, passes in new.items():
-            found[kind][rows] = passes
+            earlier = found[kind].get(rows, passes)
+            found[kind][rows] = min(earlier, passes, key=lambda p: sum(_whole(p)))
         cost = max(sum(_whole(passes)) for passes in new.values())
         sizes.learn(rows, cost, time.perf_counter() - start)
     if progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 _MOST_DOUBLINGS = 6  # to 64 micro-batches
 _FEWEST_SIZES = 2
 _PROMISING = 1.1  # estimates up to this much longer than the best are worth measuring
+_WORTH_AGAIN = 1.3  # and measured ones up to this much longer, a second time
 
 
 class Sizes:
@@ -13,7 +14,8 @@ class Sizes:
     How long a row takes depends on the size of the micro-batch in jumps (matrix and convolution
     kernels work in blocks), so that only a measured size is a safe choice. First come the sizes
     of 1, 2, 4, ... micro-batches, smallest first; then those that split the batch evenly and whose
-    estimate is near the best.
+    estimate is near the best. What is left of the time goes into measuring the best a second time,
+    later: something else that was running meanwhile must not decide.
 
     Args:
         batch_size: rows of the batch.
@@ -29,7 +31,8 @@ class Sizes:
         self._left = seconds
         self._costs: dict[int, float] = {}
         self._tried: set[int] = set()
-        self._last_price = 0.0  # seconds that measuring took, per row
+        self._again: set[int] = set()
+        self._prices: dict[int, float] = {}  # seconds that measuring took
         self._asked = num_microbatches is not None
         if num_microbatches is not None:
             smaller, uneven = divmod(batch_size, num_microbatches)
@@ -42,7 +45,7 @@ class Sizes:
     @property
     def expected(self) -> int:
         """How many sizes there will be, as far as is known."""
-        return max(len(self._basic), len(self._tried) + 1)
+        return max(len(self._basic), len(self._tried) + len(self._again) + 1)
 
     def next(self) -> int | None:
         """The size to measure next, in rows; `None` when it is enough."""
@@ -60,27 +63,39 @@ class Sizes:
             and self._affordable(rows)
             and self._estimate(rows) < _PROMISING * best
         ]
-        return min(between, key=self._estimate, default=None)
+        if between:
+            return min(between, key=self._estimate)
+        again = [
+            rows
+            for rows in self._costs
+            if rows not in self._again
+            and self._affordable(rows)
+            and self._estimate(rows) < _WORTH_AGAIN * best
+        ]
+        return min(again, key=self._estimate, default=None)
 
     def learn(self, rows: int, cost: float, took: float) -> None:
-        """A size was measured.
+        """A size was measured, for the first or the second time; the better counts.
 
         Args:
             rows: the size.
             cost: seconds of its forward and backward.
             took: seconds that measuring it took.
         """
+        if rows in self._tried:
+            self._again.add(rows)
         self._tried.add(rows)
-        self._costs[rows] = cost
+        self._costs[rows] = min(cost, self._costs.get(rows, cost))
         self._left -= took
-        self._last_price = took / rows
+        self._prices[rows] = took
 
     def refuse(self, rows: int) -> None:
         """The model does not take this size."""
         self._tried.add(rows)
 
     def _affordable(self, rows: int) -> bool:
-        return self._last_price * rows <= self._left
+        nearest = min(self._prices, key=lambda known: abs(known - rows))
+        return self._prices[nearest] * rows / nearest <= self._left
 
     def _estimate(self, rows: int) -> float:
         """In proportion to the step time of equal stages: (m + p - 1) micro-batches."""

@@ -32,7 +32,7 @@ def test_every_call_has_a_cost() -> None:
     assert len(costs.weights) == len(costs.labels) == len(costs.boundary) - 1
     assert msgspec.json.decode(msgspec.json.encode(costs), type=ps.Profile) == costs
     assert seen[0][:2] == (0, 5)
-    assert seen[-1][:2] == (5, 5)
+    assert seen[-1][0] == seen[-1][1] >= 5
 
 
 def test_profiling_touches_nothing() -> None:

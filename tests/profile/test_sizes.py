@@ -18,7 +18,18 @@ def measured(
     count: int | None = None,
     refused: tuple[int, ...] = (),
 ) -> list[int]:
-    """In this order, when measuring a size takes five times as long as it costs."""
+    """In this order for the first time, when measuring a size takes five times its cost."""
+    return list(dict.fromkeys(asked(batch, cost, devices, seconds, count, refused)))
+
+
+def asked(
+    batch: int,
+    cost: Callable[[int], float] = lambda rows: float(rows),
+    devices: int = 2,
+    seconds: float = 1e9,
+    count: int | None = None,
+    refused: tuple[int, ...] = (),
+) -> list[int]:
     sizes = Sizes(batch, devices, seconds, count)
     order = []
     while (rows := sizes.next()) is not None:
@@ -65,3 +76,22 @@ def test_a_given_number_of_microbatches_is_measured_as_it_is_split(
 def test_refused_sizes_do_not_count() -> None:
     assert measured(8, refused=(1,), seconds=0.0) == [2, 4]
     assert measured(8, refused=(1, 2, 4, 8)) == []
+
+
+def test_the_best_are_measured_again_while_there_is_time() -> None:
+    first = measured(32, lambda rows: rows + 2.0)
+    order = asked(32, lambda rows: rows + 2.0)
+    assert order[: len(first)] == first
+    again = order[len(first) :]
+    assert again == [8, 4, 16]  # not 1, 2 and 32, which are far from the best
+    assert asked(32, lambda rows: rows + 2.0, seconds=5 * 91.0) == [*first, 8, 4]
+
+
+def test_what_disturbed_the_first_measurement_does_not_count() -> None:
+    sizes = Sizes(8, 2, 1e9, None)
+    told: dict[int, list[float]] = {}
+    while (rows := sizes.next()) is not None:
+        cost = 1.0 + rows if rows in told or rows == 8 else 1.2 * (1.0 + rows)
+        told.setdefault(rows, []).append(cost)
+        sizes.learn(rows, cost, 0.1)
+    assert [len(told[rows]) for rows in (2, 4)] == [2, 2]
