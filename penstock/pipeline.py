@@ -22,6 +22,7 @@ from penstock.engine.microbatch import check_mergeable, merge, split, split_rows
 from penstock.errors import InputError, PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan import plan as make_plan
+from penstock.plan.search import check_schedule
 from penstock.profile.measure import Progress, profile
 from penstock.schedule import Event, Timeline
 from penstock.train.backup import Backup
@@ -91,6 +92,7 @@ class Pipeline:
     ) -> None:
         if workers not in ("auto", "threads"):
             raise InputError(f'workers={workers!r} is unknown; choose "threads" or "auto"')
+        check_schedule(schedule)
         self._devices = existing_devices(devices)
         self.model = model
         self.program = program or capture(model, args, kwargs, batch_dim=batch_dim)
@@ -159,6 +161,8 @@ class Pipeline:
                 and buffers are as they were before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
+        if not callable(loss_fn):
+            raise InputError(f"loss_fn={loss_fn!r} is not a function of (output, target)")
         leaves = self.program.flatten_inputs(args, kwargs)
         rows = split_rows(num_rows(leaves, self.program.batch_dims), self._count(leaves))
         targets = self._split_target(target, rows)

@@ -55,8 +55,16 @@ def test_devices_that_do_not_exist(devices: Any, words: str) -> None:
     ],
 )
 def test_options_that_do_not_exist(options: dict[str, Any], words: str) -> None:
+    told: list[Any] = []
     with pytest.raises(ps.InputError, match=words):
-        ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 2, **options)
+        ps.Pipeline(
+            mlp(8, 8, 8),
+            (X,),
+            devices=["cpu"] * 2,
+            progress=lambda *step: told.append(step),
+            **options,
+        )
+    assert not told  # nothing was measured
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,11 @@ def test_another_batch_size_is_normal(pipe: ps.Pipeline) -> None:
 def test_a_target_of_other_rows(pipe: ps.Pipeline, target: Any) -> None:
     with pytest.raises(ps.InputError, match=r"the target has shape .*but the batch has 6 rows"):
         pipe.train_step(X, target=target, loss_fn=mean)
+
+
+def test_a_loss_that_is_no_function(pipe: ps.Pipeline) -> None:
+    with pytest.raises(ps.InputError, match="loss_fn=3 is not a function"):
+        pipe.train_step(X, loss_fn=3)
 
 
 def test_weights_that_make_no_sense(pipe: ps.Pipeline) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.errors import InputError
 from penstock.plan.partition import Partition, partition
 from penstock.plan.plan import Candidate, Plan, StagePlan
-from penstock.profile.data import Profile
+from penstock.profile.data import Profile, check_count
 from penstock.schedule import SCHEDULES, Action, Kind, build
 from penstock.simulate import simulate
 
@@ -53,7 +53,8 @@ def plan(
         PlanError: there are fewer calls, or fewer places to cut, than the devices need.
         InputError: an unknown schedule, or more micro-batches than rows.
     """
-    names = _PREFERENCE if schedule == "auto" else (_known(schedule),)
+    check_schedule(schedule)
+    names = _PREFERENCE if schedule == "auto" else (schedule,)
     counts = _counts(profile, num_microbatches)
     best: list[_Option] = []
     for count in counts:
@@ -229,11 +230,7 @@ def _counts(profile: Profile, asked: int | Auto) -> list[int]:
         least = max(profile.on(device).rows[0] for device in profile.devices)
         counts = {-(-batch_size // rows) for rows in _measured_sizes(profile)}
         return sorted(count for count in counts if batch_size // count >= least) or [1]
-    if not 1 <= asked <= batch_size:
-        raise InputError(
-            f"num_microbatches={asked}, but the batch has {batch_size} rows: choose between 1 and "
-            f'{batch_size}, or "auto"'
-        )
+    check_count(asked, batch_size)
     return [asked]
 
 
@@ -248,7 +245,11 @@ def _split_rows(batch_size: int, count: int) -> list[int]:
     return [small + 1] * larger + [small] * (count - larger)
 
 
-def _known(name: str) -> str:
-    if name not in SCHEDULES:
+def check_schedule(name: str) -> None:
+    """Raise unless a schedule has this name.
+
+    Raises:
+        InputError: none has.
+    """
+    if name != "auto" and name not in SCHEDULES:
         raise InputError(f'schedule={name!r} is unknown; choose {", ".join(SCHEDULES)} or "auto"')
-    return name

@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import InputError
+
 Seconds = NDArray[np.float64]
 
 
@@ -69,6 +71,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def on(self, device: str) -> DeviceProfile:
         """The costs on a device of the list."""
         return self.kinds[device]
+
+
+def check_count(num_microbatches: int, batch_size: int) -> None:
+    """Raise unless a batch can be split into that many micro-batches.
+
+    Raises:
+        InputError: it has fewer rows.
+    """
+    if not 1 <= num_microbatches <= batch_size:
+        raise InputError(
+            f"num_microbatches={num_microbatches}, but the batch has {batch_size} rows: choose "
+            f'between 1 and {batch_size}, or "auto"'
+        )
 
 
 def _at(rows: float, measured: Sequence[int], table: Sequence[Sequence[float]]) -> Seconds:

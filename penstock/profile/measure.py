@@ -12,7 +12,7 @@ import torch
 from penstock.capture import Program
 from penstock.capture.explain import weight_bytes
 from penstock.capture.sizes import num_rows, with_rows
-from penstock.profile.data import DeviceProfile, Profile
+from penstock.profile.data import DeviceProfile, Profile, check_count
 from penstock.profile.sizes import Sizes
 from penstock.profile.team import Team, Timing
 
@@ -53,12 +53,17 @@ def profile(
 
     Returns:
         seconds per call, on every kind of device.
+
+    Raises:
+        InputError: more micro-batches than rows.
     """
     leaves = list(program.example)
     if args or kwargs:
         leaves = program.flatten_inputs(args, kwargs or {})
     batch_size = num_rows(leaves, program.batch_dims)
-    asked = None if num_microbatches == "auto" else max(1, min(num_microbatches, batch_size))
+    asked = None if num_microbatches == "auto" else num_microbatches
+    if asked is not None:
+        check_count(asked, batch_size)
     sizes = Sizes(batch_size, len(devices), seconds, asked)
     teams = {
         kind: Team(program, torch.device(kind), _copies(kind, devices), threads)
