@@ -112,6 +112,7 @@ class Pipeline:
             )
             plan = make_plan(costs, num_microbatches=num_microbatches, schedule=schedule)
         plan.check_fits(self.program.fingerprint, names)
+        self.program.check_cuts(plan.cuts)
         self.plan = plan
         place(self.program, plan.cuts, self._devices)
         self._assemblies = {True: self._assembly(training=True)}

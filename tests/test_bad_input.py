@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
-from tests.models import mlp
+from tests.models import mlp, uniform_plan
 
 X = torch.randn(6, 8)
 
@@ -134,6 +135,36 @@ def test_a_plan_of_something_else(pipe: ps.Pipeline) -> None:
         ps.Pipeline(mlp(8, 9, 8), (X,), devices=["cpu"] * 2, plan=pipe.plan)
     with pytest.raises(ps.PlanError, match="2 stages and there are 3 devices"):
         ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 3, plan=pipe.plan)
+
+
+def test_a_plan_that_cuts_where_it_cannot_be_cut() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            column = x[:, 0]
+            x.relu_()
+            return self.layers[1](x) * column.unsqueeze(1)
+
+    program = ps.capture(InPlace(), (X,))
+    forbidden = next(k for k in range(1, len(program)) if program.cuts.forbidden(k))
+    plan = uniform_plan(program, 2, 2, cuts=(1,))
+    stages = [s.calls for s in plan.stages]
+    edited = [(0, forbidden), (forbidden, stages[1][1])]
+    moved = tuple(
+        msgspec.structs.replace(stage, calls=calls)
+        for stage, calls in zip(plan.stages, edited, strict=True)
+    )
+    with pytest.raises(ps.PlanError, match=f"cuts before call {forbidden}.*changed later"):
+        ps.Pipeline(
+            program.model,
+            program=program,
+            devices=["cpu"] * 2,
+            plan=msgspec.structs.replace(plan, stages=moved),
+        )
 
 
 def test_an_example_without_rows_or_with_different_ones() -> None:

@@ -20,7 +20,7 @@ from penstock.capture.randomness import Key, draw
 from penstock.capture.recorder import record
 from penstock.capture.sizes import num_rows
 from penstock.capture.trees import flatten, unflatten
-from penstock.errors import InputError
+from penstock.errors import InputError, PlanError
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,17 @@ class Program:
         """Where the training program can be cut, and what crosses."""
         return Cuts(self.train)
 
+    def check_cuts(self, cuts: Sequence[int]) -> None:
+        """Raise unless the program can be cut before each of these calls.
+
+        Raises:
+            PlanError: it cannot, and why.
+        """
+        for cut in cuts:
+            reason = self.cuts.forbidden(cut)
+            if reason is not None:
+                raise PlanError(f"the plan cuts before call {cut}, which is not possible: {reason}")
+
     def stages(
         self,
         cuts: Sequence[int],
@@ -286,13 +297,15 @@ class Cuts:
         owner = self._owners.get(info.storage)
         if owner is not None and info.storage in mutated:
             return f"{owner} is changed in place and used on both sides"
+        # Autograd derives a view anew when its base was changed, at its next use: cut off from
+        # its base, its gradient would be laid out, and added, in another order.
+        if change >= cut and value != self._bases[info.storage] and info.requires_grad:
+            return f"{value} is a view of memory that is changed later"
         other = memory.setdefault(info.storage, value)
         if other is value:
             return None
         if change >= cut:
             return f"{value} and {other} share memory that is changed later"
-        # Autograd derives a view anew when its base was changed, at its next use: cut off from
-        # its base, its gradient would be added in another order.
         if any(v != self._bases[info.storage] and self._born[v] < change for v in (value, other)):
             return f"{value} and {other} share memory that was changed after one of them was made"
         return None

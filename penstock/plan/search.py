@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InputError
+from penstock.errors import InputError, PlanError
 from penstock.plan.partition import Partition, partition
 from penstock.plan.plan import Candidate, Plan, StagePlan
 from penstock.profile.data import Profile, check_count
@@ -50,10 +50,14 @@ def plan(
         the plan, with what it is predicted to take and the bound for it.
 
     Raises:
-        PlanError: there are fewer calls, or fewer places to cut, than the devices need.
+        PlanError: there are fewer calls, or fewer places to cut, than the devices need; or
+            `cuts` has one that is not possible.
         InputError: an unknown schedule, or more micro-batches than rows.
     """
     check_schedule(schedule)
+    for cut in cuts or ():
+        if cut in profile.forbidden:
+            raise PlanError(f"no cut is possible before call {cut}: {profile.forbidden[cut]}")
     names = _PREFERENCE if schedule == "auto" else (schedule,)
     counts = _counts(profile, num_microbatches)
     best: list[_Option] = []

@@ -44,6 +44,11 @@ def test_forbidden_cuts_are_never_chosen(costs: list[float], cuts: set[int]) -> 
         assert not set(ps.plan(found).cuts) & set(forbidden)
 
 
+def test_a_forbidden_cut_that_is_asked_for_is_refused() -> None:
+    with pytest.raises(ps.PlanError, match="before call 2: because"):
+        ps.plan(profile([1.0] * 4, forbidden={2: "because"}), cuts=(2,))
+
+
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "eager-1f1b"])
 @pytest.mark.parametrize("count", [1, 4, 7, 16])
 def test_what_is_asked_for_is_what_is_planned(schedule: str, count: int) -> None:
