@@ -16,7 +16,7 @@ import torch
 from penstock.engine.microbatch import unmerge
 from penstock.engine.stage import Held
 from penstock.errors import PenstockError
-from penstock.workers.assembly import Assembly
+from penstock.workers.assembly import Assembly, Way
 
 
 class Passage:
@@ -27,6 +27,7 @@ class Passage:
         held: what they held of it.
         run: runs the backward pass on the workers.
         rows: of each micro-batch.
+        way: the way that it went, as far as its results are concerned.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Passage:
         held: Sequence[dict[int, Held]],
         run: Callable[[], None],
         rows: Sequence[int],
+        way: Way,
     ) -> None:
         self._assembly = assembly
+        self._way = way
         self._held: Sequence[dict[int, Held]] | None = held
         self._run = run
         self._rows = rows
@@ -63,8 +66,8 @@ class Passage:
     def _split(self) -> list[list[torch.Tensor | None]]:
         """The results' gradients, for each micro-batch."""
         parts: list[list[torch.Tensor | None]] = [[] for _ in self._rows]
-        for value, gradient in zip(self._assembly.outputs, self.gradients, strict=True):
-            pieces = unmerge(self._assembly.trace, value, gradient, self._rows)
+        for value, gradient in zip(self._way.outputs, self.gradients, strict=True):
+            pieces = unmerge(self._way.trace, value, gradient, self._rows)
             for part, piece in zip(parts, pieces, strict=True):
                 part.append(piece)
         return parts

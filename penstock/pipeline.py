@@ -19,6 +19,7 @@ from penstock.capture.trees import flatten, unflatten
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.ends import Loss, to_device
 from penstock.engine.microbatch import check_mergeable, merge, split, split_rows
+from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan import plan as make_plan
@@ -27,7 +28,7 @@ from penstock.profile.measure import Progress, profile
 from penstock.schedule import Event, Timeline
 from penstock.train.backup import Backup
 from penstock.train.optimizer import PipelineOptimizer
-from penstock.workers.assembly import Assembly, Pass, place
+from penstock.workers.assembly import Assembly, Pass, Way, place
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.threads import ThreadWorkers
 
@@ -116,8 +117,9 @@ class Pipeline:
         self.plan = plan
         place(self.program, plan.cuts, self._devices)
         self._assemblies = {True: self._assembly(training=True)}
-        same = self.program.eval is self.program.train
-        self._assemblies[False] = self._assemblies[True] if same else self._assembly(training=False)
+        self._assemblies[False] = (
+            self._assemblies[True] if self.program.same_in_eval else self._assembly(training=False)
+        )
         self._timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
         self._steps = 0
         self._timelines: list[Timeline] | None = None
@@ -169,10 +171,10 @@ class Pipeline:
         targets = self._split_target(target, rows)
         weights = _weights(weight, targets, rows)
         assembly = self._assemblies[self.model.training]
-        slices = self._feed(assembly, leaves, len(rows))
-        assembly.outlet.take_losses(Loss(loss_fn, targets, weights, rows))
+        microbatches, slices = self._feed(assembly, leaves, rows)
+        assembly.outlet.take_losses(Loss(loss_fn, targets, weights))
         try:
-            self._run(assembly, "train", rows, self._keys(len(rows)))
+            self._run(assembly, "train", microbatches)
             losses, gradients = assembly.outlet.losses, assembly.feed.gradients
         finally:
             assembly.clear()
@@ -198,28 +200,25 @@ class Pipeline:
         total = num_rows(leaves, self.program.batch_dims)
         rows = split_rows(total, self._count(leaves))
         assembly = self._assemblies[self.model.training]
-        check_mergeable(assembly.trace, assembly.outputs, len(rows))
-        slices = self._feed(assembly, leaves, len(rows))
-        keys = self._keys(len(rows))
+        microbatches, slices = self._feed(assembly, leaves, rows)
         graph = torch.is_grad_enabled()
         try:
-            self._run(assembly, "forward" if graph else "infer", rows, keys)
+            way = _common_way(assembly, microbatches)
+            self._run(assembly, "forward" if graph else "infer", microbatches)
             results = [assembly.outlet.results[i] for i in range(len(rows))]
             held = assembly.take_held()
         finally:
             assembly.clear()
-        merged = merge(assembly.trace, assembly.outputs, results)
+        merged = merge(way.trace, way.outputs, results)
         if graph:
-            run = partial(self._run, assembly, "backward", rows, keys)
-            merged = deliver(Passage(assembly, held, run, rows), slices, merged)
-        return assembly.assemble(merged, total)
+            run = partial(self._run, assembly, "backward", microbatches)
+            merged = deliver(Passage(assembly, held, run, rows, way), slices, merged)
+        return way.assemble(merged, total)
 
-    def _run(
-        self, assembly: Assembly, what: Pass, rows: Sequence[int], keys: Sequence[Key]
-    ) -> None:
+    def _run(self, assembly: Assembly, what: Pass, microbatches: Sequence[MicroBatch]) -> None:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
         events: list[Event] | None = None if self._timelines is None else []
-        jobs: Sequence[Callable[[], Any]] = assembly.jobs(what, rows, keys, ambient(), events)
+        jobs: Sequence[Callable[[], Any]] = assembly.jobs(what, microbatches, ambient(), events)
         backups: dict[int, Backup] = {}
         jobs = [
             partial(_with_backup, job, backups, worker, assembly, what in ("train", "backward"))
@@ -238,13 +237,19 @@ class Pipeline:
             moved = [e._replace(start=e.start - start, end=e.end - start) for e in events]
             self._timelines.append(Timeline(len(self._devices), moved))
 
-    def _feed(self, assembly: Assembly, leaves: Sequence[Any], count: int) -> list[list[Any]]:
-        """Hand the micro-batches to the first stage; returns their leaves."""
-        slices = split(leaves, self.program.batch_dims, count)
-        wanted = [value.leaf for value in assembly.inputs if isinstance(value, Ref)]
-        slices = [[part[k] for k in wanted] for part in slices]
+    def _feed(
+        self, assembly: Assembly, leaves: Sequence[Any], rows: Sequence[int]
+    ) -> tuple[list[MicroBatch], list[list[Any]]]:
+        """Hand the micro-batches to the first stage; returns them, and what of them it gets."""
+        parts = split(leaves, self.program.batch_dims, len(rows))
+        ways = [assembly.way_of(part) for part in parts]
+        slices = [
+            [part[value.leaf] for value in assembly.ways[way].inputs if isinstance(value, Ref)]
+            for part, way in zip(parts, ways, strict=True)
+        ]
         assembly.feed.values = [tuple(part) for part in slices]
-        return slices
+        keys = self._keys(len(rows))
+        return [MicroBatch(*each) for each in zip(rows, keys, ways, strict=True)], slices
 
     def _count(self, leaves: Sequence[Any]) -> int:
         rows = num_rows(leaves, self.program.batch_dims)
@@ -398,6 +403,22 @@ def _with_backup(
     parameters = assembly.parameters[worker] if backward else ()
     backups[worker] = Backup(parameters, assembly.changing[worker])
     job()
+
+
+def _common_way(assembly: Assembly, microbatches: Sequence[MicroBatch]) -> Way:
+    """The way of all micro-batches, as far as putting their results together is concerned.
+
+    Raises:
+        InputError: their results cannot be put together.
+    """
+    first, *others = (assembly.ways[way] for way in dict.fromkeys(m.way for m in microbatches))
+    check_mergeable(first.trace, first.outputs, len(microbatches))
+    if not all(first.gives_the_same(other) for other in others):
+        raise InputError(
+            "the micro-batches of this batch take different ways through the model, and their "
+            "results have different structures. Use train_step, or num_microbatches=1"
+        )
+    return first
 
 
 def _backward_into_inputs(

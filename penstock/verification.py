@@ -172,8 +172,8 @@ class Reference:
         leaves, structure = flatten((tuple(args), dict(kwargs)))
         rows = num_rows(leaves, program.batch_dims)
         self._rows = split_rows(rows, min(num_microbatches, rows))
-        parts = split(leaves, program.batch_dims, len(self._rows))
-        self._batches = [unflatten(structure, part) for part in parts]
+        self._parts = split(leaves, program.batch_dims, len(self._rows))
+        self._batches = [unflatten(structure, part) for part in self._parts]
 
     @property
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -232,7 +232,7 @@ class Reference:
     def _merged(self, outputs: Sequence[Any]) -> Any:
         if len(outputs) == 1:
             return outputs[0]
-        trace = self._program.trace(self.model.training)
+        trace = self._program.trace_for(self._parts[0], self.model.training)
         groups = [flatten(output)[0] for output in outputs]
         structure = flatten(outputs[0])[1]
         named = [k for k, v in enumerate(trace.outputs) if isinstance(groups[0][k], torch.Tensor)]

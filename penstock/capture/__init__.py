@@ -1,6 +1,6 @@
 """Records a model's forward as a program that can be cut into stages."""
 
-from penstock.capture.calls import Attribute, Call, Ref, Size, TensorInfo, Trace, Value
+from penstock.capture.calls import Attribute, Call, Origin, Ref, Size, TensorInfo, Trace, Value
 from penstock.capture.opening import capture
 from penstock.capture.preserve import untouched
 from penstock.capture.program import Cuts, Program, StageProgram
@@ -12,6 +12,7 @@ __all__ = [
     "Call",
     "Cuts",
     "Key",
+    "Origin",
     "Program",
     "Ref",
     "Size",

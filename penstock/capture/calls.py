@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,17 @@ class Size(Leaf):
         return f"{factor}{self.offset:+d}" if self.offset else factor
 
 
+class Origin(IntEnum):
+    """What a value is made of, the most that is mixed into it."""
+
+    NOTHING = 0
+    """Neither of the following: constants, and masks and positions made of sizes."""
+    INPUTS = 1
+    """The model's inputs alone."""
+    MODEL = 2
+    """Parameters, buffers or random numbers as well."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What is known of a tensor value.
@@ -63,14 +75,14 @@ class TensorInfo:
         dtype: its element type.
         requires_grad: whether a gradient flows to it, with the parameters as they were.
         storage: a number that tensors sharing memory have in common.
-        from_inputs: whether it depends on the inputs, a parameter or a random number.
+        origin: what it is made of.
     """
 
     shape: tuple[int | Size, ...]
     dtype: torch.dtype
     requires_grad: bool
     storage: int
-    from_inputs: bool = True
+    origin: Origin = Origin.MODEL
 
     def at(self, rows: int) -> tuple[int, ...]:
         """The shape for a batch of `rows`."""
@@ -174,6 +186,11 @@ class Trace:
         output_structure: the structure of the model's result.
         attributes: what is known of every parameter and buffer that is read by name.
         changed: the buffers that the forward changes, BatchNorm's statistics for instance.
+        decisions: the results of calls that are a yes or no that the model's Python read off its
+            inputs' values. It depends on them that the forward is this one.
+        questions: the calls that lead from the inputs to the decisions, which are its outputs;
+            `None` where nothing was decided.
+        answers: what was decided.
     """
 
     inputs: tuple[Any, ...]
@@ -183,6 +200,9 @@ class Trace:
     output_structure: Structure | None = None
     attributes: dict[Attribute, TensorInfo] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
+    decisions: tuple[Ref, ...] = ()
+    questions: Trace | None = None
+    answers: tuple[bool, ...] = ()
 
     def info(self, value: Value) -> Any:
         """The `TensorInfo` of a value (or the constant or `OPAQUE` that stands there)."""
@@ -193,12 +213,29 @@ class Trace:
         return self.calls[value.call].outputs[value.leaf]
 
     def pruned(self) -> Trace:
-        """The trace without the functions whose results nobody uses (checks on masks, say)."""
+        """The trace without the functions whose results nobody uses (checks on masks, say).
+
+        What only decisions need is in `questions` instead.
+        """
+        useful = self._only(lambda call: call.is_module or call.random or bool(call.mutates))
+        if not self.decisions:
+            return useful
+        answers = tuple(self.info(decision) for decision in self.decisions)
+        asked = replace(self, outputs=self.decisions, output_structure=flatten(answers)[1])
+        questions = asked._only(lambda call: bool(call.mutates) and self._is_of_inputs(call))
+        return replace(useful, questions=questions, answers=answers)
+
+    def _is_of_inputs(self, call: Call) -> bool:
+        infos = [self.info(value) for value in call.reads()]
+        return all(isinstance(i, TensorInfo) and i.origin <= Origin.INPUTS for i in infos)
+
+    def _only(self, keeps: Callable[[Call], bool]) -> Trace:
+        """The trace with the calls that its outputs need, and those that `keeps` wants."""
         needed = {v.call for v in self.outputs if isinstance(v, Ref)}
         keep = []
         for number in reversed(range(len(self.calls))):
             call = self.calls[number]
-            if number in needed or call.is_module or call.random or call.mutates:
+            if number in needed or keeps(call):
                 keep.append(number)
                 needed.update(v.call for v in call.reads() if isinstance(v, Ref))
         place = {old: new for new, old in enumerate(reversed(keep))} | {INPUTS: INPUTS}
@@ -216,7 +253,7 @@ class Trace:
             for call in (self.calls[number] for number in reversed(keep))
         ]
         outputs = tuple(renumber(leaf) for leaf in self.outputs)
-        return replace(self, calls=calls, outputs=outputs)
+        return replace(self, calls=calls, outputs=outputs, decisions=())
 
 
 def function_name(function: Callable[..., Any]) -> str:

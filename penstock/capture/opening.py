@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.capture.preserve import untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import Unrecordable, record
-from penstock.capture.sizes import BatchDim, batch_dims, generalise, num_rows, with_rows
+from penstock.capture.sizes import BatchDim, Undecided, batch_dims, generalise, num_rows, with_rows
 from penstock.capture.trees import flatten, unflatten
 from penstock.errors import CaptureError, PenstockError
 
@@ -64,7 +65,8 @@ def capture(
         except PenstockError:
             raise
         except Exception:
-            # Some forwards want particular batch sizes; multiples of the example's may do.
+            # Some forwards want particular batch sizes, or decide on the values of all rows;
+            # multiples of the example's may do.
             return _run_as_given(capturer, rows)
 
 
@@ -170,10 +172,12 @@ class _Capturer:
                 if self.opening.force(train) or self.opening.force(evaluation):
                     continue
                 program = self._program(train, evaluation)
-                self._check(program, sizes[-1], training=True)
-                self._check(program, sizes[-1], training=False)
+                self._check(program, program.train, sizes[-1], training=True)
+                self._check(program, program.eval, sizes[-1], training=False)
                 return program
             except Unrecordable as problem:
+                if isinstance(problem, Undecided) and sizes == _SMALL_BATCHES:
+                    raise
                 if problem.path in self.opening.closed:
                     raise CaptureError(f"the forward cannot be recorded: {problem}") from problem
                 self.opening.close(problem.path, problem.why)
@@ -187,7 +191,32 @@ class _Capturer:
             self.leaves,
             self.opening.closed,
             self.opening.is_open,
+            self.way,
         )
+
+    def way(self, program: Program, leaves: Sequence[Any], training: bool) -> Trace:
+        """The trace that inputs take which decide otherwise than the example.
+
+        Raises:
+            CaptureError: it cannot be recorded with the modules that are open already.
+        """
+        model, leaves = self.model, list(leaves)
+        if len({p.device for p in model.parameters()}) > 1:  # placed on the pipeline's devices
+            model = copy.deepcopy(model).cpu()
+            leaves = [x.cpu() if isinstance(x, torch.Tensor) else x for x in leaves]
+        rows = num_rows(leaves, self.dims)
+        other = _Capturer(model, leaves, self.structure, self.dims, self.opening)
+        with untouched(model), torch.enable_grad():
+            try:
+                trace = other._trace((rows, 2 * rows, 3 * rows), training)
+                other._check(program, trace, rows, training)
+            except Unrecordable as problem:
+                raise CaptureError(
+                    "on this batch the model decides otherwise than on the example, and goes a "
+                    f"way that cannot be recorded: {problem}. Capture with this batch as example, "
+                    "or with keep_closed= for the module that decides"
+                ) from problem
+        return trace
 
     def _trace(self, sizes: Sequence[int], training: bool) -> Trace:
         traces = []
@@ -198,23 +227,30 @@ class _Capturer:
                 traces.append(record(self.model, self.opening.is_open, args, kwargs)[0])
         return generalise(traces, sizes).pruned()
 
-    def _check(self, program: Program, rows: int, training: bool) -> None:
+    def _check(self, program: Program, trace: Trace, rows: int, training: bool) -> None:
         """Replay at another batch size and compare with the model itself, bit for bit."""
-        expected = self._run(program.reference, rows, training)
-        replayed = self._run(program.replay_fresh, rows, training)
-        if _equal(expected, replayed):
+        key = Key(0, 0, 0)
+
+        def reference() -> Any:
+            return program.reference(*self._batch(rows), key, self.model, trace)
+
+        def replay() -> Any:
+            leaves = with_rows(self.leaves, self.dims, rows)
+            return program.replay_fresh(trace, leaves, key, self.model)
+
+        expected = self._run(reference, training)
+        if _equal(expected, self._run(replay, training)):
             return
-        if _equal(expected, self._run(program.reference, rows, training)):
+        if _equal(expected, self._run(reference, training)):
             mode = "training" if training else "evaluation"
             raise Unrecordable(
                 "", f"replaying its calls in {mode} mode gives another result than it does itself"
             )
 
-    def _run(self, run: Callable[..., Any], rows: int, training: bool) -> list[Any]:
-        args, kwargs = self._batch(rows)
+    def _run(self, run: Callable[[], Any], training: bool) -> list[Any]:
         with untouched(self.model):
             self._set_mode(training)
-            return flatten(run(args, kwargs, Key(0, 0, 0)))[0]
+            return flatten(run())[0]
 
     def _set_mode(self, training: bool) -> None:
         """Training keeps what the user froze, if the model is in training mode at all."""

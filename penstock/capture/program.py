@@ -43,6 +43,10 @@ class Program:
         example: the inputs' leaves that were captured with.
         closed: why the program does not look inside these modules, by qualified name.
         is_open: whether it looks inside the module of this name.
+
+    Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
+    may lead another way. Every way that a mode can go is a trace of its own, recorded when inputs
+    first go it; `train` and `eval` are those of the example.
     """
 
     def __init__(
@@ -54,15 +58,18 @@ class Program:
         example: Sequence[Any],
         closed: Mapping[str, str],
         is_open: Callable[[str], bool],
+        record_way: Callable[[Program, Sequence[Any], bool], Trace],
     ) -> None:
         self.model = model
         self.train = train
         self.eval = evaluation
+        self._record_way = record_way
+        self._ways = {True: [_Way(model, train)], False: [_Way(model, evaluation)]}
         self.batch_dims = tuple(batch_dims)
         self.example = tuple(example)
         self.closed = dict(closed)
         self.is_open = is_open
-        self._whole: dict[bool, StageProgram] = {}
+        self._whole: dict[int, StageProgram] = {}
 
     def __len__(self) -> int:
         return len(self.train.calls)
@@ -70,9 +77,31 @@ class Program:
     def __repr__(self) -> str:
         return f"Program({type(self.model).__name__}, {len(self)} calls)"
 
+    @property
+    def same_in_eval(self) -> bool:
+        """Whether evaluation runs the same program as training, whatever the inputs."""
+        return self.eval is self.train and self.train.questions is None
+
     def trace(self, training: bool) -> Trace:
-        """The trace of this mode."""
+        """The trace that the example takes in this mode."""
         return self.train if training else self.eval
+
+    def trace_for(self, leaves: Sequence[Any], training: bool) -> Trace:
+        """The trace that these inputs take in this mode; recorded if they are the first to.
+
+        Raises:
+            CaptureError: it cannot be recorded with the modules that are open.
+        """
+        ways = self._ways[training]
+        if ways[0].trace.questions is None:
+            return ways[0].trace
+        rows = num_rows(leaves, self.batch_dims)
+        for way in ways:
+            if way.fits(leaves, rows):
+                return way.trace
+        trace = self._record_way(self, leaves, training)
+        ways.append(_Way(self.model, trace))
+        return trace
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward in the model's present mode, like `model(*args, **kwargs)`.
@@ -84,23 +113,26 @@ class Program:
 
     def replay(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key | None) -> Any:
         """Replay the forward, with random calls seeded by `key` (or as they come)."""
-        training = self.model.training
-        if training not in self._whole:
-            self._whole[training] = self.stages((), training)[0]
-        return self._run(self._whole[training], args, kwargs, key)
+        leaves = self.flatten_inputs(args, kwargs)
+        trace = self.trace_for(leaves, self.model.training)
+        if id(trace) not in self._whole:
+            self._whole[id(trace)] = self.stages_of(trace, ())[0]
+        return self._run(self._whole[id(trace)], trace, leaves, key)
 
-    def replay_fresh(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
-        """Like `replay`, on the parameters and buffers that the model has at this moment."""
-        return self._run(self.stages((), self.model.training)[0], args, kwargs, key)
+    def replay_fresh(self, trace: Trace, leaves: Sequence[Any], key: Key, model: nn.Module) -> Any:
+        """Like `replay`, on the parameters and buffers that `model` has at this moment."""
+        crossing = Cuts(trace)
+        inputs, outputs = crossing.boundary(0), crossing.results
+        module = lower(model, trace, range(len(trace.calls)), inputs, outputs)
+        return self._run(StageProgram(module, inputs, outputs), trace, leaves, key)
 
     def _run(
-        self, whole: StageProgram, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key | None
+        self, whole: StageProgram, trace: Trace, leaves: Sequence[Any], key: Key | None
     ) -> Any:
-        leaves = self.flatten_inputs(args, kwargs)
         rows = num_rows(leaves, self.batch_dims)
         results = whole.module(rows, key, *(leaves[_input(value)] for value in whole.inputs))
         values = dict(zip(whole.outputs, results, strict=True))
-        return assemble(self.trace(self.model.training), values, rows)
+        return assemble(trace, values, rows)
 
     def reference(
         self,
@@ -108,6 +140,7 @@ class Program:
         kwargs: Mapping[str, Any],
         key: Key,
         model: nn.Module | None = None,
+        trace: Trace | None = None,
     ) -> Any:
         """Run the user's own forward, with each random call seeded as a replay seeds it.
 
@@ -118,9 +151,12 @@ class Program:
             kwargs: keyword arguments.
             key: the random key.
             model: a copy of the model, to be run in its place.
+            trace: what these inputs do, if it is known.
         """
         model = model or self.model
-        random = {call.identity for call in self.trace(model.training).calls if call.random}
+        if trace is None:
+            trace = self.trace_for(flatten((tuple(args), dict(kwargs)))[0], model.training)
+        random = {call.identity for call in trace.calls if call.random}
 
         def run(call: Call, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if call.identity in random:
@@ -183,10 +219,17 @@ class Program:
 
         `devices` says where each stage will run, if not where the program was captured.
         """
-        trace = self.trace(training)
-        if not training:
-            cuts = self._in_eval(cuts)
+        return self.stages_of(self.trace(training), cuts, devices)
+
+    def stages_of(
+        self,
+        trace: Trace,
+        cuts: Sequence[int],
+        devices: Sequence[torch.device] | None = None,
+    ) -> list[StageProgram]:
+        """Like `stages`, for any way through the model."""
         crossing = self.cuts if trace is self.train else Cuts(trace)
+        cuts = self._cuts_in(trace, crossing, cuts)
         edges = [0, *cuts, len(trace.calls)]
         result = []
         for index, (start, stop) in enumerate(pairwise(edges)):
@@ -197,18 +240,17 @@ class Program:
             result.append(StageProgram(module, inputs, outputs))
         return result
 
-    def _in_eval(self, cuts: Sequence[int]) -> list[int]:
-        """The cuts of the evaluation trace that correspond to these of the training trace."""
-        if self.eval is self.train:
+    def _cuts_in(self, trace: Trace, allowed: Cuts, cuts: Sequence[int]) -> list[int]:
+        """The cuts of another trace that correspond to these of the training trace."""
+        if trace is self.train:
             return list(cuts)
-        ours, theirs = ([(c.path, c.label) for c in t.calls] for t in (self.train, self.eval))
+        ours, theirs = ([(c.path, c.label) for c in t.calls] for t in (self.train, trace))
         blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
-        allowed = Cuts(self.eval)
         result: list[int] = []
         for cut in cuts:
             block = next(b for b in blocks if b.a + b.size >= cut or b.size == 0)
             position = block.b + max(0, cut - block.a)
-            while allowed.forbidden(position) and position < len(self.eval.calls):
+            while allowed.forbidden(position) and position < len(trace.calls):
                 position += 1
             result.append(max(position, result[-1] if result else 0))
         return result
@@ -221,6 +263,32 @@ class Program:
             outputs = [str(o) for o in call.outputs if isinstance(o, TensorInfo)]
             digest.update(f"{call.path}|{call.label}|{outputs}\n".encode())
         return digest.hexdigest()[:16]
+
+
+class _Way:
+    """A trace, and whether inputs take it."""
+
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        self.trace = trace
+        self._model = model
+        self._asked: fx.GraphModule | None = None
+
+    def fits(self, leaves: Sequence[Any], rows: int) -> bool:
+        """Whether the model's Python reads off these inputs what it read in the recording."""
+        questions = self.trace.questions
+        if questions is None:
+            return True
+        crossing = Cuts(questions)
+        inputs = crossing.boundary(0)
+        if self._asked is None:
+            everything = range(len(questions.calls))
+            self._asked = lower(self._model, questions, everything, inputs, questions.outputs)
+        values = [leaves[_input(value)] for value in inputs]
+        if any(call.mutates for call in questions.calls):
+            values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+        with torch.no_grad():
+            answers = self._asked(rows, None, *values)
+        return tuple(answers) == self.trace.answers
 
 
 @dataclass

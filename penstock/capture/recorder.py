@@ -26,6 +26,7 @@ from penstock.capture.calls import (
     Ambient,
     Attribute,
     Call,
+    Origin,
     Ref,
     TensorInfo,
     Trace,
@@ -131,6 +132,7 @@ class Recorder(TorchFunctionMode):
         self._known: dict[int, Value] = {}
         self._kept: list[Any] = []  # ids stay unique while what they name is alive
         self._storages: dict[int, int] = {}
+        self._mixed: dict[int, Origin] = {}  # into storages, by changes in place
         self._open: list[str] = [""]
         self._inside = 0
         self._seen: Counter[str] = Counter()
@@ -195,7 +197,9 @@ class Recorder(TorchFunctionMode):
         leaves, structure = flatten((tuple(args), kwargs))
         self._ambient = ambient()
         self.trace = Trace(
-            inputs=tuple(self._bind(leaf, Ref(INPUTS, k), True) for k, leaf in enumerate(leaves)),
+            inputs=tuple(
+                self._bind(leaf, Ref(INPUTS, k), Origin.INPUTS) for k, leaf in enumerate(leaves)
+            ),
             input_structure=structure,
         )
         return self.trace
@@ -242,13 +246,20 @@ class Recorder(TorchFunctionMode):
     def _append(self, call: Call, result: Any) -> None:
         """Add the call to the trace, unless it only read something harmless."""
         leaves, call.result = flatten(result)
-        from_inputs = call.is_module or call.random or self._depends(call)
-        if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
-            self._check_readable(call, from_inputs)
-            return
+        origin = self._origin(call)
         number = len(self.trace.calls)
+        if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
+            if origin is Origin.NOTHING:
+                return
+            self._check_decision(call, origin, leaves)
+            self.trace.decisions += (Ref(number, 0),)
+        for value in call.mutates:
+            info = self.trace.info(value)
+            if isinstance(info, TensorInfo):
+                before = self._mixed.get(info.storage, Origin.NOTHING)
+                self._mixed[info.storage] = max(before, origin)
         call.outputs = tuple(
-            self._bind(leaf, Ref(number, k), from_inputs) for k, leaf in enumerate(leaves)
+            self._bind(leaf, Ref(number, k), origin) for k, leaf in enumerate(leaves)
         )
         self.trace.calls.append(call)
 
@@ -273,37 +284,46 @@ class Recorder(TorchFunctionMode):
         call.random = any(not torch.equal(a, b) for a, b in zip(states, after, strict=True))
         return result
 
-    def _check_readable(self, call: Call, from_inputs: bool) -> None:
-        """A call that returns plain data only: harmless unless it reads a changing value."""
-        if from_inputs:
+    def _check_decision(self, call: Call, origin: Origin, leaves: Sequence[Any]) -> None:
+        """Raise unless what Python reads is a yes or no about the inputs."""
+        if origin is Origin.MODEL:
+            raise Unrecordable(
+                call.path,
+                f"its Python reads a tensor's value ({call.label}) that depends on a parameter, "
+                "a buffer or a random number",
+            )
+        if call.result is not None or type(leaves[0]) is not bool:
             raise Unrecordable(
                 call.path,
                 f"its Python reads a tensor's value ({call.label}) that depends on the inputs, "
-                "a parameter or a random number",
+                "and that is more than a yes or no",
             )
 
-    def _depends(self, call: Call) -> bool:
-        for value in call.reads():
-            if isinstance(value, Attribute):
-                return True
-            info = self.trace.info(value)
-            if not isinstance(info, TensorInfo) or info.from_inputs:
-                return True
-        return False
+    def _origin(self, call: Call) -> Origin:
+        """What the results of a call are made of."""
+        if call.is_module or call.random:
+            return Origin.MODEL
+        return max((self._origin_of(value) for value in call.reads()), default=Origin.NOTHING)
+
+    def _origin_of(self, value: Value) -> Origin:
+        info = self.trace.info(value)
+        if isinstance(value, Attribute) or not isinstance(info, TensorInfo):
+            return Origin.MODEL
+        return max(info.origin, self._mixed.get(info.storage, Origin.NOTHING))
 
     # -- values ---------------------------------------------------------------------------
 
     def _is_value(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) or not _is_plain(leaf)
 
-    def _bind(self, leaf: Any, value: Ref, from_inputs: bool) -> Any:
+    def _bind(self, leaf: Any, value: Ref, origin: Origin) -> Any:
         """Give a result leaf its name from here on, and say what is known of it."""
         if not self._is_value(leaf):
             return leaf
         self._known[id(leaf)] = value
         self._kept.append(leaf)
         if isinstance(leaf, torch.Tensor):
-            return self._info(leaf, from_inputs)
+            return self._info(leaf, origin)
         return OPAQUE
 
     def _encode(self, leaf: Any) -> Any:
@@ -311,7 +331,7 @@ class Recorder(TorchFunctionMode):
         known = self._known.get(id(leaf)) if self._is_value(leaf) else None
         if known is not None:
             if isinstance(known, Attribute) and known not in self.trace.attributes:
-                self.trace.attributes[known] = self._info(leaf, True)
+                self.trace.attributes[known] = self._info(leaf, Origin.MODEL)
             return known
         if isinstance(leaf, torch.Tensor):
             shape = "x".join(map(str, leaf.shape)) or "scalar"
@@ -326,12 +346,12 @@ class Recorder(TorchFunctionMode):
             self._open[-1], f"it passes a {type(leaf).__name__}, which is not plain data{hint}"
         )
 
-    def _info(self, tensor: torch.Tensor, from_inputs: bool) -> TensorInfo:
+    def _info(self, tensor: torch.Tensor, origin: Origin) -> TensorInfo:
         strided = tensor.layout is torch.strided
         memory = tensor.untyped_storage()._cdata if strided else id(tensor)
         storage = self._storages.setdefault(memory, len(self._storages))
         shape = tuple(tensor.shape)
-        return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, from_inputs)
+        return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin)
 
     # -- open modules must not keep state in their own Python -------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -79,6 +80,10 @@ def with_rows(leaves: Sequence[Any], dims: Sequence[int | None], rows: int) -> l
     return result
 
 
+class Undecided(Unrecordable):
+    """Recordings at several batch sizes read different answers off their inputs."""
+
+
 def generalise(traces: Sequence[Trace], rows: Sequence[int]) -> Trace:
     """One trace for every batch size out of three recordings at `rows`.
 
@@ -86,6 +91,7 @@ def generalise(traces: Sequence[Trace], rows: Sequence[int]) -> Trace:
         Unrecordable: the recordings differ in more than integers that grow with the batch.
     """
     first = traces[0]
+    _check_same_decisions(traces)
     _check_same_calls(traces, rows)
     merge = _Merge(rows)
     calls = [merge.calls([t.calls[i] for t in traces]) for i in range(len(first.calls))]
@@ -97,7 +103,19 @@ def generalise(traces: Sequence[Trace], rows: Sequence[int]) -> Trace:
         first.output_structure,
         {a: merge.leaf([t.attributes[a] for t in traces], "", str(a)) for a in first.attributes},
         first.changed,
+        first.decisions,
     )
+
+
+def _check_same_decisions(traces: Sequence[Trace]) -> None:
+    first = traces[0]
+    for other in traces[1:]:
+        for one, two in zip_longest(first.decisions, other.decisions):
+            same = one is not None and two is not None and first.info(one) == other.info(two)
+            if not same:
+                trace, decision = (first, one) if one is not None else (other, two)
+                path = trace.calls[decision.call].path if decision is not None else ""
+                raise Undecided(path, "what it decides on its inputs' values depends on the rows")
 
 
 def _check_same_calls(traces: Sequence[Trace], rows: Sequence[int]) -> None:

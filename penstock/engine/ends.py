@@ -10,8 +10,8 @@ import torch
 from penstock.engine.stage import Gradients, Roots, Values, edges
 from penstock.errors import InputError
 
-Assemble = Callable[[Values, int], Any]
-"""Puts the model's result together from the last stage's values, given the rows."""
+Assemble = Callable[[int, Values], Any]
+"""Puts a micro-batch's result together, in the model's structure, from the last stage's values."""
 
 
 class LossFailed(Exception):  # noqa: N818 - never reaches a user: it tells loss from forward
@@ -94,11 +94,9 @@ class Loss:
         function: Callable[..., Any],
         targets: Sequence[tuple[Any, ...]],
         weights: Sequence[float],
-        rows: Sequence[int],
     ) -> None:
         self._function = function
         self._targets = targets
-        self._rows = rows
         self.weights = weights
 
     def of(
@@ -110,7 +108,7 @@ class Loss:
             LossFailed: the function raised, or returned something else than a scalar tensor.
         """
         try:
-            output = assemble(results, self._rows[microbatch])
+            output = assemble(microbatch, results)
             loss = self._function(output, *self._targets[microbatch])
             _check_scalar(loss)
         except Exception as error:

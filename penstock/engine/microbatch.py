@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.capture import TensorInfo, Trace, Value
+from penstock.capture import Origin, TensorInfo, Trace, Value
 from penstock.errors import InputError
 
 
@@ -93,7 +93,7 @@ def merge_dim(trace: Trace, value: Value) -> int | None:
     info = trace.info(value)
     if isinstance(info, TensorInfo) and info.batch_dim is not None:
         return info.batch_dim
-    if isinstance(info, TensorInfo) and not info.from_inputs:
+    if isinstance(info, TensorInfo) and info.origin is Origin.NOTHING:
         return None
     raise InputError(
         f"the model returns {info}, which has no batch dimension, so the results of several "

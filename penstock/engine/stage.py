@@ -48,10 +48,17 @@ class Held(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What every stage knows of a micro-batch: its size, and where its random numbers are."""
+    """What every stage knows of a micro-batch.
+
+    Attributes:
+        rows: its size.
+        key: where its random numbers are.
+        way: which of the stage's modules it takes.
+    """
 
     rows: int
     key: Key
+    way: int = 0
 
 
 class Stage:
@@ -59,7 +66,8 @@ class Stage:
 
     Attributes:
         index: its number, from 0.
-        module: `module(rows, key, *values) -> tuple`, see `penstock.capture.lowering`.
+        modules: one for each way through the model: `module(rows, key, *values) -> tuple`, see
+            `penstock.capture.lowering`.
         source: where values come from.
         sink: where results go.
         microbatches: the micro-batches of the step; set before it runs.
@@ -67,10 +75,14 @@ class Stage:
     """
 
     def __init__(
-        self, index: int, module: Callable[..., Values], source: Source, sink: Sink
+        self,
+        index: int,
+        modules: Sequence[Callable[..., Values]],
+        source: Source,
+        sink: Sink,
     ) -> None:
         self.index = index
-        self.module = module
+        self.modules = list(modules)
         self.source = source
         self.sink = sink
         self.microbatches: Sequence[MicroBatch] = ()
@@ -86,16 +98,16 @@ class Stage:
         values, self._arrived = self._arrived, ()
         entry, entered = enter(values)
         del values
-        rows, key = self.microbatches[microbatch]
-        results = self.module(rows, key, *entered)
+        rows, key, way = self.microbatches[microbatch]
+        results = self.modules[way](rows, key, *entered)
         del entered
         self.held[microbatch] = Held(entry, self.sink.send(microbatch, results))
 
     def infer(self, microbatch: int) -> None:
         """Run the module on what has arrived, without gradients."""
         values, self._arrived = self._arrived, ()
-        rows, key = self.microbatches[microbatch]
-        self.sink.send(microbatch, self.module(rows, key, *values))
+        rows, key, way = self.microbatches[microbatch]
+        self.sink.send(microbatch, self.modules[way](rows, key, *values))
 
     def await_gradients(self, microbatch: int) -> None:
         """Wait for what the next `backward` works on."""

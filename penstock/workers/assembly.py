@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from penstock.capture import Attribute, Program, Trace, Value
+from penstock.capture import Attribute, Program, Ref, Trace, Value
 from penstock.capture.calls import Ambient
 from penstock.capture.lowering import assemble
-from penstock.capture.randomness import Key
 from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Feed, LossFailed, Outlet
+from penstock.engine.microbatch import merge_dim
 from penstock.engine.stage import Held, MicroBatch, Sink, Source, Stage
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted, LocalLink
@@ -25,13 +26,56 @@ Pass = Literal["train", "forward", "backward", "infer"]
 """What a run does: both directions interleaved, or one of them, or forwards without gradients."""
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way through the model.
+
+    Attributes:
+        trace: the recording that it is.
+        inputs: the values that the feed must give, in order.
+        outputs: the values that the outlet gets, in order.
+    """
+
+    trace: Trace
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    def assemble(self, results: Sequence[Any], rows: int) -> Any:
+        """The model's result in its own structure, from the last stage's values."""
+        return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), rows)
+
+    def gives_the_same(self, other: Way) -> bool:
+        """Whether both have the same results, apart from what is in them."""
+        if self is other:
+            return True
+        mine, theirs = (
+            (w.trace.output_structure, [_place(v, w.outputs) for v in w.trace.outputs])
+            for w in (self, other)
+        )
+        dims = [[merge_dim(w.trace, v) for v in w.outputs] for w in (self, other)]
+        return mine == theirs and dims[0] == dims[1]
+
+
+def _place(leaf: Any, outputs: Sequence[Value]) -> Any:
+    """Which of the results a leaf of the model's result is, or the constant that it is."""
+    return ("result", outputs.index(leaf)) if isinstance(leaf, (Ref, Attribute)) else leaf
+
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def _extend(tensors: list[T], more: Iterable[T]) -> None:
+    """Add those that are not there yet."""
+    known = {id(tensor) for tensor in tensors}
+    tensors += [tensor for tensor in more if id(tensor) not in known]
+
+
 class Assembly:
     """The stages of one mode (training or evaluation) and everything between them.
 
     Attributes:
-        trace: the recording that the stages come from.
-        inputs: the values that the feed must give, in order.
-        outputs: the values that the outlet gets, in order.
+        ways: the ways through the model that batches have taken so far; every stage has a module
+            for each.
         feed: the source of the first stage.
         outlet: the sink of the last one.
         stages: the stages, in order; stage `s` runs on worker `s`.
@@ -47,44 +91,62 @@ class Assembly:
         schedule: str,
         training: bool,
     ) -> None:
-        self.trace: Trace = program.trace(training)
+        self._program = program
+        self._cuts = cuts
+        self._devices = devices
+        self._training = training
         self._schedule = schedule
-        parts = program.stages(cuts, training, devices)
-        self.inputs: tuple[Value, ...] = parts[0].inputs
-        self.outputs: tuple[Value, ...] = parts[-1].outputs
         self.feed = Feed(devices[0])
-        self.outlet = Outlet(self.assemble)
+        self.outlet = Outlet(self._assemble)
         links = [LocalLink(a, b) for a, b in pairwise(devices)]
         self._links = links
         sources: list[Source] = [self.feed, *links]
         sinks: list[Sink] = [*links, self.outlet]
         self.stages = [
-            Stage(index, part.module, source, sink)
-            for index, (part, source, sink) in enumerate(zip(parts, sources, sinks, strict=True))
+            Stage(index, (), source, sink)
+            for index, (source, sink) in enumerate(zip(sources, sinks, strict=True))
         ]
-        self.parameters = [list(part.module.parameters()) for part in parts]
-        buffers = dict(program.model.named_buffers())
-        changed = {id(buffers[name]) for name in self.trace.changed}
-        self.changing = [[b for b in p.module.buffers() if id(b) in changed] for p in parts]
+        self.parameters: list[list[nn.Parameter]] = [[] for _ in devices]
+        self.changing: list[list[torch.Tensor]] = [[] for _ in devices]
+        self.ways: list[Way] = []
+        self._add(program.trace(training))
         self._compiled: dict[tuple[Pass, int], list[tuple[list[Action], list[Run]]]] = {}
 
-    def assemble(self, results: Sequence[Any], rows: int) -> Any:
-        """The model's result in its own structure, from the last stage's values."""
-        return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), rows)
+    def way_of(self, leaves: Sequence[Any]) -> int:
+        """The number of the way that a micro-batch with these input leaves takes."""
+        trace = self._program.trace_for(leaves, self._training)
+        for number, way in enumerate(self.ways):
+            if way.trace is trace:
+                return number
+        return self._add(trace)
+
+    def _add(self, trace: Trace) -> int:
+        """Let the stages know one more way."""
+        parts = self._program.stages_of(trace, self._cuts, self._devices)
+        buffers = dict(self._program.model.named_buffers())
+        changed = {id(buffers[name]) for name in trace.changed}
+        for s, part in enumerate(parts):
+            self.stages[s].modules.append(part.module)
+            _extend(self.parameters[s], part.module.parameters())
+            _extend(self.changing[s], (b for b in part.module.buffers() if id(b) in changed))
+        self.ways.append(Way(trace, parts[0].inputs, parts[-1].outputs))
+        return len(self.ways) - 1
+
+    def _assemble(self, microbatch: int, results: Sequence[Any]) -> Any:
+        rows, _, way = self.stages[-1].microbatches[microbatch]
+        return self.ways[way].assemble(results, rows)
 
     def jobs(
         self,
         what: Pass,
-        rows: Sequence[int],
-        keys: Sequence[Key],
+        microbatches: Sequence[MicroBatch],
         ambient: Ambient,
         events: list[Event] | None = None,
     ) -> list[Callable[[], None]]:
         """What each worker has to run for one step."""
-        count = len(rows)
+        count = len(microbatches)
         if (what, count) not in self._compiled:
             self._compiled[what, count] = self._compile(what, count)
-        microbatches = [MicroBatch(r, k) for r, k in zip(rows, keys, strict=True)]
         for stage in self.stages:
             stage.microbatches = microbatches
         modes = ambient._replace(grad=what != "infer")

@@ -15,14 +15,14 @@ CPU = torch.device("cpu")
 
 
 def outlet(function: Callable[..., Any], target: tuple[Any, ...] = ()) -> Outlet:
-    found = Outlet(lambda results, rows: {"output": results[0], "rows": rows})
-    found.take_losses(Loss(function, [target], [0.25], [3]))
+    found = Outlet(lambda number, results: {"output": results[0], "number": number})
+    found.take_losses(Loss(function, [target], [0.25]))
     return found
 
 
 def test_a_loss_starts_the_backward_with_its_weight() -> None:
     value, target = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
-    end = outlet(lambda out, t: (out["output"] * t).sum() * out["rows"], (target,))
+    end = outlet(lambda out, t: (out["output"] * t).sum() * (3 + out["number"]), (target,))
     roots = end.send(0, (value,))
     assert torch.equal(end.losses[0], (value * target).sum().detach() * 3)
     assert not end.losses[0].requires_grad

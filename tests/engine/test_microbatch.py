@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.capture import Ref, Size, TensorInfo, Trace
+from penstock.capture import Origin, Ref, Size, TensorInfo, Trace
 from penstock.capture.calls import Call
 from penstock.engine.microbatch import merge, split, split_rows, unmerge
 from penstock.errors import InputError
@@ -20,8 +20,8 @@ def trace_of(*infos: TensorInfo) -> Trace:
     return Trace((), None, [Call("call", (), {}, "", outputs=infos)])
 
 
-def growing(*shape: int | Size, from_inputs: bool = True) -> TensorInfo:
-    return TensorInfo(shape, torch.float32, True, 0, from_inputs)
+def growing(*shape: int | Size, origin: Origin = Origin.MODEL) -> TensorInfo:
+    return TensorInfo(shape, torch.float32, True, 0, origin)
 
 
 @given(rows=st.integers(1, 40), count=counts)
@@ -80,7 +80,7 @@ def test_slices_of_an_input_with_gradient_lead_back_to_it() -> None:
 
 
 def test_the_same_value_in_every_microbatch_is_returned_once() -> None:
-    trace = trace_of(growing(3, from_inputs=False))
+    trace = trace_of(growing(3, origin=Origin.NOTHING))
     table = torch.randn(3)
     assert merge(trace, [Ref(0, 0)], [[table], [table]])[0] is table
     assert unmerge(trace, Ref(0, 0), table, [1, 1])[1] is None

@@ -44,7 +44,7 @@ def stage_of(function: Any, values: Values, gradients: Gradients = ()) -> Stage:
         results = function(*entered)
         return results if isinstance(results, tuple) else (results,)
 
-    stage = Stage(0, module, Neighbour(values), Neighbour(tuple(gradients)))
+    stage = Stage(0, [module], Neighbour(values), Neighbour(tuple(gradients)))
     stage.microbatches = [MicroBatch(2, KEY)] * 4
     return stage
 
@@ -112,14 +112,14 @@ def test_nothing_is_held_longer_than_needed() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     stage = stage_of(lambda v: v + 1, (x,), (torch.ones(2, 3),))
     seen: list[Any] = []
-    module = stage.module
+    module = stage.modules[0]
 
     def watched(*args: Any) -> Values:
         results = module(*args)
         seen.extend(weakref.ref(t) for t in (args[2], results[0]))
         return results
 
-    stage.module = watched
+    stage.modules[0] = watched
     stage.await_values(0)
     stage.forward(0)
     gc.collect()

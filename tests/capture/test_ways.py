@@ -1,0 +1,165 @@
+"""Forwards that decide on their inputs' values: every way is recorded, and taken when it fits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.verification import run_with_threads
+from tests.models import uniform_plan
+
+
+class Masked(nn.Module):
+    """Leaves the mask away where it masks nothing, as transformers' attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if not mask.all():
+            x = self.drop(x) * mask.unsqueeze(1)
+            if mask.logical_not().all():
+                x = x + 1
+        return self.layers[2](self.layers[1](x).tanh())
+
+
+def batch(*rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(len(rows), 4), torch.tensor(rows)
+
+
+MIXED = batch(True, False, True, True, True, True, False, False)  # 3 ways in 4 micro-batches
+
+
+def test_the_way_is_that_of_the_inputs() -> None:
+    model = Masked().eval()
+    program = ps.capture(model, batch(True, False, True))
+    for rows in [(True, False), (True,), (False,) * 5, (True, True, False, False), (True,) * 9]:
+        x, mask = batch(*rows)
+        assert torch.equal(program(x, mask), model(x, mask))
+    assert program.train.answers == (False, False)
+    assert not program.closed
+
+
+def test_a_way_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = ps.capture(Masked(), batch(True, True))
+    found = [program.trace_for(list(batch(*rows)), True) for rows in [(True,), (False,), (False,)]]
+    assert found[0] is program.train
+    assert found[1] is found[2] is not program.train
+    assert program.trace_for(list(batch(False)), False) is not found[1]  # dropout, or none
+
+
+@pytest.mark.parametrize("example", [(True,) * 4, (False,) * 4, (True, False, False, True)])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_micro_batches_go_different_ways_in_one_step(example: tuple[bool, ...], cut: int) -> None:
+    model = Masked()
+    twin, (x, mask) = copy.deepcopy(model), MIXED
+    program = ps.capture(model, batch(*example))
+    plan = uniform_plan(program, 2, 4, "1f1b", cuts=(cut,))
+    torch.manual_seed(7)
+    with ps.Pipeline(model, plan=plan, program=program, devices=plan.devices) as pipe:
+        report = ps.verify(
+            twin,
+            MIXED,
+            target=torch.randn(8, 4),
+            loss_fn=F.mse_loss,
+            devices=["cpu", "cpu"],
+            num_microbatches=4,
+        )
+        assert report.ok, str(report)
+        pipe.eval()
+        twin.eval()
+        loss = pipe.train_step(x, mask, loss_fn=lambda out: out.square().mean())
+
+        def plainly() -> torch.Tensor:
+            total = torch.zeros(())
+            for rows, masks in zip(x.tensor_split(4), mask.tensor_split(4), strict=True):
+                part = twin(rows, masks).square().mean()
+                (part * 0.25).backward()
+                total = total + part.detach() * 0.25
+            return total
+
+        assert torch.equal(loss, run_with_threads(plainly, 1))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+class Chatty(Masked):
+    """What it returns depends on the way."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x, mask)
+        return {"y": y, "masked": ~mask} if not mask.all() else {"y": y}  # type: ignore[return-value]
+
+
+def test_results_of_different_kinds_are_not_put_together() -> None:
+    program = ps.capture(Chatty(), MIXED)
+    plan = uniform_plan(program, 2, 4, "gpipe", cuts=(1,))
+    with ps.Pipeline(program.model, plan=plan, program=program, devices=plan.devices) as pipe:
+        with pytest.raises(ps.InputError, match="different ways"):
+            pipe(*MIXED)
+        pipe.train_step(*MIXED, loss_fn=lambda out: out["y"].sum())
+        assert set(pipe(*batch(False, False))) == {"y", "masked"}
+
+
+class ByAmount(Masked):
+    """What it does depends on a number read off the inputs."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) * int(mask.sum())
+
+
+class ByParameter(Masked):
+    """What it does depends on a weight, by way of a tensor that was empty at first."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen = torch.zeros(4)
+        seen.add_(self.layers[1].bias)
+        return self.layers[0](x) if seen.sum() > 0 else self.layers[1](x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(ByAmount, "more than a yes or no"), (ByParameter, "a parameter")]
+)
+def test_other_readings_close_the_module(kind: type[Masked], words: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    program = ps.capture(Around(kind(), model), batch(True, False, True))
+    assert list(program.closed) == ["inner"]
+    assert words in program.closed["inner"]
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module, rest: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.rest = inner, rest
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.inner(x, mask))
+
+
+def test_a_decision_that_depends_on_the_rows_closes_the_module() -> None:
+    class Crowd(Masked):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x) if mask.sum() > 3 else self.layers[1](x)
+
+    x, mask = batch(True, True, True)
+    program = ps.capture(Around(Crowd(), nn.Linear(4, 4)), (x, mask))
+    assert "depends on the rows" in program.closed["inner"]
+
+
+def test_a_way_that_cannot_be_recorded_is_an_error() -> None:
+    class Rare(Masked):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            return x if mask.all() else x * float(x.mean())
+
+    program = ps.capture(Rare(), batch(True, True))
+    with pytest.raises(ps.CaptureError, match="decides otherwise than on the example"):
+        program(*batch(True, False))
