@@ -158,7 +158,7 @@ def test_a_way_that_cannot_be_recorded_is_an_error() -> None:
     class Rare(Masked):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             x = self.layers[0](x)
-            return x if mask.all() else x * float(x.mean())
+            return x if mask.all() else x * float(x.detach().mean())
 
     program = ps.capture(Rare(), batch(True, True))
     with pytest.raises(ps.CaptureError, match="decides otherwise than on the example"):
