@@ -1,0 +1,67 @@
+"""Checks every model of the zoo, and writes what became of them.
+
+python -m tests.zoo [--family torchvision] [--only NAME] [--jobs 1] [--output docs/zoo]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.zoo.check import Result
+from tests.zoo.pool import FAMILIES, entries, run
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A table of the families, and a line for every exception."""
+    lines = [
+        "# The zoo",
+        "",
+        "Written by `make zoo`. *Exact*: cut into two and four stages, forward and gradients have",
+        "the bits of the unsplit model, in training and evaluation, at three batch sizes. *Coarse*:",
+        "exact, but it cannot be cut. *Does not run*: not without Penstock either.",
+        "",
+        "| family | models that run | exact | coarse | refused | wrong | do not run here |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for family in FAMILIES:
+        counts = Counter(r.status for r in results if r.family == family)
+        running = sum(counts.values()) - counts["does not run"]
+        if counts:
+            cells = [counts[s] for s in ("exact", "coarse", "refused", "wrong", "does not run")]
+            lines.append(f"| {family} | {running} | " + " | ".join(map(str, cells)) + " |")
+    exceptions = [r for r in results if r.status not in ("exact", "does not run")]
+    if exceptions:
+        lines += ["", "| exception | family | what | why |", "|---|---|---|---|"]
+        lines += [f"| {r.name} | {r.family} | {r.status} | {r.line} |" for r in exceptions]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the zoo; 1 if any model is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=FAMILIES, action="append")
+    parser.add_argument("--only", action="append", help="just the models of this name")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="writes OUTPUT.json and OUTPUT.md")
+    options = parser.parse_args()
+    found = [
+        entry
+        for entry in entries(options.family or FAMILIES)
+        if not options.only or entry.name in options.only
+    ]
+    results = run(found, options.jobs)
+    if options.output:
+        data = [result.to_dict() for result in results]
+        options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+        options.output.with_suffix(".md").write_text(markdown(results))
+    print(markdown(results))
+    return int(any(result.status == "wrong" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""One model: captured, cut into two and four stages, and compared with itself."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.capture import Key
+from penstock.capture.trees import flatten
+from penstock.verification import mean_square, run_with_threads
+from tests.zoo.entry import Entry, Inputs
+
+STAGES = (2, 4)
+
+
+class DoesNotRun(Exception):
+    """The plain model fails on its own: nothing to capture."""
+
+
+@dataclass
+class Result:
+    """What became of a model.
+
+    Attributes:
+        name: the model.
+        family: the table.
+        status: `exact`; `coarse` (exact, but with fewer possible cuts than two stages need);
+            `refused` (an error at capture); `wrong`; `does not run` (without Penstock either).
+        line: an exception's reason, in one line.
+        calls: of the program.
+        closed: why modules that have children stayed closed.
+        stages: into how many it was cut.
+        capture_seconds: how long capturing took.
+    """
+
+    name: str
+    family: str
+    status: str
+    line: str = ""
+    calls: int = 0
+    closed: dict[str, str] = field(default_factory=dict)
+    stages: list[int] = field(default_factory=list)
+    capture_seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def check(entry: Entry) -> Result:
+    """Capture the model and compare it with itself, at three batch sizes, in both modes."""
+    result = Result(entry.name, entry.family, "exact")
+    try:
+        _check(entry, result)
+    except DoesNotRun as error:
+        result.status, result.line = "does not run", _line(error)
+    except AssertionError as error:
+        result.status, result.line = "wrong", _line(error)
+    except Exception as error:
+        result.status, result.line = "refused", _line(error)
+    return result
+
+
+def _line(error: BaseException) -> str:
+    name = "" if isinstance(error, (DoesNotRun, AssertionError)) else f"{type(error).__name__}: "
+    return f"{name}{error}".splitlines()[0][:300]
+
+
+def _check(entry: Entry, result: Result) -> None:
+    model, batches = _built(entry)
+    args, kwargs = batches[0]
+    before = _Snapshot(model)
+    start = time.perf_counter()
+    program = ps.capture(model, args, kwargs, keep_closed=entry.keep_closed)
+    result.capture_seconds = time.perf_counter() - start
+    before.check(model)
+    modules = dict(model.named_modules())
+    result.calls = len(program)
+    result.closed = {p: why for p, why in program.closed.items() if any(modules[p].children())}
+    profile = ps.profile(program, devices=["cpu"], num_microbatches=1)
+    before.check(model)
+    allowed = [k for k in range(1, len(program)) if k not in profile.forbidden]
+    result.stages = [p for p in STAGES if len(allowed) >= p - 1]
+    if not result.stages:
+        result.status = "coarse"
+        result.line = next(iter(program.closed.values()), "it is one call")
+    state = copy.deepcopy(model.state_dict())
+    for stages in result.stages or [1]:
+        _compare(program, _plan(profile, stages), batches, state)
+
+
+def _plan(profile: ps.Profile, stages: int) -> ps.Plan:
+    """Balanced by time."""
+    import msgspec
+
+    alike = msgspec.structs.replace(profile, devices=("cpu",) * stages)
+    return ps.plan(alike, num_microbatches=1, schedule="gpipe")
+
+
+def _built(entry: Entry) -> tuple[nn.Module, list[Inputs]]:
+    """The model and batches of three sizes, if it runs on them at all, forward and backward."""
+    torch.manual_seed(0)
+    try:
+        model = entry.build()
+        model.train()
+        batches = [entry.inputs(rows) for rows in (entry.rows, entry.rows + 1, 2 * entry.rows + 1)]
+        twin = copy.deepcopy(model)
+        for args, kwargs in copy.deepcopy(batches):
+            mean_square(twin(*args, **kwargs)).backward()
+        twin.eval()
+        with torch.no_grad():
+            twin(*batches[0][0], **batches[0][1])
+    except Exception as error:
+        raise DoesNotRun(f"{type(error).__name__}: {error}") from error
+    return model, batches
+
+
+class _Snapshot:
+    """A model and the generator as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._state = {n: (t._version, t.clone()) for n, t in _tensors(model)}
+        self._flags = [m.training for m in model.modules()]
+        self._attributes = [sorted(vars(m)) for m in model.modules()]
+        self._generator = torch.get_rng_state()
+
+    def check(self, model: nn.Module) -> None:
+        """Raise unless it is still so."""
+        for name, tensor in _tensors(model):
+            version, value = self._state[name]
+            same = torch.equal(tensor, value) or bool(torch.isnan(value).any())
+            assert tensor._version == version and same, f"capture changed {name}"
+        assert self._flags == [m.training for m in model.modules()], "a training flag changed"
+        assert self._attributes == [sorted(vars(m)) for m in model.modules()], "attributes changed"
+        assert torch.equal(self._generator, torch.get_rng_state()), "the generator was used"
+        assert all(p.grad is None for p in model.parameters()), "there are gradients"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.state_dict(keep_vars=True).items()
+
+
+def _compare(
+    program: ps.Program, plan: ps.Plan, batches: Sequence[Inputs], state: dict[str, Any]
+) -> None:
+    model = program.model
+    for training in (True, False):
+        model.load_state_dict(state)
+        model.train(training)
+        twin = copy.deepcopy(model)
+        with ps.Pipeline(model, plan=plan, program=program, devices=plan.devices) as pipe:
+            for step, (args, kwargs) in enumerate(batches):
+                where = f"{len(plan.stages)} stages, {'train' if training else 'eval'}, step {step}"
+                key = Key(torch.initial_seed(), step, 0)
+                ours = _run(lambda a, k: pipe(*a, **k), args, kwargs)
+                theirs = run_with_threads(
+                    lambda a=args, k=kwargs, key=key: _run(
+                        lambda a, k: program.reference(a, k, key, twin), a, k
+                    ),
+                    pipe.threads_per_worker,
+                )
+                _assert_equal(ours, theirs, f"results ({where})")
+                _assert_equal(*(_gradients(m) for m in (model, twin)), f"gradients ({where})")
+                _assert_equal(*(_buffers(m) for m in (model, twin)), f"buffers ({where})")
+        model.zero_grad()
+        names = list(model.state_dict())
+        assert names == list(state), "the names of the state dict changed"
+    model.train()
+    model.load_state_dict(state)
+
+
+def _run(forward: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    output = forward(*copy.deepcopy((args, kwargs)))
+    loss = mean_square(output)
+    if loss.requires_grad:
+        loss.backward()
+    return {str(k): leaf for k, leaf in enumerate(flatten(output)[0])}
+
+
+def _gradients(model: nn.Module) -> dict[str, Any]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def _buffers(model: nn.Module) -> dict[str, Any]:
+    return dict(model.named_buffers())
+
+
+def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
+    assert list(ours) == list(theirs), f"{what}: others"
+    for name, mine in ours.items():
+        other = theirs[name]
+        if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
+            same = mine.dtype == other.dtype and mine.shape == other.shape
+            equal = same and torch.equal(mine.detach().nan_to_num(), other.detach().nan_to_num())
+            assert equal, f"{what}: {name} differs"
+        else:
+            assert type(mine) is type(other), f"{what}: {name} is {mine!r}, not {other!r}"
