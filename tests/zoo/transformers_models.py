@@ -20,7 +20,10 @@ VOCABULARY, LENGTH, IMAGE = 99, 16, 32
 _SIZES: list[tuple[str, Any]] = [
     (r"vocab_size_per_layer_input|.*vocab_size", VOCABULARY),
     (r"(num_)?(hidden_|encoder_|decoder_)?layers|n_layers?|num_hidden_layers", 2),
-    (r"(encoder|decoder)_(num_)?(hidden_)?layers|num_(encoder|decoder)_layers|e_layers|d_layers", 2),
+    (
+        r"(encoder|decoder)_(num_)?(hidden_)?layers|num_(encoder|decoder)_layers|e_layers|d_layers",
+        2,
+    ),
     (r"num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num", 2),
     (r".*(attention_heads|n_heads?|num_heads|nhead|encoder_attention_heads)", 4),
     (r".*head_dim|d_kv|kv_channels|attention_key_size|head_size", 8),
