@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow lint bench clean
+.PHONY: setup demo test test-slow zoo lint bench clean
 
 setup: $(READY)
 
@@ -22,6 +22,9 @@ test: lint
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow --timeout 1200
+
+zoo: $(READY)
+	$(BIN)/python -W ignore -m tests.zoo --output docs/zoo
 
 lint: $(READY)
 	$(BIN)/ruff check .

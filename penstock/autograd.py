@@ -8,7 +8,7 @@ one thread that autograd has per CUDA device, which the workers' own backwards n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,3 +137,16 @@ class _Deliver(torch.autograd.Function):
         remaining = iter(gradients)
         passage.gradients = [next(remaining) if d else None for d in passage.differentiable]
         return (None, torch.empty(0), *(None for _ in gradients))
+
+
+def backward_into_inputs(
+    slices: Sequence[Sequence[Any]], gradients: Mapping[int, Sequence[torch.Tensor | None]]
+) -> None:
+    """Pass what the first stage's values got on to inputs that require a gradient."""
+    for microbatch in sorted(gradients):
+        pairs = [
+            (value, gradient)
+            for value, gradient in zip(slices[microbatch], gradients[microbatch], strict=True)
+            if gradient is not None
+        ]
+        torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.autograd import Passage, deliver
+from penstock.autograd import Passage, backward_into_inputs, deliver
 from penstock.capture import Key, Program, Ref, capture, num_rows
 from penstock.capture.recorder import ambient
 from penstock.capture.sizes import BatchDim
 from penstock.capture.trees import flatten, unflatten
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.ends import Loss, to_device
-from penstock.engine.microbatch import check_mergeable, merge, split, split_rows
+from penstock.engine.microbatch import merge, split, split_rows
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, PlanError, WorkerError
 from penstock.plan import Plan
@@ -28,7 +28,7 @@ from penstock.profile.measure import Progress, profile
 from penstock.schedule import Event, Timeline
 from penstock.train.backup import Backup
 from penstock.train.optimizer import PipelineOptimizer
-from penstock.workers.assembly import Assembly, Pass, Way, place
+from penstock.workers.assembly import Assembly, Pass, place
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.threads import ThreadWorkers
 
@@ -178,7 +178,7 @@ class Pipeline:
             losses, gradients = assembly.outlet.losses, assembly.feed.gradients
         finally:
             assembly.clear()
-        _backward_into_inputs(slices, gradients)
+        backward_into_inputs(slices, gradients)
         total = losses[0] * weights[0]
         for microbatch in range(1, len(rows)):
             total = total + losses[microbatch] * weights[microbatch]
@@ -203,7 +203,7 @@ class Pipeline:
         microbatches, slices = self._feed(assembly, leaves, rows)
         graph = torch.is_grad_enabled()
         try:
-            way = _common_way(assembly, microbatches)
+            way = assembly.common_way(microbatches)
             self._run(assembly, "forward" if graph else "infer", microbatches)
             results = [assembly.outlet.results[i] for i in range(len(rows))]
             held = assembly.take_held()
@@ -403,35 +403,6 @@ def _with_backup(
     parameters = assembly.parameters[worker] if backward else ()
     backups[worker] = Backup(parameters, assembly.changing[worker])
     job()
-
-
-def _common_way(assembly: Assembly, microbatches: Sequence[MicroBatch]) -> Way:
-    """The way of all micro-batches, as far as putting their results together is concerned.
-
-    Raises:
-        InputError: their results cannot be put together.
-    """
-    first, *others = (assembly.ways[way] for way in dict.fromkeys(m.way for m in microbatches))
-    check_mergeable(first.trace, first.outputs, len(microbatches))
-    if not all(first.gives_the_same(other) for other in others):
-        raise InputError(
-            "the micro-batches of this batch take different ways through the model, and their "
-            "results have different structures. Use train_step, or num_microbatches=1"
-        )
-    return first
-
-
-def _backward_into_inputs(
-    slices: Sequence[Sequence[Any]], gradients: Mapping[int, Sequence[torch.Tensor | None]]
-) -> None:
-    """Pass what the first stage's values got on to inputs that require a gradient."""
-    for microbatch in sorted(gradients):
-        pairs = [
-            (value, gradient)
-            for value, gradient in zip(slices[microbatch], gradients[microbatch], strict=True)
-            if gradient is not None
-        ]
-        torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
 
 
 def _weights(

@@ -68,10 +68,10 @@ def verify(
     Raises:
         PenstockError: the pipeline cannot be built, or a step fails.
     """
-    ours = copy.deepcopy(model)
+    ours = copied(model)
     if not ours.training:  # else submodules that the user froze in evaluation mode stay so
         ours.train()
-    theirs = copy.deepcopy(ours)
+    theirs = copied(ours)
     program = capture(ours, args, kwargs, batch_dim=batch_dim)
     pipe = Pipeline(
         ours,
@@ -242,6 +242,15 @@ class Reference:
         for k, tensor in zip(named, merged, strict=True):
             leaves[k] = tensor
         return unflatten(structure, leaves)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of its own; without gradients, for what torch.jit compiled would pass them on."""
+    with torch.no_grad():
+        twin = copy.deepcopy(model)
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        ours.requires_grad_(theirs.requires_grad)
+    return twin
 
 
 def run_with_threads(function: Callable[[], Any], threads: int) -> Any:

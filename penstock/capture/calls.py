@@ -76,6 +76,7 @@ class TensorInfo:
         requires_grad: whether a gradient flows to it, with the parameters as they were.
         storage: a number that tensors sharing memory have in common.
         origin: what it is made of.
+        dynamic: whether its sizes may depend on values, as those of `x[x > 0]` do.
     """
 
     shape: tuple[int | Size, ...]
@@ -83,6 +84,7 @@ class TensorInfo:
     requires_grad: bool
     storage: int
     origin: Origin = Origin.MODEL
+    dynamic: bool = False
 
     def at(self, rows: int) -> tuple[int, ...]:
         """The shape for a batch of `rows`."""

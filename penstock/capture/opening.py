@@ -100,6 +100,8 @@ class _Opening:
         for path, module in self.modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.closed[path] = "it is compiled by torch.jit"
+            elif type(module).__name__ == "OptimizedModule":
+                self.closed[path] = "it is compiled by torch.compile"
             elif module._forward_hooks or module._forward_pre_hooks:
                 self.closed[path] = "it has forward hooks, which must run around it"
             elif module._backward_hooks or module._backward_pre_hooks:

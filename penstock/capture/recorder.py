@@ -10,15 +10,19 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+)
 
 from penstock.capture.calls import (
     INPUTS,
@@ -33,9 +37,11 @@ from penstock.capture.calls import (
     Value,
     function_name,
 )
+from penstock.capture.interception import intercepted
 from penstock.capture.preserve import REGISTRIES
 from penstock.capture.randomness import generators
 from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.watching import Contents, Watch, changed, named_tensors
 
 Runner = Callable[[Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Runs a call that is being recorded: a function with its arguments."""
@@ -56,6 +62,9 @@ _METADATA = frozenset(
     promote_types broadcast_shapes dim_order is_shared is_pinned
     """.split()
 )
+# Those that say how large it is, and the calls whose number of results does.
+_SIZES = frozenset("shape size numel nelement __len__ nbytes stride is_contiguous".split())
+_PARTS = frozenset("unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -106,15 +115,15 @@ def record(
         Unrecordable: something in an open module cannot be recorded.
     """
     recorder = Recorder(model, is_open, run)
-    with _intercepted(recorder):
+    with intercepted(recorder):
         trace = recorder.begin(args, kwargs)
         attributes = recorder.open_attributes()
-        buffers = [(name, b, _Contents(b)) for name, b in model.named_buffers()]
+        buffers = [(name, b, Contents(b)) for name, b in model.named_buffers()]
         with recorder:
             result = model(*args, **kwargs)
         recorder.check_unchanged(attributes)
         recorder.end(result)
-        trace.changed = _changed(buffers)
+        trace.changed = changed(buffers)
     return trace, result
 
 
@@ -129,6 +138,7 @@ class Recorder(TorchFunctionMode):
         self.thread = threading.get_ident()
         self.paths = {id(module): name for name, module in model.named_modules()}
         self.generators = generators({p.device for p in model.parameters()})
+        self.patches: list[tuple[Any, str, Any, Any]] = []  # owner, name, ours, the original
         self._known: dict[int, Value] = {}
         self._kept: list[Any] = []  # ids stay unique while what they name is alive
         self._storages: dict[int, int] = {}
@@ -140,6 +150,11 @@ class Recorder(TorchFunctionMode):
             self._known.setdefault(id(tensor), Attribute(name))
             self._kept.append(tensor)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether the recorded thread is in an open module's own code, and not within a call."""
+        return not self._inside and threading.get_ident() == self.thread
+
     # -- the two things that can happen ---------------------------------------------------
 
     def call_module(
@@ -147,7 +162,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """What `module(*args, **kwargs)` does while recording; `call` is the real thing."""
         path = self.paths.get(id(module))
-        if self._inside or path is None or threading.get_ident() != self.thread:
+        if path is None or not self.is_outside:
             return call(module, *args, **kwargs)
         if self.is_open(path):
             self._open.append(path)
@@ -156,14 +171,26 @@ class Recorder(TorchFunctionMode):
             finally:
                 self._open.pop()
         hidden = tuple(str(self._known[id(tensor)]) for _, tensor in named_tensors(module))
-        return self._record(path, partial(call, module), args, kwargs, hidden)
+        return self._record(path, partial(self._undisturbed, call, module), args, kwargs, hidden)
+
+    def _undisturbed(
+        self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a closed module as if nothing was recorded: torch.compile looks at everything."""
+        with ExitStack() as stack:
+            for owner, name, ours, original in self.patches:
+                setattr(owner, name, original)
+                stack.callback(setattr, owner, name, ours)
+            if _get_current_function_mode() is self:
+                stack.enter_context(_pop_mode_temporarily())
+            return call(module, *args, **kwargs)
 
     def check_function(self, function: type) -> None:
         """Raise if an open module applies a custom `autograd.Function`.
 
         The torch calls inside it could be recorded, but its own backward would be lost.
         """
-        if not self._inside and threading.get_ident() == self.thread:
+        if self.is_outside:
             raise Unrecordable(
                 self._open[-1], f"it applies {function.__name__}, an autograd.Function of its own"
             )
@@ -173,12 +200,26 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = function_name(func)
-        if self._inside or name in _METADATA:
+        if self._inside:
             return func(*args, **kwargs)
         leaves = flatten((args, kwargs))[0]
+        if name in _SIZES or name in _PARTS:
+            self._check_sizes(leaves)
+        if name in _METADATA:
+            return func(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return self._without_tensors(func, args, kwargs)
         return self._record(func, func, args, kwargs)
+
+    def _check_sizes(self, leaves: Sequence[Any]) -> None:
+        """Raise if Python asks for sizes that may depend on values."""
+        for leaf in leaves:
+            known = self._known.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+            if known is not None and self._is_dynamic(known):
+                raise Unrecordable(
+                    self._open[-1],
+                    "its Python asks for the size of a tensor that depends on values",
+                )
 
     def _without_tensors(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A function of no tensors: a factory such as `torch.arange`, or a setting."""
@@ -230,8 +271,8 @@ class Recorder(TorchFunctionMode):
             call.identity = self._identify(call)
             now = ambient()
             call.ambient = None if now == self._ambient else now
-            result = self._observe(call, function, args, kwargs)
-            self._append(call, result)
+            result, dynamic = self._observe(call, function, args, kwargs)
+            self._append(call, result, dynamic)
         finally:
             self._inside -= 1
         return result
@@ -243,10 +284,12 @@ class Recorder(TorchFunctionMode):
         digest = hashlib.blake2b(f"{label} {self._seen[label]}".encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little")
 
-    def _append(self, call: Call, result: Any) -> None:
+    def _append(self, call: Call, result: Any, dynamic: bool) -> None:
         """Add the call to the trace, unless it only read something harmless."""
         leaves, call.result = flatten(result)
         origin = self._origin(call)
+        dynamic = dynamic and origin is not Origin.NOTHING
+        dynamic = dynamic or any(self._is_dynamic(value) for value in call.reads())
         number = len(self.trace.calls)
         if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
             if origin is Origin.NOTHING:
@@ -259,7 +302,7 @@ class Recorder(TorchFunctionMode):
                 before = self._mixed.get(info.storage, Origin.NOTHING)
                 self._mixed[info.storage] = max(before, origin)
         call.outputs = tuple(
-            self._bind(leaf, Ref(number, k), origin) for k, leaf in enumerate(leaves)
+            self._bind(leaf, Ref(number, k), origin, dynamic) for k, leaf in enumerate(leaves)
         )
         self.trace.calls.append(call)
 
@@ -269,12 +312,18 @@ class Recorder(TorchFunctionMode):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
-        """Run the call, noting whether it draws random numbers and what it changes in place."""
+    ) -> tuple[Any, bool]:
+        """Run the call, noting whether it draws random numbers and what it changes in place.
+
+        Returns:
+            its result, and whether the sizes of that may depend on values.
+        """
         tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        contents = [_Contents(t) for t in tensors]
+        contents = [Contents(t) for t in tensors]
         states = [g.get_state() for g in self.generators]
-        result = self.run(call, function, args, kwargs)
+        watch = Watch()
+        with nullcontext() if call.is_module else watch:
+            result = self.run(call, function, args, kwargs)
         call.mutates = tuple(
             self._known[id(t)]
             for t, before in zip(tensors, contents, strict=True)
@@ -282,7 +331,7 @@ class Recorder(TorchFunctionMode):
         )
         after = [g.get_state() for g in self.generators]
         call.random = any(not torch.equal(a, b) for a, b in zip(states, after, strict=True))
-        return result
+        return result, watch.reads_values
 
     def _check_decision(self, call: Call, origin: Origin, leaves: Sequence[Any]) -> None:
         """Raise unless what Python reads is a yes or no about the inputs."""
@@ -316,14 +365,22 @@ class Recorder(TorchFunctionMode):
     def _is_value(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) or not _is_plain(leaf)
 
-    def _bind(self, leaf: Any, value: Ref, origin: Origin) -> Any:
+    def _is_dynamic(self, value: Value) -> bool:
+        """Whether the sizes of a value may depend on values."""
+        info = self.trace.info(value) if isinstance(value, Ref) else None
+        return isinstance(info, TensorInfo) and info.dynamic
+
+    def _bind(self, leaf: Any, value: Ref, origin: Origin, dynamic: bool = False) -> Any:
         """Give a result leaf its name from here on, and say what is known of it."""
         if not self._is_value(leaf):
             return leaf
+        before = self._known.get(id(leaf))
+        if before is not None:  # changed in place: as large as it was
+            dynamic = self._is_dynamic(before)
         self._known[id(leaf)] = value
         self._kept.append(leaf)
         if isinstance(leaf, torch.Tensor):
-            return self._info(leaf, origin)
+            return self._info(leaf, origin, dynamic and leaf.ndim > 0)
         return OPAQUE
 
     def _encode(self, leaf: Any) -> Any:
@@ -346,12 +403,12 @@ class Recorder(TorchFunctionMode):
             self._open[-1], f"it passes a {type(leaf).__name__}, which is not plain data{hint}"
         )
 
-    def _info(self, tensor: torch.Tensor, origin: Origin) -> TensorInfo:
+    def _info(self, tensor: torch.Tensor, origin: Origin, dynamic: bool = False) -> TensorInfo:
         strided = tensor.layout is torch.strided
         memory = tensor.untyped_storage()._cdata if strided else id(tensor)
         storage = self._storages.setdefault(memory, len(self._storages))
         shape = tuple(tensor.shape)
-        return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin)
+        return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
 
     # -- open modules must not keep state in their own Python -------------------------------
 
@@ -386,71 +443,3 @@ def _with_contents(name: str, value: Any) -> list[Any]:
 
 def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, nn.Module))
-
-
-class _Contents:
-    """What a tensor held at some moment, to tell whether it has been changed in place since.
-
-    Its version counter says so, but for the running statistics of `F.batch_norm`: these change
-    without it, so tensors that need no gradient are compared with a copy as well.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._version = _version(tensor)
-        copied = not tensor.requires_grad and tensor.layout is torch.strided
-        self._copy = tensor.detach().clone() if copied else None
-
-    def differs_from(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, the same one, holds something else now."""
-        if _version(tensor) != self._version:
-            return True
-        return self._copy is not None and not torch.equal(self._copy, tensor)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _changed(buffers: Sequence[tuple[str, torch.Tensor, _Contents]]) -> tuple[str, ...]:
-    """The buffers that were written since, and the others of their modules.
-
-    A write that happens to leave a buffer as it was must not hide that its module writes it.
-    """
-    owners = {name.rpartition(".")[0] for name, b, before in buffers if before.differs_from(b)}
-    return tuple(name for name, _, _ in buffers if name.rpartition(".")[0] in owners)
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and plain tensor attributes, by every name that reaches them."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield (f"{path}.{name}" if path else name), value
-
-
-_PATCH_LOCK = threading.Lock()
-
-
-@contextmanager
-def _intercepted(recorder: Recorder) -> Iterator[None]:
-    """Every `module(...)` and `Function.apply` asks first. One recording at a time per process."""
-    call_module = nn.Module.__call__
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_module(module, call_module, args, kwargs)
-
-    def checked(function: type, *args: Any, **kwargs: Any) -> Any:
-        recorder.check_function(function)
-        return apply.__get__(None, function)(*args, **kwargs)
-
-    with _PATCH_LOCK:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = call_module  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]

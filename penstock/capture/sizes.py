@@ -176,6 +176,8 @@ class _Merge:
     def leaf(self, group: Sequence[Any], path: str, what: str) -> Any:
         first = group[0]
         if isinstance(first, TensorInfo) and len({(len(g.shape), g.dtype) for g in group}) == 1:
+            if first.dynamic:
+                return first
             shape = tuple(
                 self.leaf(sizes, path, what)
                 for sizes in zip(*(g.shape for g in group), strict=True)

@@ -26,6 +26,10 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
     if isinstance(module, torch.jit.ScriptModule):
         made[id(module)] = _copy_compiled(module, device)
         return made[id(module)]  # type: ignore[no-any-return]
+    if type(module).__name__ == "OptimizedModule":  # of torch.compile; it holds on to its module
+        inner: Any = module._orig_mod
+        made[id(module)] = type(module)(_shadow(inner, device, made), module.dynamo_ctx)
+        return made[id(module)]  # type: ignore[no-any-return]
     twin = made[id(module)] = type(module).__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for name, value in module.__dict__.items():

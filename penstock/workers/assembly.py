@@ -16,9 +16,9 @@ from penstock.capture.calls import Ambient
 from penstock.capture.lowering import assemble
 from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Feed, LossFailed, Outlet
-from penstock.engine.microbatch import merge_dim
+from penstock.engine.microbatch import check_mergeable, merge_dim
 from penstock.engine.stage import Held, MicroBatch, Sink, Source, Stage
-from penstock.errors import WorkerError
+from penstock.errors import InputError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.schedule import Action, Event, Kind, build, check
 
@@ -119,6 +119,21 @@ class Assembly:
             if way.trace is trace:
                 return number
         return self._add(trace)
+
+    def common_way(self, microbatches: Sequence[MicroBatch]) -> Way:
+        """The way of all micro-batches, as far as putting their results together is concerned.
+
+        Raises:
+            InputError: their results cannot be put together.
+        """
+        first, *others = (self.ways[way] for way in dict.fromkeys(m.way for m in microbatches))
+        check_mergeable(first.trace, first.outputs, len(microbatches))
+        if not all(first.gives_the_same(other) for other in others):
+            raise InputError(
+                "the micro-batches of this batch take different ways through the model, and their "
+                "results have different structures. Use train_step, or num_microbatches=1"
+            )
+        return first
 
     def _add(self, trace: Trace) -> int:
         """Let the stages know one more way."""

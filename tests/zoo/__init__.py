@@ -1,1 +1,1 @@
-"""Real models, each captured, cut and compared with itself bit for bit; see `python -m tests.zoo`."""
+"""Real models, each captured, cut and compared with itself bit for bit; see `__main__`."""

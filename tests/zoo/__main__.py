@@ -21,9 +21,9 @@ def markdown(results: Sequence[Result]) -> str:
     lines = [
         "# The zoo",
         "",
-        "Written by `make zoo`. *Exact*: cut into two and four stages, forward and gradients have",
-        "the bits of the unsplit model, in training and evaluation, at three batch sizes. *Coarse*:",
-        "exact, but it cannot be cut. *Does not run*: not without Penstock either.",
+        "Written by `make zoo`. *Exact*: cut into two and four stages, forward and gradients",
+        "have the bits of the unsplit model, in training and evaluation, at three batch sizes.",
+        "*Coarse*: exact, but it cannot be cut. *Does not run*: not without Penstock either.",
         "",
         "| family | models that run | exact | coarse | refused | wrong | do not run here |",
         "|---|---|---|---|---|---|---|",

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 import penstock as ps
 from penstock.capture import Key
 from penstock.capture.trees import flatten
-from penstock.verification import mean_square, run_with_threads
+from penstock.verification import copied, mean_square, run_with_threads
 from tests.zoo.entry import Entry, Inputs
 
 STAGES = (2, 4)
 
 
-class DoesNotRun(Exception):
+class DoesNotRunError(Exception):
     """The plain model fails on its own: nothing to capture."""
 
 
@@ -59,7 +61,7 @@ def check(entry: Entry) -> Result:
     result = Result(entry.name, entry.family, "exact")
     try:
         _check(entry, result)
-    except DoesNotRun as error:
+    except DoesNotRunError as error:
         result.status, result.line = "does not run", _line(error)
     except AssertionError as error:
         result.status, result.line = "wrong", _line(error)
@@ -69,7 +71,9 @@ def check(entry: Entry) -> Result:
 
 
 def _line(error: BaseException) -> str:
-    name = "" if isinstance(error, (DoesNotRun, AssertionError)) else f"{type(error).__name__}: "
+    name = (
+        "" if isinstance(error, (DoesNotRunError, AssertionError)) else f"{type(error).__name__}: "
+    )
     return f"{name}{error}".splitlines()[0][:300]
 
 
@@ -98,8 +102,6 @@ def _check(entry: Entry, result: Result) -> None:
 
 def _plan(profile: ps.Profile, stages: int) -> ps.Plan:
     """Balanced by time."""
-    import msgspec
-
     alike = msgspec.structs.replace(profile, devices=("cpu",) * stages)
     return ps.plan(alike, num_microbatches=1, schedule="gpipe")
 
@@ -111,14 +113,14 @@ def _built(entry: Entry) -> tuple[nn.Module, list[Inputs]]:
         model = entry.build()
         model.train()
         batches = [entry.inputs(rows) for rows in (entry.rows, entry.rows + 1, 2 * entry.rows + 1)]
-        twin = copy.deepcopy(model)
+        twin = copied(model)
         for args, kwargs in copy.deepcopy(batches):
             mean_square(twin(*args, **kwargs)).backward()
         twin.eval()
         with torch.no_grad():
             twin(*batches[0][0], **batches[0][1])
     except Exception as error:
-        raise DoesNotRun(f"{type(error).__name__}: {error}") from error
+        raise DoesNotRunError(f"{type(error).__name__}: {error}") from error
     return model, batches
 
 
@@ -136,9 +138,11 @@ class _Snapshot:
         for name, tensor in _tensors(model):
             version, value = self._state[name]
             same = torch.equal(tensor, value) or bool(torch.isnan(value).any())
-            assert tensor._version == version and same, f"capture changed {name}"
+            assert same, f"capture changed {name}"
+            assert tensor._version == version, f"capture wrote {name}"
         assert self._flags == [m.training for m in model.modules()], "a training flag changed"
-        assert self._attributes == [sorted(vars(m)) for m in model.modules()], "attributes changed"
+        attributes = [sorted(vars(m)) for m in model.modules()]
+        assert self._attributes == attributes, "attributes changed"
         assert torch.equal(self._generator, torch.get_rng_state()), "the generator was used"
         assert all(p.grad is None for p in model.parameters()), "there are gradients"
 
@@ -154,17 +158,15 @@ def _compare(
     for training in (True, False):
         model.load_state_dict(state)
         model.train(training)
-        twin = copy.deepcopy(model)
+        twin = copied(model)
         with ps.Pipeline(model, plan=plan, program=program, devices=plan.devices) as pipe:
             for step, (args, kwargs) in enumerate(batches):
                 where = f"{len(plan.stages)} stages, {'train' if training else 'eval'}, step {step}"
                 key = Key(torch.initial_seed(), step, 0)
-                ours = _run(lambda a, k: pipe(*a, **k), args, kwargs)
+                ours = _run(_called_like_a_model(pipe), args, kwargs)
+                alone = partial(program.reference, key=key, model=twin)
                 theirs = run_with_threads(
-                    lambda a=args, k=kwargs, key=key: _run(
-                        lambda a, k: program.reference(a, k, key, twin), a, k
-                    ),
-                    pipe.threads_per_worker,
+                    partial(_run, alone, args, kwargs), pipe.threads_per_worker
                 )
                 _assert_equal(ours, theirs, f"results ({where})")
                 _assert_equal(*(_gradients(m) for m in (model, twin)), f"gradients ({where})")
@@ -174,6 +176,10 @@ def _compare(
         assert names == list(state), "the names of the state dict changed"
     model.train()
     model.load_state_dict(state)
+
+
+def _called_like_a_model(pipe: ps.Pipeline) -> Callable[[Any, Any], Any]:
+    return lambda args, kwargs: pipe(*args, **kwargs)
 
 
 def _run(forward: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -22,7 +22,9 @@ def entries() -> list[Entry]:
     from tests.zoo.awkward import ZOO
 
     found = [Entry(name, "plain", build, inputs, rows=4) for name, build, inputs in _MODELS]
-    return found + [Entry(z.__name__, "plain", z, z.inputs, rows=4) for z in ZOO]
+    names = {entry.name for entry in found}
+    awkward = [z for z in ZOO if z.__name__ not in names]
+    return found + [Entry(z.__name__, "plain", z, z.inputs, rows=4) for z in awkward]
 
 
 # -- inputs -----------------------------------------------------------------------------------
@@ -455,11 +457,10 @@ class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.offset = torch.arange(WIDTH) / WIDTH
-        self.places = [torch.ones(WIDTH), torch.zeros(WIDTH)]
         self.child, self.last = self.Child(), nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.child(x + self.offset) * self.places[0] + self.places[1])
+        return self.last(self.child(x + self.offset))
 
 
 class TwoPaths(nn.Module):

@@ -125,7 +125,7 @@ def _shrunk(settings: dict[str, Any], rules: list[tuple[str, Any]]) -> dict[str,
         rule = next((r for pattern, r in rules if re.fullmatch(pattern, name)), None)
         if isinstance(value, dict) and name.endswith("_config"):
             changed[name] = {**value, **_shrunk(value, rules)}
-        elif rule is not None and (type(value) is int or value is None and "token_id" in name):
+        elif rule is not None and (type(value) is int or (value is None and "token_id" in name)):
             changed[name] = rule if "token_id" in name else min(rule, value or rule)
         elif name == "layer_types" and isinstance(value, list):
             changed[name] = [*dict.fromkeys(value)][:2] * 2

@@ -1,0 +1,138 @@
+"""Where a program can be cut, and what crosses there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from penstock.capture.calls import INPUTS, Attribute, Ref, TensorInfo, Trace, Value
+
+
+@dataclass
+class Cuts:
+    """What crosses each position of a trace, and which positions are no place for a cut."""
+
+    trace: Trace
+    _born: dict[Value, int] = field(init=False, default_factory=dict)
+    _dies: dict[Value, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for k, info in enumerate(self.trace.inputs):
+            if isinstance(info, TensorInfo):
+                self._born[Ref(INPUTS, k)] = INPUTS
+        for number, call in enumerate(self.trace.calls):
+            for value in call.reads():
+                self._use(value, number)
+            for leaf in range(len(call.outputs)):
+                self._born[Ref(number, leaf)] = number
+        for leaf in self.trace.outputs:
+            if isinstance(leaf, (Ref, Attribute)):
+                self._use(leaf, len(self.trace.calls))
+
+    def _use(self, value: Value, number: int) -> None:
+        self._born.setdefault(value, number)  # an attribute begins where it is first read
+        self._dies[value] = number
+
+    @cached_property
+    def results(self) -> tuple[Value, ...]:
+        """The values that the model's result is made of, each once."""
+        used = [v for v in self.trace.outputs if isinstance(v, (Ref, Attribute))]
+        return tuple(dict.fromkeys(used))
+
+    def boundary(self, cut: int) -> tuple[Value, ...]:
+        """The values that are live across the cut before call `cut`."""
+        live = [v for v, last in self._dies.items() if self._born[v] < cut <= last]
+        if cut == 0:
+            live = [v for v in self._dies if self._born[v] == INPUTS]
+        return tuple(sorted(live, key=_order))
+
+    def num_bytes(self, cut: int, rows: int) -> int:
+        """The bytes that cross the cut for a micro-batch of `rows`."""
+        infos = (self.trace.info(value) for value in self.boundary(cut))
+        return sum(info.num_bytes(rows) for info in infos if isinstance(info, TensorInfo))
+
+    def forbidden(self, cut: int) -> str | None:
+        """Why there can be no cut before call `cut`, or `None` if there can."""
+        return self._reasons.get(cut)
+
+    @cached_property
+    def _reasons(self) -> dict[int, str]:
+        reasons: dict[int, str] = {}
+        mutated = self._mutations()
+        hidden = self._hidden()
+        for cut in range(1, len(self.trace.calls)):
+            memory: dict[int, Value] = {}
+            for value in self.boundary(cut):
+                reason = self._crossing(value, cut, memory, mutated)
+                if reason:
+                    reasons[cut] = reason
+            for name, (first, last) in hidden.items():
+                if first < cut <= last:
+                    reasons[cut] = f"{name} is used on both sides inside closed modules"
+        return reasons
+
+    def _crossing(
+        self, value: Value, cut: int, memory: dict[int, Value], mutated: dict[int, int]
+    ) -> str | None:
+        """Why `value` cannot cross `cut`; `memory` holds what was seen to cross with it."""
+        info = self.trace.info(value)
+        if not isinstance(info, TensorInfo):
+            return f"{value} is neither a tensor nor plain data"
+        change = mutated.get(info.storage, -1)
+        owner = self._owners.get(info.storage)
+        if owner is not None and info.storage in mutated:
+            return f"{owner} is changed in place and used on both sides"
+        # Autograd derives a view anew when its base was changed, at its next use: cut off from
+        # its base, its gradient would be laid out, and added, in another order.
+        if change >= cut and value != self._bases[info.storage] and info.requires_grad:
+            return f"{value} is a view of memory that is changed later"
+        other = memory.setdefault(info.storage, value)
+        if other is value:
+            return None
+        if change >= cut:
+            return f"{value} and {other} share memory that is changed later"
+        if any(v != self._bases[info.storage] and self._born[v] < change for v in (value, other)):
+            return f"{value} and {other} share memory that was changed after one of them was made"
+        return None
+
+    @cached_property
+    def _bases(self) -> dict[int, Value]:
+        """The first value in each storage; the others are views of it."""
+        bases: dict[int, Value] = {}
+        for value in self._born:
+            info = self.trace.info(value)
+            if isinstance(info, TensorInfo):
+                bases.setdefault(info.storage, value)
+        return bases
+
+    @cached_property
+    def _owners(self) -> dict[int, Attribute]:
+        """The parameter, buffer or plain tensor that lives in a storage."""
+        return {info.storage: attribute for attribute, info in self.trace.attributes.items()}
+
+    def _mutations(self) -> dict[int, int]:
+        """For each storage that is changed in place, the last call that does it."""
+        last: dict[int, int] = {}
+        for number, call in enumerate(self.trace.calls):
+            for value in call.mutates:
+                info = self.trace.info(value)
+                if isinstance(info, TensorInfo):
+                    last[info.storage] = number
+        return last
+
+    def _hidden(self) -> dict[str, tuple[int, int]]:
+        """Parameters and buffers inside closed modules that more than one call uses."""
+        uses: dict[str, list[int]] = {}
+        inside: set[str] = set()
+        for number, call in enumerate(self.trace.calls):
+            inside.update(call.hidden)
+            read = (v.name for v in call.reads() if isinstance(v, Attribute))
+            for name in {*call.hidden, *read}:
+                uses.setdefault(name, []).append(number)
+        return {n: (u[0], u[-1]) for n, u in uses.items() if n in inside and len(u) > 1}
+
+
+def _order(value: Value) -> tuple[int, int, str]:
+    if isinstance(value, Ref):
+        return (value.call, value.leaf, "")
+    return (INPUTS, 1 << 30, value.name)

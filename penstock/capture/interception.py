@@ -1,0 +1,51 @@
+"""Standing between a model's Python and torch while it is recorded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as checkpointing
+
+if TYPE_CHECKING:
+    from penstock.capture.recorder import Recorder
+
+_PATCH_LOCK = threading.Lock()
+
+
+@contextmanager
+def intercepted(recorder: Recorder) -> Iterator[None]:
+    """Every `module(...)` and `Function.apply` asks first. One recording at a time per process.
+
+    Checkpoints in open modules do not throw away what they would compute again: the seeds of the
+    random calls in them are not those of the backward. Closed modules keep theirs.
+    """
+    call_module = nn.Module.__call__
+    apply = torch.autograd.Function.__dict__["apply"]
+    hook = checkpointing._checkpoint_hook
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(module, call_module, args, kwargs)
+
+    def checked(function: type, *args: Any, **kwargs: Any) -> Any:
+        recorder.check_function(function)
+        return apply.__get__(None, function)(*args, **kwargs)
+
+    def checkpoint_hook(frame: Any) -> Any:
+        return nullcontext() if recorder.is_outside else hook(frame)
+
+    with _PATCH_LOCK, ExitStack() as stack:
+        for owner, name, ours in (
+            (nn.Module, "__call__", call),
+            (torch.autograd.Function, "apply", classmethod(checked)),
+            (checkpointing, "_checkpoint_hook", checkpoint_hook),
+        ):
+            original = owner.__dict__[name]
+            recorder.patches.append((owner, name, ours, original))
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, ours)
+        yield
