@@ -130,6 +130,18 @@ def test_a_model_that_is_one_closed_call() -> None:
         assert torch.equal(alone(X), alone.model(X))
 
 
+@pytest.mark.parametrize(
+    ("model", "args", "words"),
+    [
+        (mlp(8, 8, 8), X, r"args is a Tensor.*write args=\(x,\)"),
+        (lambda x: x, (X,), "a function, not an nn.Module"),
+    ],
+)
+def test_a_model_and_arguments_of_another_kind(model: Any, args: Any, words: str) -> None:
+    with pytest.raises(ps.InputError, match=words):
+        ps.Pipeline(model, args, devices=["cpu"] * 2)
+
+
 def test_a_plan_of_something_else(pipe: ps.Pipeline) -> None:
     with pytest.raises(ps.PlanError, match="made for another model"):
         ps.Pipeline(mlp(8, 9, 8), (X,), devices=["cpu"] * 2, plan=pipe.plan)

@@ -16,7 +16,7 @@ from penstock.capture.randomness import Key
 from penstock.capture.recorder import Unrecordable, record
 from penstock.capture.sizes import BatchDim, Undecided, batch_dims, generalise, num_rows, with_rows
 from penstock.capture.trees import flatten, unflatten
-from penstock.errors import CaptureError, PenstockError
+from penstock.errors import CaptureError, InputError, PenstockError
 
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
@@ -52,8 +52,10 @@ def capture(
 
     Raises:
         CaptureError: the forward itself raises, or `keep_closed` names no submodule.
-        InputError: the example has no batch dimension, or its inputs disagree on it.
+        InputError: the example has no batch dimension, or its inputs disagree on it; or `model` or
+            `args` are something else.
     """
+    _check_kinds(model, args)
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, structure = flatten((args, kwargs))
     dims = batch_dims(args, kwargs, batch_dim)
@@ -68,6 +70,16 @@ def capture(
             # Some forwards want particular batch sizes, or decide on the values of all rows;
             # multiples of the example's may do.
             return _run_as_given(capturer, rows)
+
+
+def _check_kinds(model: Any, args: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}, not an nn.Module")
+    if not isinstance(args, (tuple, list)):
+        raise InputError(
+            f"args is a {type(args).__name__}, not the tuple of the model's positional arguments; "
+            "write args=(x,)"
+        )
 
 
 def _run_as_given(capturer: _Capturer, rows: int) -> Program:
