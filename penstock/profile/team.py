@@ -195,6 +195,8 @@ class _Stepper:
             torch.autograd.backward(roots, grads)
         end = self.member.now()
         self.results.update({n: scope[n] for n in nodes})
+        if clone:  # later calls read what was changed
+            self.results.update({n: scope[n] for n in entering})
         return middle - start, end - begin
 
 

@@ -86,6 +86,25 @@ def test_cuts_that_are_not_possible_are_in_the_profile() -> None:
         assert reason == program.cuts.forbidden(cut)
 
 
+class _Permuted(nn.Module):
+    """Fills memory that was empty, and uses it as an index: what a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = x[:, 0].argsort()
+        back = torch.full_like(order, 1 << 40)
+        back[order] = torch.arange(len(order))
+        return self.layer(x[order])[back]
+
+
+def test_calls_read_what_earlier_ones_have_changed() -> None:
+    costs = ps.profile(ps.capture(_Permuted(), (torch.randn(8, 4),)), devices=["cpu"])
+    assert costs.num_calls > 4
+
+
 class _Twice(nn.Module):
     """Adds to its buffer before and after."""
 
