@@ -239,7 +239,7 @@ def _is_tensor_method(function: Callable[..., Any]) -> bool:
     owner = getattr(function, "__objclass__", None)
     if owner is not None:
         return issubclass(torch.Tensor, owner)
-    return getattr(function, "__qualname__", "").startswith("Tensor.")
+    return getattr(function, "__qualname__", "").startswith(("Tensor.", "TensorBase."))
 
 
 def _as_function(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -170,7 +170,10 @@ class Recorder(TorchFunctionMode):
                 return call(module, *args, **kwargs)
             finally:
                 self._open.pop()
-        hidden = tuple(str(self._known[id(tensor)]) for _, tensor in named_tensors(module))
+        hidden = tuple(  # a tensor that an earlier call has put there is known by its place
+            str(self._known.get(id(tensor), f"{path}.{name}"))
+            for name, tensor in named_tensors(module)
+        )
         return self._record(path, partial(self._undisturbed, call, module), args, kwargs, hidden)
 
     def _undisturbed(

@@ -235,8 +235,8 @@ def place(program: Program, cuts: Sequence[int], devices: Sequence[torch.device]
 def _move(model: nn.Module, name: str, device: torch.device) -> None:
     path, _, attribute = name.rpartition(".")
     owner = model.get_submodule(path)
-    tensor = getattr(owner, attribute)
-    if tensor.device == device:
+    tensor = getattr(owner, attribute, None)  # what a forward stores may not be there yet
+    if tensor is None or tensor.device == device:
         return
     if isinstance(tensor, nn.Parameter):
         tensor.data = tensor.data.to(device)
