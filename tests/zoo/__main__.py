@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.zoo.check import Result
-from tests.zoo.pool import FAMILIES, entries, run
+from tests.zoo.pool import FAMILIES, check_here, entries, run
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -48,7 +48,11 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="just the models of this name")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", type=Path, help="writes OUTPUT.json and OUTPUT.md")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        check_here(options.child[0], options.child[1:])
+        return 0
     found = [
         entry
         for entry in entries(options.family or FAMILIES)
