@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.autograd import Passage, backward_into_inputs, deliver
 from penstock.capture import Key, Program, Ref, capture, num_rows
-from penstock.capture.recorder import ambient
+from penstock.capture.calls import ambient
 from penstock.capture.sizes import BatchDim
 from penstock.capture.trees import flatten, unflatten
 from penstock.engine.allocator import Allocator, keep_freed_memory

@@ -115,6 +115,17 @@ class Ambient(NamedTuple):
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
 
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def ambient() -> Ambient:
+    """The calling thread's modes that change what a torch call does."""
+    autocast = tuple(
+        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
+    )
+    return Ambient(torch.is_grad_enabled(), autocast)
+
+
 @dataclass(slots=True)
 class Call:
     """One recorded operation.

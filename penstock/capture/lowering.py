@@ -19,7 +19,7 @@ from penstock.capture.calls import Ambient, Attribute, Call, Ref, Size, Trace, V
 from penstock.capture.randomness import draw
 from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
 
-_LITERALS = (
+_LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot
     *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
@@ -186,7 +186,7 @@ class _Lowering:
             return self._size(leaf)
         if isinstance(leaf, torch.device) and self.device is not None:
             return self.device
-        if isinstance(leaf, _LITERALS) and not hasattr(leaf, "_member_map_"):
+        if type(leaf) in _LITERALS:
             return leaf
         return self._constant(leaf)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.capture.calls import Attribute, Trace
-from penstock.capture.preserve import untouched
+from penstock.capture.preserve import Parameters, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import Unrecordable, record
@@ -70,6 +70,8 @@ def capture(
             # Some forwards want particular batch sizes, or decide on the values of all rows;
             # multiples of the example's may do.
             return _run_as_given(capturer, rows)
+        finally:
+            capturer.parameters = None  # the program holds on to the capturer
 
 
 def _check_kinds(model: Any, args: Any) -> None:
@@ -120,8 +122,8 @@ class _Opening:
                 self.closed[path] = "it has backward hooks, which must run around it"
 
     def is_open(self, path: str) -> bool:
-        """Whether the program looks inside this module."""
-        if path in self.closed:
+        """Whether the program looks inside this module, and inside all that it is in."""
+        if any(outer in self.closed for outer in _with_owners(path)):
             return False
         module = self.modules[path]
         composite = any(True for _ in module.children()) and not isinstance(module, _FUSED)
@@ -156,6 +158,14 @@ class _Opening:
         return bool(new)
 
 
+def _with_owners(path: str) -> Iterator[str]:
+    """A module's qualified name, and those of the modules that it is in."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
 class _Capturer:
     """Records until nothing more needs to be opened or closed."""
 
@@ -172,6 +182,7 @@ class _Capturer:
         self.structure = structure
         self.dims = dims
         self.opening = opening
+        self.parameters: Parameters | None = Parameters(model)
 
     def run(self, sizes: Sequence[int]) -> Program:
         """The program, generalised from recordings at these three batch sizes.
@@ -236,7 +247,7 @@ class _Capturer:
         traces = []
         for rows in sizes:
             args, kwargs = self._batch(rows)
-            with untouched(self.model):
+            with untouched(self.model, self.parameters):
                 self._set_mode(training)
                 traces.append(record(self.model, self.opening.is_open, args, kwargs)[0])
         return generalise(traces, sizes).pruned()
@@ -262,7 +273,7 @@ class _Capturer:
             )
 
     def _run(self, run: Callable[[], Any], training: bool) -> list[Any]:
-        with untouched(self.model):
+        with untouched(self.model, self.parameters):
             self._set_mode(training)
             return flatten(run())[0]
 

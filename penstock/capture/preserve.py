@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -11,17 +12,51 @@ import torch
 from torch import nn
 
 from penstock.capture.randomness import generators
+from penstock.errors import CaptureError
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set, OrderedDict)  # the last one holds hooks, for instance
+
+
+_MOST_BYTES = 4 << 30
+
+
+class Parameters:
+    """Copies of a model's parameters, for forwards that write them (few do).
+
+    Models of more than 4 GiB are not copied: it is noticed if one is written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        small = sum(p.nbytes for p in parameters) <= _MOST_BYTES
+        self._kept = [(p, p._version, p.detach().clone() if small else None) for p in parameters]
+
+    def restore(self) -> None:
+        """Put back what was written since.
+
+        Raises:
+            CaptureError: there is no copy of it.
+        """
+        for parameter, version, copied in self._kept:
+            if parameter._version == version:
+                continue
+            if copied is None:
+                raise CaptureError(
+                    "the forward writes parameters, which are too large to be put back afterwards; "
+                    "load them again, and close the module that does with keep_closed="
+                )
+            parameter.detach().copy_(copied)
+            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterator[None]:
     """Whatever runs inside, `model` and the random generators leave as they came.
 
     Buffers, and attributes that are tensors or plain containers, are swapped for copies meanwhile,
     so that the user's own are never written at all; every module's attributes and training flag,
-    and the generators' states, are put back. Parameters are not copied: recording only reads them.
+    and the generators' states, are put back. So are parameters, if there are copies.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     compiled = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
@@ -43,6 +78,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 registry.update(entries)
         for generator, state in zip(drawn_from, states, strict=True):
             generator.set_state(state)
+        if parameters is not None:
+            parameters.restore()
 
 
 @contextmanager
@@ -67,5 +104,5 @@ def _swap_state(modules: list[nn.Module]) -> None:
             for name, value in registry.items():
                 if isinstance(value, torch.Tensor) and not value.requires_grad:
                     registry[name] = copies.setdefault(id(value), value.detach().clone())
-                elif type(value) in (list, dict, set) and name not in REGISTRIES:
+                elif type(value) in _CONTAINERS and name not in REGISTRIES:
                     registry[name] = copies.setdefault(id(value), copy(value))

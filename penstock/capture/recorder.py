@@ -27,7 +27,6 @@ from torch.overrides import (
 from penstock.capture.calls import (
     INPUTS,
     OPAQUE,
-    Ambient,
     Attribute,
     Call,
     Origin,
@@ -35,6 +34,7 @@ from penstock.capture.calls import (
     TensorInfo,
     Trace,
     Value,
+    ambient,
     function_name,
 )
 from penstock.capture.interception import intercepted
@@ -65,7 +65,6 @@ _METADATA = frozenset(
 # Those that say how large it is, and the calls whose number of results does.
 _SIZES = frozenset("shape size numel nelement __len__ nbytes stride is_contiguous".split())
 _PARTS = frozenset("unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a module
@@ -82,14 +81,6 @@ def run_plainly(
 ) -> Any:
     """The default `Runner`."""
     return function(*args, **kwargs)
-
-
-def ambient() -> Ambient:
-    """The calling thread's modes that change what a torch call does."""
-    autocast = tuple(
-        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
-    )
-    return Ambient(torch.is_grad_enabled(), autocast)
 
 
 def record(
@@ -378,7 +369,8 @@ class Recorder(TorchFunctionMode):
         if not self._is_value(leaf):
             return leaf
         before = self._known.get(id(leaf))
-        if before is not None:  # changed in place: as large as it was
+        twice = isinstance(before, Ref) and before.call == value.call
+        if before is not None and not twice:  # changed in place: as large as it was
             dynamic = self._is_dynamic(before)
         self._known[id(leaf)] = value
         self._kept.append(leaf)
@@ -423,11 +415,14 @@ class Recorder(TorchFunctionMode):
                 for name, value in {**vars(m), **m._buffers, **m._parameters}.items()
             }
             for path, m in self.model.named_modules()
-            if self.is_open(path)
+            if id(m) in self.paths and self.is_open(path)
         }
 
     def check_unchanged(self, before: dict[str, dict[str, list[Any]]]) -> None:
         """Raise if the forward of an open module assigned to one of its attributes."""
+        for path, module in self.model.named_modules():
+            if id(module) not in self.paths and self.is_open(""):
+                raise Unrecordable("", f"its forward puts another module in the place of {path}")
         for path, attributes in self.open_attributes().items():
             for name, now in attributes.items():
                 old = before[path].get(name, [])

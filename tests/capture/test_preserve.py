@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.capture import untouched
+from penstock.capture import preserve, untouched
+from tests.zoo.special_models import WIDTH, Rescaled
 
 
 class Stateful(nn.Module):
@@ -79,3 +80,21 @@ def test_what_a_block_of_code_changes_is_put_back() -> None:
     assert not hasattr(model, "extra")
     assert float(model[1].weight.detach().abs().sum()) > 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_parameters_that_the_forward_writes_are_put_back() -> None:
+    model = Rescaled()
+    before = {name: (p._version, p.detach().clone()) for name, p in model.named_parameters()}
+    ps.capture(model, (torch.randn(6, WIDTH),))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][1]), name
+        assert parameter._version == before[name][0], name
+
+
+def test_large_parameters_that_the_forward_writes_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preserve, "_MOST_BYTES", 10)
+    ps.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(6, 4),))
+    with pytest.raises(ps.CaptureError, match="writes parameters, which are too large"):
+        ps.capture(Rescaled(), (torch.randn(6, WIDTH),))

@@ -18,7 +18,9 @@ from tests.zoo.special_models import (
     ByShape,
     ByValue,
     Checkpointed,
+    Closed,
     Compiled,
+    Doubled,
     Hooked,
     Methods,
     Normed,
@@ -337,7 +339,7 @@ _MODELS: list[tuple[str, _Build, Callable[[int], Inputs]]] = [
     *((kind.__name__, kind, vectors)
       for kind in (Experts, TiedAutoencoder, Checkpointed, Hooked, Scripted, Compiled, Normed,
                    ByShape, ByValue, Attributes, TwoPaths, Methods, Operators,
-                   Stored)),
+                   Stored, Doubled, Closed)),
     ("Depth", Depth, images),
     ("Lazy", lazy, vectors),
     ("Loops", partial(ByShape, 5), sequences),

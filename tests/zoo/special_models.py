@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -244,3 +245,74 @@ class Stored(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.block(self.block(x)))
+
+
+class Replaced(nn.Module):
+    """A forward that puts another module in the place of one, when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 3)
+        self.act = nn.Sequential(nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.act[0], nn.ReLU):
+            self.act = nn.Sequential(nn.Tanh())
+        return self.last(self.act(self.inner(x)))
+
+
+class Doubled(nn.Module):
+    """A block that gives the same tensor twice, scaled by a number of numpy's."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            y = self.layer(x) / np.sqrt(WIDTH)
+            return [y, y]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.Block(), self.Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.first(x)
+        c, d = self.second(a + b)
+        return c * d
+
+
+class Closed(nn.Module):
+    """The same in a block that hooks close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Doubled.Block(), nn.Linear(WIDTH, 3)
+        self.block.register_forward_hook(_unchanged)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.block(x)
+        return self.last(a * b)
+
+
+def _unchanged(module: nn.Module, args: Any, result: Any) -> None:
+    """A hook that only looks."""
+
+
+class Rescaled(nn.Module):
+    """Divides its own weights in evaluation, and puts them back in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.table = nn.Embedding(10, WIDTH, max_norm=0.5)
+        self.scaled = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scaled == self.training:
+            with torch.no_grad():
+                self.inner.weight.mul_(2.0 if self.training else 0.5)
+            self.scaled = not self.training
+        x = x + self.table(x[:, 0].abs().long() % 10)
+        return self.last(self.inner(x))
