@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from penstock.capture import Sizes
 from penstock.engine.microbatch import unmerge
 from penstock.engine.stage import Held
 from penstock.errors import PenstockError
@@ -26,7 +27,7 @@ class Passage:
         assembly: the stages it went through.
         held: what they held of it.
         run: runs the backward pass on the workers.
-        rows: of each micro-batch.
+        sizes: of each micro-batch.
         way: the way that it went, as far as its results are concerned.
     """
 
@@ -35,14 +36,14 @@ class Passage:
         assembly: Assembly,
         held: Sequence[dict[int, Held]],
         run: Callable[[], None],
-        rows: Sequence[int],
+        sizes: Sequence[Sizes],
         way: Way,
     ) -> None:
         self._assembly = assembly
         self._way = way
         self._held: Sequence[dict[int, Held]] | None = held
         self._run = run
-        self._rows = rows
+        self._sizes = sizes
         self.differentiable = [root is not None for root in held[-1][0].roots]
         self.gradients: list[torch.Tensor | None] = []
 
@@ -65,9 +66,9 @@ class Passage:
 
     def _split(self) -> list[list[torch.Tensor | None]]:
         """The results' gradients, for each micro-batch."""
-        parts: list[list[torch.Tensor | None]] = [[] for _ in self._rows]
+        parts: list[list[torch.Tensor | None]] = [[] for _ in self._sizes]
         for value, gradient in zip(self._way.outputs, self.gradients, strict=True):
-            pieces = unmerge(self._way.trace, value, gradient, self._rows)
+            pieces = unmerge(self._way.trace, value, gradient, self._sizes)
             for part, piece in zip(parts, pieces, strict=True):
                 part.append(piece)
         return parts

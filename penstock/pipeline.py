@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from penstock.autograd import Passage, backward_into_inputs, deliver
-from penstock.capture import Key, Program, Ref, capture, num_rows
+from penstock.capture import ROWS, Key, Program, Ref, capture
 from penstock.capture.calls import ambient
-from penstock.capture.sizes import BatchDim
-from penstock.capture.trees import flatten, unflatten
+from penstock.capture.dims import BatchDim, Dynamic
 from penstock.engine.allocator import Allocator, keep_freed_memory
-from penstock.engine.ends import Loss, to_device
-from penstock.engine.microbatch import merge, split, split_rows
+from penstock.engine.batch import Batch, Targets, Weight, given_targets, split_target, weights
+from penstock.engine.ends import Loss
+from penstock.engine.microbatch import merge
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, PlanError, WorkerError
 from penstock.plan import Plan
@@ -31,9 +31,6 @@ from penstock.train.optimizer import PipelineOptimizer
 from penstock.workers.assembly import Assembly, Pass, place
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.threads import ThreadWorkers
-
-Weight = str | None | Callable[..., float | torch.Tensor]
-"""How micro-batch losses add up, see `Pipeline.train_step`."""
 
 
 class Pipeline:
@@ -54,6 +51,7 @@ class Pipeline:
         workers: `"threads"`, or `"auto"`, which is that.
         plan: a plan to follow, instead of profiling and planning.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
+        dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         program: a program of `model` captured before, instead of capturing.
         timeout: seconds that a step may take; `None` derives it from the plan.
         allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
@@ -86,6 +84,7 @@ class Pipeline:
         workers: Literal["auto", "threads"] = "auto",
         plan: Plan | None = None,
         batch_dim: BatchDim = 0,
+        dynamic: Dynamic | None = None,
         program: Program | None = None,
         timeout: float | None = None,
         allocator: Allocator = "keep",
@@ -96,7 +95,7 @@ class Pipeline:
         check_schedule(schedule)
         self._devices = existing_devices(devices)
         self.model = model
-        self.program = program or capture(model, args, kwargs, batch_dim=batch_dim)
+        self.program = program or capture(model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic)
         _check_stages(self.program, len(self._devices))
         threads = self.threads_per_worker = threads_per_worker(self._devices)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
@@ -164,24 +163,59 @@ class Pipeline:
                 and buffers are as they were before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
+        batch = self._split(args, kwargs)
+        targets = split_target(target, batch.rows, self._devices[-1])
+        return self._train(batch, targets, loss_fn, weight)
+
+    def train_microbatches(
+        self,
+        microbatches: Sequence[Any],
+        *,
+        loss_fn: Callable[..., torch.Tensor],
+        targets: Sequence[Any] | None = None,
+        weight: Weight = "rows",
+    ) -> torch.Tensor:
+        """Like `train_step`, for micro-batches that were made by hand.
+
+        They may have different numbers of rows, and differ in the dimensions that
+        `capture(dynamic=...)` names: sentences sorted by length, for instance.
+
+        Args:
+            microbatches: for each a tuple of the model's positional arguments, or a dict of its
+                keyword arguments.
+            loss_fn: as in `train_step`.
+            targets: for each its target.
+            weight: as in `train_step`.
+
+        Returns:
+            the loss of all of them, as `train_step` returns it.
+
+        Raises:
+            InputError, WorkerError, ClosedError: as `train_step` does.
+        """
+        batch = Batch.given(self.program, microbatches)
+        return self._train(
+            batch, given_targets(targets, len(batch), self._devices[-1]), loss_fn, weight
+        )
+
+    def _train(
+        self, batch: Batch, targets: Targets, loss_fn: Callable[..., torch.Tensor], weight: Weight
+    ) -> torch.Tensor:
         if not callable(loss_fn):
             raise InputError(f"loss_fn={loss_fn!r} is not a function of (output, target)")
-        leaves = self.program.flatten_inputs(args, kwargs)
-        rows = split_rows(num_rows(leaves, self.program.batch_dims), self._count(leaves))
-        targets = self._split_target(target, rows)
-        weights = _weights(weight, targets, rows)
+        shares = weights(weight, targets, batch.rows)
         assembly = self._assemblies[self.model.training]
-        microbatches, slices = self._feed(assembly, leaves, rows)
-        assembly.outlet.take_losses(Loss(loss_fn, targets, weights))
+        microbatches, slices = self._feed(assembly, batch)
+        assembly.outlet.take_losses(Loss(loss_fn, targets, shares))
         try:
             self._run(assembly, "train", microbatches)
             losses, gradients = assembly.outlet.losses, assembly.feed.gradients
         finally:
             assembly.clear()
         backward_into_inputs(slices, gradients)
-        total = losses[0] * weights[0]
-        for microbatch in range(1, len(rows)):
-            total = total + losses[microbatch] * weights[microbatch]
+        total = losses[0] * shares[0]
+        for microbatch in range(1, len(batch)):
+            total = total + losses[microbatch] * shares[microbatch]
         return total
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,24 +230,22 @@ class Pipeline:
             WorkerError: a stage failed; the original error is its cause.
             ClosedError: the pipeline is closed.
         """
-        leaves = self.program.flatten_inputs(args, kwargs)
-        total = num_rows(leaves, self.program.batch_dims)
-        rows = split_rows(total, self._count(leaves))
+        batch = self._split(args, kwargs)
         assembly = self._assemblies[self.model.training]
-        microbatches, slices = self._feed(assembly, leaves, rows)
+        microbatches, slices = self._feed(assembly, batch)
         graph = torch.is_grad_enabled()
         try:
             way = assembly.common_way(microbatches)
             self._run(assembly, "forward" if graph else "infer", microbatches)
-            results = [assembly.outlet.results[i] for i in range(len(rows))]
+            results = [assembly.outlet.results[i] for i in range(len(batch))]
             held = assembly.take_held()
         finally:
             assembly.clear()
         merged = merge(way.trace, way.outputs, results)
         if graph:
             run = partial(self._run, assembly, "backward", microbatches)
-            merged = deliver(Passage(assembly, held, run, rows, way), slices, merged)
-        return way.assemble(merged, total)
+            merged = deliver(Passage(assembly, held, run, batch.sizes, way), slices, merged)
+        return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
 
     def _run(self, assembly: Assembly, what: Pass, microbatches: Sequence[MicroBatch]) -> None:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
@@ -237,47 +269,25 @@ class Pipeline:
             moved = [e._replace(start=e.start - start, end=e.end - start) for e in events]
             self._timelines.append(Timeline(len(self._devices), moved))
 
-    def _feed(
-        self, assembly: Assembly, leaves: Sequence[Any], rows: Sequence[int]
-    ) -> tuple[list[MicroBatch], list[list[Any]]]:
+    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        leaves = self.program.flatten_inputs(args, kwargs)
+        return Batch.split(self.program, leaves, self.plan.num_microbatches)
+
+    def _feed(self, assembly: Assembly, batch: Batch) -> tuple[list[MicroBatch], list[list[Any]]]:
         """Hand the micro-batches to the first stage; returns them, and what of them it gets."""
-        parts = split(leaves, self.program.batch_dims, len(rows))
-        ways = [assembly.way_of(part) for part in parts]
+        ways = [assembly.way_of(part) for part in batch.parts]
         slices = [
             [part[value.leaf] for value in assembly.ways[way].inputs if isinstance(value, Ref)]
-            for part, way in zip(parts, ways, strict=True)
+            for part, way in zip(batch.parts, ways, strict=True)
         ]
         assembly.feed.values = [tuple(part) for part in slices]
-        keys = self._keys(len(rows))
-        return [MicroBatch(*each) for each in zip(rows, keys, ways, strict=True)], slices
-
-    def _count(self, leaves: Sequence[Any]) -> int:
-        rows = num_rows(leaves, self.program.batch_dims)
-        if rows == 0:
-            raise InputError("the batch has no rows")
-        return min(self.plan.num_microbatches, rows)
+        keys = self._keys(len(batch))
+        return [MicroBatch(*each) for each in zip(batch.sizes, keys, ways, strict=True)], slices
 
     def _keys(self, count: int) -> list[Key]:
         """The random keys of the next step; `torch.manual_seed` is what seeds them."""
         step, self._steps = self._steps, self._steps + 1
         return [Key(torch.initial_seed(), step, microbatch) for microbatch in range(count)]
-
-    def _split_target(self, target: Any, rows: Sequence[int]) -> list[tuple[Any, ...]]:
-        if target is None:
-            return [()] * len(rows)
-        leaves, structure = flatten(target)
-        device = self._devices[-1]
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or len(leaf) != sum(rows)):
-                raise InputError(
-                    f"the target has shape {tuple(leaf.shape)}, but the batch has {sum(rows)} "
-                    "rows: its first dimension must have as many. What the loss needs whole can "
-                    "be bound to loss_fn with functools.partial"
-                )
-        dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        moved = [to_device(leaf, device) for leaf in leaves]
-        parts = split(moved, dims, len(rows))
-        return [(unflatten(structure, part),) for part in parts]
 
     # -- what a module and its trainer offer --------------------------------------------------
 
@@ -403,22 +413,6 @@ def _with_backup(
     parameters = assembly.parameters[worker] if backward else ()
     backups[worker] = Backup(parameters, assembly.changing[worker])
     job()
-
-
-def _weights(
-    weight: Weight, targets: Sequence[tuple[Any, ...]], rows: Sequence[int]
-) -> list[float]:
-    if weight is None:
-        return [1.0] * len(rows)
-    if weight == "rows":
-        return [r / sum(rows) for r in rows]
-    if not callable(weight):
-        raise InputError(f'weight={weight!r} is unknown; choose "rows", None or a function')
-    counts = [float(weight(*target)) for target in targets]
-    total = sum(counts)
-    if not total > 0:
-        raise InputError(f"the weights of the micro-batches add up to {total}: {counts}")
-    return [count / total for count in counts]
 
 
 def _check_stages(program: Program, stages: int) -> None:

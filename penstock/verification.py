@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.capture import Key, Program, capture
-from penstock.capture.sizes import BatchDim, num_rows
+from penstock.capture import ROWS, Key, Program, capture
+from penstock.capture.dims import BatchDim
 from penstock.capture.trees import flatten, unflatten
 from penstock.cores import use_threads
 from penstock.engine.microbatch import merge, split, split_rows
@@ -170,9 +170,9 @@ class Reference:
         self.model = model
         self._program = program
         leaves, structure = flatten((tuple(args), dict(kwargs)))
-        rows = num_rows(leaves, program.batch_dims)
+        rows = program.varying.sizes(leaves)[ROWS]
         self._rows = split_rows(rows, min(num_microbatches, rows))
-        self._parts = split(leaves, program.batch_dims, len(self._rows))
+        self._parts = split(leaves, program.varying.batch_dims, len(self._rows))
         self._batches = [unflatten(structure, part) for part in self._parts]
 
     @property

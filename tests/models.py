@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.capture import num_rows
 from penstock.profile import DeviceProfile
 
 ROWS = 11  # divides by no number of micro-batches that is tested
@@ -196,7 +195,7 @@ def uniform_plan(
     reasons = {k: program.cuts.forbidden(k) for k in range(1, calls)}
     profile = ps.Profile(
         fingerprint=program.fingerprint,
-        batch_size=num_rows(program.example, program.batch_dims),
+        batch_size=program.example_sizes["B"],
         devices=("cpu",) * stages,
         kinds={"cpu": kind},
         labels=tuple(call.label for call in program.train.calls),

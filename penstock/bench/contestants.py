@@ -14,7 +14,7 @@ import torch
 
 from penstock.bench.measure import Contestant
 from penstock.bench.tasks import Task
-from penstock.capture import Program, capture, num_rows
+from penstock.capture import ROWS, Program, capture
 from penstock.capture.trees import flatten, unflatten
 from penstock.engine.ends import to_device
 from penstock.engine.microbatch import split, split_rows
@@ -56,7 +56,7 @@ class Field:
         self.on_cpu = all(place.type == "cpu" for place in self._places)
         self.threads = threads_per_worker(devices)
         self.program = capture(task.model, task.args, task.kwargs)
-        self.rows = num_rows(self.program.example, self.program.batch_dims)
+        self.rows = self.program.example_sizes[ROWS]
         self.costs = profile(
             self.program, devices=self.devices, threads=self.threads, progress=progress
         )
@@ -122,7 +122,9 @@ class Field:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         leaves, structure = flatten((task.args, task.kwargs))
         moved = [to_device(leaf, device) for leaf in leaves]
-        batches = [unflatten(structure, x) for x in split(moved, self.program.batch_dims, count)]
+        batches = [
+            unflatten(structure, x) for x in split(moved, self.program.varying.batch_dims, count)
+        ]
         target = to_device(task.target, device)
         targets = [()] * count if target is None else [(t,) for t in target.tensor_split(count)]
         shares = [n / self.rows for n in split_rows(self.rows, count)]

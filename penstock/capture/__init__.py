@@ -1,14 +1,25 @@
 """Records a model's forward as a program that can be cut into stages."""
 
-from penstock.capture.calls import Attribute, Call, Origin, Ref, Size, TensorInfo, Trace, Value
+from penstock.capture.calls import (
+    ROWS,
+    Attribute,
+    Call,
+    Origin,
+    Ref,
+    Size,
+    Sizes,
+    TensorInfo,
+    Trace,
+    Value,
+)
 from penstock.capture.cuts import Cuts
 from penstock.capture.opening import capture
 from penstock.capture.preserve import untouched
 from penstock.capture.program import Program, StageProgram
 from penstock.capture.randomness import Key
-from penstock.capture.sizes import num_rows
 
 __all__ = [
+    "ROWS",
     "Attribute",
     "Call",
     "Cuts",
@@ -17,11 +28,11 @@ __all__ = [
     "Program",
     "Ref",
     "Size",
+    "Sizes",
     "StageProgram",
     "TensorInfo",
     "Trace",
     "Value",
     "capture",
-    "num_rows",
     "untouched",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -39,20 +40,60 @@ class Attribute(Leaf):
 Value = Ref | Attribute
 
 
+ROWS = "B"
+"""The name of the dimension that micro-batches are split along."""
+
+Sizes = Mapping[str, int]
+"""How large everything is that varies in the inputs: the rows, and what the user has named."""
+
+
 @dataclass(frozen=True, slots=True)
 class Size(Leaf):
-    """An integer that grows with the batch: `per_row * rows + offset`."""
+    """An integer that grows with what varies in the inputs: a sum of products, `2B·length+1`.
 
-    per_row: int
-    offset: int
+    Attributes:
+        terms: every product's factor, and the names that are multiplied; none for a constant.
+    """
 
-    def at(self, rows: int) -> int:
-        """The integer for a batch of `rows`."""
-        return self.per_row * rows + self.offset
+    terms: tuple[tuple[int, tuple[str, ...]], ...]
+
+    def at(self, sizes: Sizes) -> int:
+        """The integer for inputs that are this large."""
+        return sum(factor * prod(sizes[n] for n in names) for factor, names in self.terms)
+
+    def grows_with(self, name: str) -> bool:
+        """Whether it is another integer for another number of these."""
+        return any(name in names for _, names in self.terms)
 
     def __str__(self) -> str:
-        factor = "B" if self.per_row == 1 else f"{self.per_row}B"
-        return f"{factor}{self.offset:+d}" if self.offset else factor
+        return "+".join(map(_term, *zip(*self.terms, strict=True))).replace("+-", "-")
+
+
+def _term(factor: int, names: tuple[str, ...]) -> str:
+    shown = {1: "", -1: "-"}.get(factor, str(factor)) if names else str(factor)
+    return shown + "·".join(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Irregular(Leaf):
+    """A size that is no sum of products of what varies, such as that of a strided convolution.
+
+    Attributes:
+        example: what it is for the example.
+    """
+
+    example: int
+
+    def at(self, sizes: Sizes) -> int:
+        """What it is for the example, as a guess."""
+        return self.example
+
+    def grows_with(self, name: str) -> bool:
+        """Whether it varies with these: never with the rows."""
+        return name != ROWS
+
+    def __str__(self) -> str:
+        return "?"
 
 
 class Origin(IntEnum):
@@ -71,7 +112,7 @@ class TensorInfo:
     """What is known of a tensor value.
 
     Attributes:
-        shape: its sizes; those that grow with the batch are `Size`s.
+        shape: its sizes; those that vary with the inputs are `Size`s.
         dtype: its element type.
         requires_grad: whether a gradient flows to it, with the parameters as they were.
         storage: a number that tensors sharing memory have in common.
@@ -79,28 +120,27 @@ class TensorInfo:
         dynamic: whether its sizes may depend on values, as those of `x[x > 0]` do.
     """
 
-    shape: tuple[int | Size, ...]
+    shape: tuple[int | Size | Irregular, ...]
     dtype: torch.dtype
     requires_grad: bool
     storage: int
     origin: Origin = Origin.MODEL
     dynamic: bool = False
 
-    def at(self, rows: int) -> tuple[int, ...]:
-        """The shape for a batch of `rows`."""
-        return tuple(n.at(rows) if isinstance(n, Size) else n for n in self.shape)
+    def at(self, sizes: Sizes) -> tuple[int, ...]:
+        """The shape for inputs that are this large."""
+        return tuple(n if isinstance(n, int) else n.at(sizes) for n in self.shape)
 
-    def num_bytes(self, rows: int) -> int:
-        """The bytes of the tensor's elements for a batch of `rows`."""
-        total = self.dtype.itemsize
-        for n in self.at(rows):
-            total *= n
-        return total
+    def num_bytes(self, sizes: Sizes) -> int:
+        """The bytes of the tensor's elements for inputs that are this large."""
+        return self.dtype.itemsize * prod(self.at(sizes))
 
     @property
     def batch_dim(self) -> int | None:
         """The dimension along which micro-batches are put together again, if there is one."""
-        growing = [d for d, n in enumerate(self.shape) if isinstance(n, Size)]
+        growing = [
+            d for d, n in enumerate(self.shape) if not isinstance(n, int) and n.grows_with(ROWS)
+        ]
         return growing[0] if len(growing) == 1 else None
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from penstock.capture.calls import INPUTS, Attribute, Ref, TensorInfo, Trace, Value
+from penstock.capture.calls import INPUTS, Attribute, Ref, Sizes, TensorInfo, Trace, Value
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Cuts:
             live = [v for v in self._dies if self._born[v] == INPUTS]
         return tuple(sorted(live, key=_order))
 
-    def num_bytes(self, cut: int, rows: int) -> int:
-        """The bytes that cross the cut for a micro-batch of `rows`."""
+    def num_bytes(self, cut: int, sizes: Sizes) -> int:
+        """The bytes that cross the cut for inputs that are this large."""
         infos = (self.trace.info(value) for value in self.boundary(cut))
-        return sum(info.num_bytes(rows) for info in infos if isinstance(info, TensorInfo))
+        return sum(info.num_bytes(sizes) for info in infos if isinstance(info, TensorInfo))
 
     def forbidden(self, cut: int) -> str | None:
         """Why there can be no cut before call `cut`, or `None` if there can."""

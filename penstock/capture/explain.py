@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.capture.calls import Attribute, Call, TensorInfo
-from penstock.capture.sizes import num_rows
+from penstock.capture.calls import ROWS, Attribute, Call, TensorInfo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,13 +122,12 @@ def explain(program: Program) -> Explanation:
     Args:
         program: a captured program.
     """
-    rows = num_rows(program.example, program.batch_dims)
     first_used = _first_used(program)
     return Explanation(
         model=type(program.model).__name__,
-        batch_size=rows,
+        batch_size=program.example_sizes[ROWS],
         parameters=sum(p.numel() for p in program.model.parameters()),
-        rows=tuple(_row(program, n, used, rows) for n, used in enumerate(first_used)),
+        rows=tuple(_row(program, n, used) for n, used in enumerate(first_used)),
         differences=_differences(program),
         closed=dict(program.closed),
     )
@@ -153,7 +151,7 @@ def _first_used(program: Program) -> list[list[nn.Parameter]]:
     return result
 
 
-def _row(program: Program, number: int, used: Sequence[nn.Parameter], rows: int) -> CallRow:
+def _row(program: Program, number: int, used: Sequence[nn.Parameter]) -> CallRow:
     call, after = program.train.calls[number], number + 1
     is_last = after == len(program)
     return CallRow(
@@ -164,7 +162,7 @@ def _row(program: Program, number: int, used: Sequence[nn.Parameter], rows: int)
         outputs=tuple(str(o) for o in call.outputs if isinstance(o, TensorInfo)),
         random=call.random,
         in_place=bool(call.mutates),
-        cut_bytes=None if is_last else program.cuts.num_bytes(after, rows),
+        cut_bytes=None if is_last else program.cuts.num_bytes(after, program.example_sizes),
         forbidden=None if is_last else program.cuts.forbidden(after),
     )
 

@@ -1,7 +1,7 @@
 """Turns a stretch of a trace into a `torch.fx.GraphModule` with the user's submodules as leaves.
 
-The module's forward is `forward(rows, key, *values) -> tuple`: the number of rows of the
-micro-batch, the random key (or `None`), and the values that are live before the stretch; it
+The module's forward is `forward(sizes, key, *values) -> tuple`: how large the micro-batch is
+(`{"B": rows}`), the random key (or `None`), and the values that are live before the stretch; it
 returns those that are live after it. It is ordinary fx: print it, pickle it, compile it.
 """
 
@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import Ambient, Attribute, Call, Ref, Size, Trace, Value, function_name
+from penstock.capture.calls import (
+    Ambient,
+    Attribute,
+    Call,
+    Ref,
+    Size,
+    Sizes,
+    Trace,
+    Value,
+    function_name,
+)
 from penstock.capture.randomness import draw
 from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
 
@@ -70,7 +81,7 @@ class _Lowering:
         self.leaves: dict[str, Any] = {}  # what the graph's get_attr and call_module find
         self._nodes: dict[Any, fx.Node] = {}
         self._results: dict[int, tuple[fx.Node, Structure | None]] = {}
-        self._rows = self.graph.placeholder("rows")
+        self._sizes = self.graph.placeholder("sizes")
         self._key = self.graph.placeholder("key")
 
     def placeholder(self, value: Value) -> None:
@@ -192,9 +203,27 @@ class _Lowering:
 
     def _size(self, size: Size) -> fx.Node:
         if size not in self._nodes:
-            node = self.graph.call_function(operator.mul, (self._rows, size.per_row))
-            self._nodes[size] = self.graph.call_function(operator.add, (node, size.offset))
+            terms = [self._term(factor, names) for factor, names in size.terms]
+            self._nodes[size] = reduce(self._added, terms)
         return self._nodes[size]
+
+    def _term(self, factor: int, names: Sequence[str]) -> Any:
+        if not names:
+            return factor
+        product = reduce(self._multiplied, map(self._named, names))
+        return product if factor == 1 else self._multiplied(product, factor)
+
+    def _named(self, name: str) -> fx.Node:
+        if name not in self._nodes:
+            item = self.graph.call_function(operator.getitem, (self._sizes, name))
+            self._nodes[name] = item
+        return self._nodes[name]
+
+    def _added(self, one: Any, other: Any) -> fx.Node:
+        return self.graph.call_function(operator.add, (one, other))
+
+    def _multiplied(self, one: Any, other: Any) -> fx.Node:
+        return self.graph.call_function(operator.mul, (one, other))
 
     def _constant(self, constant: Any) -> fx.Node:
         name = f"constant_{len(self.leaves)}"
@@ -220,14 +249,14 @@ def build_with(build: Callable[[list[Any]], Any], children: list[Any]) -> Any:
     return build(list(children))
 
 
-def assemble(trace: Trace, values: dict[Value, Any], rows: int) -> Any:
+def assemble(trace: Trace, values: dict[Value, Any], sizes: Sizes) -> Any:
     """The model's result, in its own structure, from the values that it is made of."""
     leaves = []
     for leaf in trace.outputs:
         if isinstance(leaf, (Ref, Attribute)):
             leaves.append(values[leaf])
         else:
-            leaves.append(leaf.at(rows) if isinstance(leaf, Size) else leaf)
+            leaves.append(leaf.at(sizes) if isinstance(leaf, Size) else leaf)
     return unflatten(trace.output_structure, leaves)
 
 

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.calls import Attribute, Trace
+from penstock.capture.calls import Attribute, Sizes, Trace
+from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
 from penstock.capture.preserve import Parameters, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import Unrecordable, record
-from penstock.capture.sizes import BatchDim, Undecided, batch_dims, generalise, num_rows, with_rows
+from penstock.capture.sizes import Undecided, generalise
 from penstock.capture.trees import flatten, unflatten
 from penstock.errors import CaptureError, InputError, PenstockError
 
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_SMALL_BATCHES = (2, 3, 4)
 
 
 def capture(
@@ -30,6 +30,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     batch_dim: BatchDim = 0,
+    dynamic: Dynamic | None = None,
     keep_closed: Iterable[str] = (),
 ) -> Program:
     """Record what `model(*args, **kwargs)` does, for any batch size, in both modes.
@@ -44,6 +45,9 @@ def capture(
         batch_dim: the dimension that counts the rows of every tensor input; or a mapping from an
             argument's position or name to its dimension, `None` for one that every micro-batch
             gets whole. Arguments not named are split along 0.
+        dynamic: other dimensions that vary from batch to batch: for an argument (by position or
+            name) its dimensions, each with a name. Those of the same name are as large as each
+            other: `{"input_ids": {1: "length"}, "attention_mask": {1: "length"}}`.
         keep_closed: qualified names of submodules that the program must not look inside.
 
     Returns:
@@ -52,26 +56,20 @@ def capture(
 
     Raises:
         CaptureError: the forward itself raises, or `keep_closed` names no submodule.
-        InputError: the example has no batch dimension, or its inputs disagree on it; or `model` or
-            `args` are something else.
+        InputError: the example has no batch dimension, or its inputs disagree on it; `dynamic`
+            names what is not there; or `model` or `args` are something else.
     """
     _check_kinds(model, args)
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, structure = flatten((args, kwargs))
-    dims = batch_dims(args, kwargs, batch_dim)
-    rows = num_rows(leaves, dims)
+    dims = varying(args, kwargs, batch_dim, dynamic or {})
+    attempts = dims.attempts(dims.sizes(leaves))
     capturer = _Capturer(model, leaves, structure, dims, _Opening(model, keep_closed))
-    with untouched(model), torch.enable_grad():
-        try:
-            return capturer.run(_SMALL_BATCHES)
-        except PenstockError:
-            raise
-        except Exception:
-            # Some forwards want particular batch sizes, or decide on the values of all rows;
-            # multiples of the example's may do.
-            return _run_as_given(capturer, rows)
-        finally:
-            capturer.parameters = None  # the program holds on to the capturer
+    try:
+        with untouched(model), torch.enable_grad():
+            return capturer.first_that_works(attempts)
+    finally:
+        capturer.parameters = None  # the program holds on to the capturer
 
 
 def _check_kinds(model: Any, args: Any) -> None:
@@ -82,18 +80,6 @@ def _check_kinds(model: Any, args: Any) -> None:
             f"args is a {type(args).__name__}, not the tuple of the model's positional arguments; "
             "write args=(x,)"
         )
-
-
-def _run_as_given(capturer: _Capturer, rows: int) -> Program:
-    try:
-        return capturer.run((rows, 2 * rows, 3 * rows))
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"the forward of {type(capturer.model).__name__} raised {type(error).__name__} "
-            f"when it was run on the example: {error}"
-        ) from error
 
 
 class _Opening:
@@ -174,34 +160,58 @@ class _Capturer:
         model: nn.Module,
         leaves: list[Any],
         structure: Any,
-        dims: list[int | None],
+        varying: Varying,
         opening: _Opening,
     ) -> None:
         self.model = model
         self.leaves = leaves
         self.structure = structure
-        self.dims = dims
+        self.varying = varying
         self.opening = opening
         self.parameters: Parameters | None = Parameters(model)
 
-    def run(self, sizes: Sequence[int]) -> Program:
-        """The program, generalised from recordings at these three batch sizes.
+    def first_that_works(self, attempts: Sequence[list[Sizes]]) -> Program:
+        """The program, recorded at the first of these choices of sizes that the model takes.
+
+        Raises:
+            CaptureError: the model takes none of them.
+        """
+        for points in attempts[:-1]:
+            try:
+                return self.run(points, last=False)
+            except PenstockError:
+                raise
+            except Exception:
+                continue  # a size that the model cannot have, or answers that depend on the rows
+        try:
+            return self.run(attempts[-1], last=True)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} raised {type(error).__name__} "
+                f"when it was run on the example: {error}"
+            ) from error
+
+    def run(self, points: Sequence[Sizes], last: bool) -> Program:
+        """The program, generalised from recordings of inputs of these sizes.
 
         Raises:
             CaptureError: even the model as one closed call does not repeat itself.
+            Undecided: its Python decides otherwise at some of them, and they are not the last.
         """
         while True:
             try:
-                train = self._trace(sizes, training=True)
-                evaluation = self._trace(sizes, training=False)
+                train = self._trace(points, training=True)
+                evaluation = self._trace(points, training=False)
                 if self.opening.force(train) or self.opening.force(evaluation):
                     continue
                 program = self._program(train, evaluation)
-                self._check(program, program.train, sizes[-1], training=True)
-                self._check(program, program.eval, sizes[-1], training=False)
+                self._check(program, program.train, points[-1], training=True)
+                self._check(program, program.eval, points[-1], training=False)
                 return program
             except Unrecordable as problem:
-                if isinstance(problem, Undecided) and sizes == _SMALL_BATCHES:
+                if isinstance(problem, Undecided) and not last:
                     raise
                 if problem.path in self.opening.closed:
                     raise CaptureError(f"the forward cannot be recorded: {problem}") from problem
@@ -212,7 +222,7 @@ class _Capturer:
             self.model,
             train,
             train if train == evaluation else evaluation,
-            self.dims,
+            self.varying,
             self.leaves,
             self.opening.closed,
             self.opening.is_open,
@@ -229,12 +239,12 @@ class _Capturer:
         if len({p.device for p in model.parameters()}) > 1:  # placed on the pipeline's devices
             model = copy.deepcopy(model).cpu()
             leaves = [x.cpu() if isinstance(x, torch.Tensor) else x for x in leaves]
-        rows = num_rows(leaves, self.dims)
-        other = _Capturer(model, leaves, self.structure, self.dims, self.opening)
+        sizes = self.varying.sizes(leaves)
+        other = _Capturer(model, leaves, self.structure, self.varying, self.opening)
         with untouched(model), torch.enable_grad():
             try:
-                trace = other._trace((rows, 2 * rows, 3 * rows), training)
-                other._check(program, trace, rows, training)
+                trace = other._trace(self.varying.attempts(sizes)[1], training)
+                other._check(program, trace, sizes, training)
             except Unrecordable as problem:
                 raise CaptureError(
                     "on this batch the model decides otherwise than on the example, and goes a "
@@ -243,24 +253,24 @@ class _Capturer:
                 ) from problem
         return trace
 
-    def _trace(self, sizes: Sequence[int], training: bool) -> Trace:
+    def _trace(self, points: Sequence[Sizes], training: bool) -> Trace:
         traces = []
-        for rows in sizes:
-            args, kwargs = self._batch(rows)
+        for sizes in points:
+            args, kwargs = self._batch(sizes)
             with untouched(self.model, self.parameters):
                 self._set_mode(training)
                 traces.append(record(self.model, self.opening.is_open, args, kwargs)[0])
-        return generalise(traces, sizes).pruned()
+        return generalise(traces, points).pruned()
 
-    def _check(self, program: Program, trace: Trace, rows: int, training: bool) -> None:
-        """Replay at another batch size and compare with the model itself, bit for bit."""
+    def _check(self, program: Program, trace: Trace, sizes: Sizes, training: bool) -> None:
+        """Replay at another size and compare with the model itself, bit for bit."""
         key = Key(0, 0, 0)
 
         def reference() -> Any:
-            return program.reference(*self._batch(rows), key, self.model, trace)
+            return program.reference(*self._batch(sizes), key, self.model, trace)
 
         def replay() -> Any:
-            leaves = with_rows(self.leaves, self.dims, rows)
+            leaves = self.varying.resized(self.leaves, sizes)
             return program.replay_fresh(trace, leaves, key, self.model)
 
         expected = self._run(reference, training)
@@ -282,9 +292,9 @@ class _Capturer:
         if not training or not self.model.training:
             self.model.train(training)
 
-    def _batch(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _batch(self, sizes: Sizes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(
-            self.structure, with_rows(self.leaves, self.dims, rows)
+            self.structure, self.varying.resized(self.leaves, sizes)
         )
         return batch
 

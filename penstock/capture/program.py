@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import Call, Ref, Size, TensorInfo, Trace, Value
+from penstock.capture.calls import ROWS, Call, Ref, Sizes, TensorInfo, Trace, Value
 from penstock.capture.cuts import Cuts
+from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
 from penstock.capture.lowering import assemble, lower
 from penstock.capture.randomness import Key, draw
 from penstock.capture.recorder import record
-from penstock.capture.sizes import num_rows
 from penstock.capture.trees import flatten, unflatten
 from penstock.errors import InputError, PlanError
 
@@ -40,7 +40,7 @@ class Program:
         model: the user's module; its submodules are the leaves of every stage.
         train: the trace of the forward in training mode.
         eval: the trace in evaluation mode; the same object where nothing differs.
-        batch_dims: for every leaf of the inputs the dimension that is split, or `None`.
+        varying: which dimensions of the inputs vary.
         example: the inputs' leaves that were captured with.
         closed: why the program does not look inside these modules, by qualified name.
         is_open: whether it looks inside the module of this name.
@@ -55,7 +55,7 @@ class Program:
         model: nn.Module,
         train: Trace,
         evaluation: Trace,
-        batch_dims: Sequence[int | None],
+        varying: Varying,
         example: Sequence[Any],
         closed: Mapping[str, str],
         is_open: Callable[[str], bool],
@@ -66,7 +66,7 @@ class Program:
         self.eval = evaluation
         self._record_way = record_way
         self._ways = {True: [_Way(model, train)], False: [_Way(model, evaluation)]}
-        self.batch_dims = tuple(batch_dims)
+        self.varying = varying
         self.example = tuple(example)
         self.closed = dict(closed)
         self.is_open = is_open
@@ -96,9 +96,9 @@ class Program:
         ways = self._ways[training]
         if ways[0].trace.questions is None:
             return ways[0].trace
-        rows = num_rows(leaves, self.batch_dims)
+        sizes = self.varying.sizes(leaves)
         for way in ways:
-            if way.fits(leaves, rows):
+            if way.fits(leaves, sizes):
                 return way.trace
         trace = self._record_way(self, leaves, training)
         ways.append(_Way(self.model, trace))
@@ -130,10 +130,10 @@ class Program:
     def _run(
         self, whole: StageProgram, trace: Trace, leaves: Sequence[Any], key: Key | None
     ) -> Any:
-        rows = num_rows(leaves, self.batch_dims)
-        results = whole.module(rows, key, *(leaves[_input(value)] for value in whole.inputs))
+        sizes = self.varying.sizes(leaves)
+        results = whole.module(sizes, key, *(leaves[_input(value)] for value in whole.inputs))
         values = dict(zip(whole.outputs, results, strict=True))
-        return assemble(trace, values, rows)
+        return assemble(trace, values, sizes)
 
     def reference(
         self,
@@ -180,13 +180,29 @@ class Program:
                 "arguments, positional and keyword alike, or capture again with these"
             )
         for k, (leaf, expected) in enumerate(zip(leaves, self.train.inputs, strict=True)):
-            problem = _mismatch(leaf, expected, self.batch_dims[k])
+            problem = _mismatch(leaf, expected, self.varying.axes[k])
             if problem:
                 raise InputError(
                     f"input {k} of the batch {problem}; the example that was captured had "
-                    f"{expected}. Only the batch size (B) may vary: capture again for others"
+                    f"{expected}. Only {self._may_vary()} may vary"
                 )
+        self.varying.sizes(leaves)
         return leaves
+
+    def _may_vary(self) -> str:
+        _, *others = self.varying.names
+        if others:
+            return f"the batch size (B) and {', '.join(others)}"
+        return "the batch size (B), and dimensions that capture(dynamic=...) names,"
+
+    @cached_property
+    def example_sizes(self) -> Sizes:
+        """How large the example is."""
+        return self.varying.sizes(self.example)
+
+    def sizes(self, rows: int) -> Sizes:
+        """How large the example would be with this many rows."""
+        return {**self.example_sizes, ROWS: rows}
 
     def explain(self) -> Explanation:
         """What it does, call by call, where it can be cut, and why modules stayed closed."""
@@ -274,7 +290,7 @@ class _Way:
         self._model = model
         self._asked: fx.GraphModule | None = None
 
-    def fits(self, leaves: Sequence[Any], rows: int) -> bool:
+    def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the model's Python reads off these inputs what it read in the recording."""
         questions = self.trace.questions
         if questions is None:
@@ -288,7 +304,7 @@ class _Way:
         if any(call.mutates for call in questions.calls):
             values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
         with torch.no_grad():
-            answers = self._asked(rows, None, *values)
+            answers = self._asked(sizes, None, *values)
         return tuple(answers) == self.trace.answers
 
 
@@ -297,7 +313,7 @@ def _input(value: Value) -> int:
     return value.leaf if isinstance(value, Ref) else -1
 
 
-def _mismatch(leaf: Any, expected: Any, dim: int | None) -> str:
+def _mismatch(leaf: Any, expected: Any, axes: Mapping[int, str]) -> str:
     """How a leaf of the batch differs from what was captured, or an empty string."""
     if not isinstance(expected, TensorInfo):
         same = type(leaf) is type(expected) and (leaf is expected or leaf == expected)
@@ -309,8 +325,7 @@ def _mismatch(leaf: Any, expected: Any, dim: int | None) -> str:
     if leaf.ndim != len(expected.shape):
         return f"has {leaf.ndim} dimensions, of shape {tuple(leaf.shape)}"
     for axis, (n, wanted) in enumerate(zip(leaf.shape, expected.shape, strict=True)):
-        is_batch = dim is not None and axis == dim % leaf.ndim
-        if not is_batch and not isinstance(wanted, Size) and n != wanted:
+        if axis not in axes and n != wanted:
             return f"has shape {tuple(leaf.shape)}, {n} instead of {wanted} in dimension {axis}"
     return ""
 

@@ -1,99 +1,42 @@
-"""Generalising a recording to any batch size, by recording at several and comparing.
+"""Generalising a recording to any size of the inputs, by recording at several and comparing.
 
-An integer that differs between two recordings is `k * rows + d`; a third recording checks it.
-Anything else that differs cannot be generalised, and closes the module whose Python made it.
+An integer that differs between recordings is a sum of products of what varies, `k * rows + d` in
+the simplest case; one more recording checks it. Anything else that differs cannot be generalised,
+and closes the module whose Python made it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import combinations, zip_longest
+from math import prod
 from typing import Any
 
-import torch
-
-from penstock.capture.calls import Call, Size, TensorInfo, Trace
+from penstock.capture.calls import ROWS, Call, Irregular, Size, Sizes, TensorInfo, Trace
 from penstock.capture.recorder import Unrecordable
 from penstock.capture.trees import flatten, unflatten
-from penstock.errors import InputError
-
-BatchDim = int | Mapping[str | int, int | None]
-"""One dimension for every input, or one per argument (by position or name); `None`: not split."""
-
-
-def batch_dims(args: Sequence[Any], kwargs: Mapping[str, Any], batch_dim: BatchDim) -> list[Any]:
-    """For every leaf of `(args, kwargs)` the dimension to split, or `None` to pass it whole.
-
-    Only tensors with at least one dimension are ever split.
-    """
-    dims: list[int | None] = []
-    named: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
-    for name, argument in named:
-        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
-        for leaf in flatten(argument)[0]:
-            splits = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-            dims.append(dim if splits else None)
-    return dims
-
-
-def num_rows(leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
-    """The batch size that all split inputs agree on.
-
-    Raises:
-        InputError: none is split, a dimension does not exist, or two inputs disagree.
-    """
-    sizes: dict[int, int] = {}
-    for k, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-        if dim is None:
-            continue
-        if not -leaf.ndim <= dim < leaf.ndim:
-            raise InputError(
-                f"batch_dim={dim} does not exist in input {k}, of shape {tuple(leaf.shape)}; "
-                "give each argument its own with batch_dim={argument: dimension}"
-            )
-        sizes[k] = leaf.shape[dim]
-    if not sizes:
-        raise InputError(
-            "no input can be split into micro-batches: none is a tensor with a batch dimension"
-        )
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"input {k} has {n}" for k, n in sizes.items())
-        raise InputError(
-            f"the inputs have different batch sizes: {listed}; an input that every micro-batch "
-            "needs whole is named with batch_dim={argument: None}"
-        )
-    return next(iter(sizes.values()))
-
-
-def with_rows(leaves: Sequence[Any], dims: Sequence[int | None], rows: int) -> list[Any]:
-    """The same inputs with `rows` rows, the example's own repeated in turn; always copies."""
-    result = []
-    for leaf, dim in zip(leaves, dims, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            result.append(leaf)
-        elif dim is None:
-            result.append(leaf.detach().clone())
-        else:
-            index = torch.arange(rows, device=leaf.device) % leaf.shape[dim]
-            result.append(leaf.detach().index_select(dim, index))
-    return result
 
 
 class Undecided(Unrecordable):
-    """Recordings at several batch sizes read different answers off their inputs."""
+    """Recordings of inputs of several sizes read different answers off them."""
 
 
-def generalise(traces: Sequence[Trace], rows: Sequence[int]) -> Trace:
-    """One trace for every batch size out of three recordings at `rows`.
+def generalise(traces: Sequence[Trace], points: Sequence[Sizes]) -> Trace:
+    """One trace for inputs of every size out of recordings at these points.
+
+    Args:
+        traces: the recordings.
+        points: how large the inputs were, in the order of `Varying.attempts`.
 
     Raises:
-        Unrecordable: the recordings differ in more than integers that grow with the batch.
+        Unrecordable: the recordings differ in more than integers that grow with the inputs.
     """
     first = traces[0]
     _check_same_decisions(traces)
-    _check_same_calls(traces, rows)
-    merge = _Merge(rows)
+    _check_same_calls(traces, points)
+    merge = _Merge(points)
     calls = [merge.calls([t.calls[i] for t in traces]) for i in range(len(first.calls))]
     return Trace(
         merge.leaves([t.inputs for t in traces], "", "an input"),
@@ -118,22 +61,22 @@ def _check_same_decisions(traces: Sequence[Trace]) -> None:
                 raise Undecided(path, "what it decides on its inputs' values depends on the rows")
 
 
-def _check_same_calls(traces: Sequence[Trace], rows: Sequence[int]) -> None:
-    """Raise for the module whose own Python calls something else at another batch size."""
+def _check_same_calls(traces: Sequence[Trace], points: Sequence[Sizes]) -> None:
+    """Raise for the module whose own Python calls something else at another size."""
     made = [_calls_by_path(trace) for trace in traces]
     for path in dict.fromkeys(call.path for trace in traces for call in trace.calls):
-        for n, by_path in zip(rows, made, strict=True):
+        for point, by_path in zip(points, made, strict=True):
             if by_path.get(path) != made[0].get(path):
                 while path and not all(_runs(path, other) for other in made):
                     path = path.rpartition(".")[0]  # whether it runs at all, its caller decides
                 raise Unrecordable(
                     path,
-                    "what it calls depends on the batch: "
-                    f"at {n} rows it is not what it is at {rows[0]}",
+                    "what it calls depends on the size of the inputs: "
+                    f"with {_shown(point)} it is not what it is with {_shown(points[0])}",
                 )
     for group in zip(*(trace.calls for trace in traces), strict=True):
         if len({(call.path, call.target) for call in group}) > 1:
-            raise Unrecordable("", "the order of what it calls depends on the batch")
+            raise Unrecordable("", "the order of what it calls depends on the size of the inputs")
 
 
 def _runs(path: str, made: Mapping[str, Any]) -> bool:
@@ -148,11 +91,16 @@ def _calls_by_path(trace: Trace) -> dict[str, list[tuple[Any, ...]]]:
     return made
 
 
-class _Merge:
-    """Merges what three recordings say of the same thing."""
+def _shown(point: Sizes) -> str:
+    return ", ".join(f"{name}={size}" for name, size in point.items())
 
-    def __init__(self, rows: Sequence[int]) -> None:
-        self.rows = rows
+
+class _Merge:
+    """Merges what the recordings say of the same thing."""
+
+    def __init__(self, points: Sequence[Sizes]) -> None:
+        self.points = points
+        self.names = list(points[0])
 
     def calls(self, calls: Sequence[Call]) -> Call:
         first = calls[0]
@@ -178,25 +126,69 @@ class _Merge:
         if isinstance(first, TensorInfo) and len({(len(g.shape), g.dtype) for g in group}) == 1:
             if first.dynamic:
                 return first
-            shape = tuple(
-                self.leaf(sizes, path, what)
-                for sizes in zip(*(g.shape for g in group), strict=True)
-            )
-            return replace(first, shape=shape)
+            dims = zip(*(g.shape for g in group), strict=True)
+            return replace(first, shape=tuple(self._dimension(sizes, path, what) for sizes in dims))
         if all(type(g) is type(first) and (g is first or g == first) for g in group):
             return first
         if all(type(g) is int for g in group):
             return self._size(group, path, what)
+        other = next(k for k, g in enumerate(group) if type(g) is not type(first) or g != first)
         raise Unrecordable(
             path,
-            f"{what} is {first!r} at {self.rows[0]} rows, {group[1]!r} at {self.rows[1]}, and that "
-            "is not an integer that grows with them",
+            f"{what} is {first!r} with {_shown(self.points[0])}, {group[other]!r} with "
+            f"{_shown(self.points[other])}, and that is not an integer that grows with them",
         )
 
+    def _dimension(self, group: Sequence[int], path: str, what: str) -> int | Size | Irregular:
+        """A size of a tensor; that of a result need not be known exactly."""
+        if len(set(group)) == 1:
+            return group[0]
+        size = self._fitted(group)
+        if size is not None:
+            return size
+        if group[self._varied(ROWS)] == group[0]:
+            return Irregular(group[0])
+        return self._size(group, path, what)
+
     def _size(self, group: Sequence[int], path: str, what: str) -> Size:
-        per_row, rest = divmod(group[1] - group[0], self.rows[1] - self.rows[0])
-        size = Size(per_row, group[0] - per_row * self.rows[0])
-        if rest or any(size.at(n) != g for g, n in zip(group, self.rows, strict=True)):
-            seen = ", ".join(f"{g} at {n}" for g, n in zip(group, self.rows, strict=True))
-            raise Unrecordable(path, f"{what} does not grow evenly with the rows: {seen}")
+        size = self._fitted(group)
+        if size is None:
+            seen = ", ".join(
+                f"{g} with {_shown(p)}" for g, p in zip(group, self.points, strict=True)
+            )
+            raise Unrecordable(path, f"{what} does not grow evenly with the inputs: {seen}")
         return size
+
+    def _fitted(self, group: Sequence[int]) -> Size | None:
+        """The sum of products that gives these integers, by differences; `None` if none does."""
+        start = self.points[0]
+        terms: Counter[tuple[str, ...]] = Counter({(): group[0]})
+        for names in [*((n,) for n in self.names), *combinations(self.names, 2)]:
+            steps = [self.points[self._varied(*names)][n] - start[n] for n in names]
+            parts = [names[:k] + names[k + 1 :] for k in range(len(names))]
+            change = group[self._varied(*names)] - group[0]
+            if len(names) > 1:
+                change -= sum(group[self._varied(*part)] - group[0] for part in parts)
+            slope, rest = divmod(change, prod(steps))
+            if rest:
+                return None
+            _add_product(terms, slope, names, start)
+        ordered = sorted(terms.items(), key=lambda term: (-len(term[0]), term[0]))
+        size = Size(tuple((factor, names) for names, factor in ordered if factor))
+        fits = all(size.at(p) == g for p, g in zip(self.points, group, strict=True))
+        return size if fits else None
+
+    def _varied(self, *names: str) -> int:
+        """The point at which just these differ from the first."""
+        singles = [(n,) for n in self.names]
+        return 1 + [*singles, *combinations(self.names, 2)].index(names)
+
+
+def _add_product(
+    terms: Counter[tuple[str, ...]], slope: int, names: tuple[str, ...], start: Sizes
+) -> None:
+    """Add `slope * (x - start[x]) * (y - start[y]) * ...`, multiplied out."""
+    for count in range(len(names) + 1):
+        for chosen in combinations(names, count):
+            others = (-start[n] for n in names if n not in chosen)
+            terms[chosen] += slope * prod(others)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.capture import Origin, TensorInfo, Trace, Value
+from penstock.capture import Origin, Sizes, TensorInfo, Trace, Value
 from penstock.errors import InputError
 
 
@@ -72,16 +72,15 @@ def check_mergeable(trace: Trace, values: Sequence[Value], num_microbatches: int
 
 
 def unmerge(
-    trace: Trace, value: Value, gradient: torch.Tensor | None, rows: Sequence[int]
+    trace: Trace, value: Value, gradient: torch.Tensor | None, sizes: Sequence[Sizes]
 ) -> Sequence[torch.Tensor | None]:
     """The gradient of a merged result, for each micro-batch."""
-    if gradient is None or len(rows) == 1:
-        return [gradient] * len(rows)
+    if gradient is None or len(sizes) == 1:
+        return [gradient] * len(sizes)
     dim = merge_dim(trace, value)
     if dim is None:
-        return [gradient, *[None] * (len(rows) - 1)]
-    sizes = [trace.info(value).at(count)[dim] for count in rows]
-    return list(gradient.split(sizes, dim))
+        return [gradient, *[None] * (len(sizes) - 1)]
+    return list(gradient.split([trace.info(value).at(size)[dim] for size in sizes], dim))
 
 
 def merge_dim(trace: Trace, value: Value) -> int | None:

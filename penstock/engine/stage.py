@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.capture.calls import Sizes
 from penstock.capture.randomness import Key
 
 Values = tuple[Any, ...]
@@ -51,12 +52,12 @@ class MicroBatch(NamedTuple):
     """What every stage knows of a micro-batch.
 
     Attributes:
-        rows: its size.
+        sizes: how large it is.
         key: where its random numbers are.
         way: which of the stage's modules it takes.
     """
 
-    rows: int
+    sizes: Sizes
     key: Key
     way: int = 0
 
@@ -66,7 +67,7 @@ class Stage:
 
     Attributes:
         index: its number, from 0.
-        modules: one for each way through the model: `module(rows, key, *values) -> tuple`, see
+        modules: one for each way through the model: `module(sizes, key, *values) -> tuple`, see
             `penstock.capture.lowering`.
         source: where values come from.
         sink: where results go.
@@ -98,16 +99,16 @@ class Stage:
         values, self._arrived = self._arrived, ()
         entry, entered = enter(values)
         del values
-        rows, key, way = self.microbatches[microbatch]
-        results = self.modules[way](rows, key, *entered)
+        sizes, key, way = self.microbatches[microbatch]
+        results = self.modules[way](sizes, key, *entered)
         del entered
         self.held[microbatch] = Held(entry, self.sink.send(microbatch, results))
 
     def infer(self, microbatch: int) -> None:
         """Run the module on what has arrived, without gradients."""
         values, self._arrived = self._arrived, ()
-        rows, key, way = self.microbatches[microbatch]
-        self.sink.send(microbatch, self.modules[way](rows, key, *values))
+        sizes, key, way = self.microbatches[microbatch]
+        self.sink.send(microbatch, self.modules[way](sizes, key, *values))
 
     def await_gradients(self, microbatch: int) -> None:
         """Wait for what the next `backward` works on."""

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.capture import Program
+from penstock.capture import ROWS, Program, Sizes
 from penstock.capture.explain import weight_bytes
-from penstock.capture.sizes import num_rows, with_rows
+from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
-from penstock.profile.sizes import Sizes
 from penstock.profile.team import Team, Timing
 
 Progress = Callable[[int, int, str], None]
@@ -60,16 +59,22 @@ def profile(
     leaves = list(program.example)
     if args or kwargs:
         leaves = program.flatten_inputs(args, kwargs or {})
-    batch_size = num_rows(leaves, program.batch_dims)
+    given = program.varying.sizes(leaves)
+    batch_size = given[ROWS]
     asked = None if num_microbatches == "auto" else num_microbatches
     if asked is not None:
         check_count(asked, batch_size)
-    sizes = Sizes(batch_size, len(devices), seconds, asked)
+    agenda = Agenda(batch_size, len(devices), seconds, asked)
     teams = {
         kind: Team(program, torch.device(kind), _copies(kind, devices), threads)
         for kind in dict.fromkeys(devices)
     }
-    timings = _measured(teams, sizes, lambda n: with_rows(leaves, program.batch_dims, n), progress)
+
+    def batch_of(rows: int) -> tuple[list[Any], Sizes]:
+        smaller = {**given, ROWS: rows}
+        return program.varying.resized(leaves, smaller), smaller
+
+    timings = _measured(teams, agenda, batch_of, progress)
     return Profile(
         fingerprint=program.fingerprint,
         batch_size=batch_size,
@@ -93,32 +98,32 @@ def _copies(kind: str, devices: Sequence[str]) -> int:
 
 def _measured(
     teams: Mapping[str, Team],
-    sizes: Sizes,
-    batch_of: Callable[[int], list[Any]],
+    agenda: Agenda,
+    batch_of: Callable[[int], tuple[list[Any], Sizes]],
     progress: Progress | None,
 ) -> dict[str, _Timings]:
     """All sizes on all kinds of devices, by kind and by rows, ascending."""
     found: dict[str, _Timings] = {kind: {} for kind in teams}
     refusal: Exception | None = None
     done = 0
-    while (rows := sizes.next()) is not None:
+    while (rows := agenda.next()) is not None:
         if progress:
-            progress(done, sizes.expected, f"profiling {rows} rows on {', '.join(teams)}")
+            progress(done, agenda.expected, f"profiling {rows} rows on {', '.join(teams)}")
         done += 1
         start = time.perf_counter()
         try:
-            new = {kind: team.measure(batch_of(rows), rows) for kind, team in teams.items()}
+            new = {kind: team.measure(*batch_of(rows)) for kind, team in teams.items()}
         except Exception as error:  # BatchNorm, for one, refuses a single value per channel
             if any(found.values()):
                 raise
             refusal = error
-            sizes.refuse(rows)
+            agenda.refuse(rows)
             continue
         for kind, passes in new.items():
             earlier = found[kind].get(rows, passes)
             found[kind][rows] = min(earlier, passes, key=lambda p: sum(_whole(p)))
         cost = max(sum(_whole(passes)) for passes in new.values())
-        sizes.learn(rows, cost, time.perf_counter() - start)
+        agenda.learn(rows, cost, time.perf_counter() - start)
     if progress:
         progress(done, done, "profiled")
     if refusal is not None and not any(found.values()):
@@ -161,4 +166,6 @@ def _scaled(passes: Sequence[Sequence[float]], total: float) -> tuple[float, ...
 def _boundary(program: Program) -> tuple[float, ...]:
     """Bytes per row across every cut, at a batch large enough for constants not to matter."""
     rows = 64
-    return tuple(program.cuts.num_bytes(k, rows) / rows for k in range(len(program) + 1))
+    return tuple(
+        program.cuts.num_bytes(k, program.sizes(rows)) / rows for k in range(len(program) + 1)
+    )

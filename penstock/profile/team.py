@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture import Program, Ref
+from penstock.capture import Program, Ref, Sizes
 from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
 from penstock.cores import use_threads
@@ -48,7 +48,7 @@ class Team:
             _Member(program, shadow(program.model, device), device) for _ in range(copies)
         ]
 
-    def measure(self, leaves: Sequence[Any], rows: int) -> list[Timing]:
+    def measure(self, leaves: Sequence[Any], sizes: Sizes) -> list[Timing]:
         """The passes of all members over one micro-batch, a second of them or the fewest."""
         results: list[list[Timing]] = [[] for _ in self.members]
         errors: list[BaseException] = []
@@ -57,7 +57,7 @@ class Team:
 
         def work(index: int) -> None:
             use_threads(self.threads)
-            passes = self.members[index].passes(leaves, rows)
+            passes = self.members[index].passes(leaves, sizes)
             try:
                 while barrier.wait() >= 0 and pace.goes_on:
                     results[index].append(next(passes))
@@ -116,26 +116,26 @@ class _Member:
         self.last_used = _last_used(self.calls)
         self.mutating = {i for i, c in enumerate(program.train.calls) if c.mutates}
 
-    def passes(self, leaves: Sequence[Any], rows: int) -> Generator[Timing]:
+    def passes(self, leaves: Sequence[Any], sizes: Sizes) -> Generator[Timing]:
         """Time the whole, then every call, again and again; results are thrown away."""
         moved = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
         values = [moved[ref.leaf] for ref in self.inputs if isinstance(ref, Ref)]
         with torch.enable_grad():
-            wholes = self._settled(values, rows)
+            wholes = self._settled(values, sizes)
             while True:
-                yield Timing(*_Stepper(self, values, rows).run(), wholes)
-                wholes = [self._whole(values, rows) for _ in range(_WHOLES)]
+                yield Timing(*_Stepper(self, values, sizes).run(), wholes)
+                wholes = [self._whole(values, sizes) for _ in range(_WHOLES)]
 
-    def _settled(self, values: Sequence[Any], rows: int) -> list[tuple[float, float]]:
+    def _settled(self, values: Sequence[Any], sizes: Sizes) -> list[tuple[float, float]]:
         """The last passes of those that it takes to become no faster.
 
         Memory for a larger micro-batch comes from the kernel at first, which is slow, and the
         first gradients are not added to others.
         """
-        self._whole(values, rows)
-        wholes = [self._whole(values, rows)]
+        self._whole(values, sizes)
+        wholes = [self._whole(values, sizes)]
         while len(wholes) < _MOST_WARM_UPS:
-            wholes.append(self._whole(values, rows))
+            wholes.append(self._whole(values, sizes))
             if sum(wholes[-1]) > _NO_FASTER * sum(wholes[-2]):
                 break
         return wholes[-_WHOLES:]
@@ -146,9 +146,9 @@ class _Member:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _whole(self, values: Sequence[Any], rows: int) -> tuple[float, float]:
+    def _whole(self, values: Sequence[Any], sizes: Sizes) -> tuple[float, float]:
         start = self.now()
-        outputs = self.module(rows, Key(0, 0, 0), *values)
+        outputs = self.module(sizes, Key(0, 0, 0), *values)
         middle = self.now()
         roots = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
         grads = [torch.ones_like(o) for o in roots]
@@ -161,11 +161,11 @@ class _Member:
 class _Stepper:
     """One pass over the program, call by call, each cut off from the others."""
 
-    def __init__(self, member: _Member, values: Sequence[Any], rows: int) -> None:
+    def __init__(self, member: _Member, values: Sequence[Any], sizes: Sizes) -> None:
         self.member = member
         self.results: dict[fx.Node, Any] = {}
         placeholders = [n for n in member.module.graph.nodes if n.op == "placeholder"]
-        self.results.update(zip(placeholders, [rows, Key(0, 0, 0), *values], strict=True))
+        self.results.update(zip(placeholders, [sizes, Key(0, 0, 0), *values], strict=True))
 
     def run(self) -> tuple[list[float], list[float]]:
         """Forward and backward seconds of every call."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from penstock.capture import Attribute, Program, Ref, Trace, Value
+from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
 from penstock.capture.calls import Ambient
 from penstock.capture.lowering import assemble
 from penstock.engine.compile import Run, compile_actions, recorded
@@ -40,9 +40,9 @@ class Way:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
-    def assemble(self, results: Sequence[Any], rows: int) -> Any:
+    def assemble(self, results: Sequence[Any], sizes: Sizes) -> Any:
         """The model's result in its own structure, from the last stage's values."""
-        return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), rows)
+        return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), sizes)
 
     def gives_the_same(self, other: Way) -> bool:
         """Whether both have the same results, apart from what is in them."""
@@ -148,8 +148,8 @@ class Assembly:
         return len(self.ways) - 1
 
     def _assemble(self, microbatch: int, results: Sequence[Any]) -> Any:
-        rows, _, way = self.stages[-1].microbatches[microbatch]
-        return self.ways[way].assemble(results, rows)
+        sizes, _, way = self.stages[-1].microbatches[microbatch]
+        return self.ways[way].assemble(results, sizes)
 
     def jobs(
         self,

@@ -25,10 +25,10 @@ def replay_cut(
     """The leaves of the result, computed stage after stage."""
     leaves = program.flatten_inputs(args, kwargs)
     stages = program.stages(cuts, program.model.training)
-    rows = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)).shape[0]
+    sizes = program.varying.sizes(leaves)
     values = {value: leaves[value.leaf] for value in stages[0].inputs}
     for stage in stages:
-        results = stage.module(rows, key, *(values[value] for value in stage.inputs))
+        results = stage.module(sizes, key, *(values[value] for value in stage.inputs))
         values = dict(zip(stage.outputs, results, strict=True))
     trace = program.trace(program.model.training)
     return [
@@ -245,12 +245,12 @@ def test_stages_can_be_read_and_pickled() -> None:
     stage = ps.capture(model, (x,)).stages((1,), training=True)[1]
     assert "relu" in stage.module.code.lower() or "getattr(self" in stage.module.code
     again = pickle.loads(pickle.dumps(stage.module))
-    assert torch.equal(again(3, None, x)[0], stage.module(3, None, x)[0])
+    assert torch.equal(again({"B": 3}, None, x)[0], stage.module({"B": 3}, None, x)[0])
 
 
 def test_boundaries_are_counted_in_bytes() -> None:
     program = ps.capture(mlp(4, 8, 2), (torch.randn(3, 4),))
-    assert [program.cuts.num_bytes(k, rows=10) for k in range(3)] == [160, 320, 320]
+    assert [program.cuts.num_bytes(k, {"B": 10}) for k in range(3)] == [160, 320, 320]
 
 
 def test_explain_is_a_table() -> None:

@@ -61,7 +61,7 @@ class Block(nn.Module):
         ("unknown", "its Python reads a tensor's value|no recorded call made"),
         ("attribute", "its forward assigns to self.last"),
         ("container", "its forward assigns to self.seen"),
-        ("rows", "what it calls depends on the batch: at 4 rows it is not what it is at 2"),
+        ("rows", "with B=4 it is not what it is with B=2"),
     ],
 )
 def test_an_awkward_block_is_closed(how: str, reason: str) -> None:

@@ -13,6 +13,7 @@ from penstock.engine.microbatch import merge, split, split_rows, unmerge
 from penstock.errors import InputError
 
 counts = st.integers(1, 9)
+ROW = Size(((1, ("B",)),))
 
 
 def trace_of(*infos: TensorInfo) -> Trace:
@@ -36,22 +37,22 @@ def test_what_is_split_is_merged_again(rows: int, count: int, dim: int) -> None:
     count = min(count, rows)
     shape, sizes = [3, 2, 4], [3, 2, 4]
     shape[dim] = rows
-    sizes[dim] = Size(1, 0)  # type: ignore[call-overload]
+    sizes[dim] = ROW  # type: ignore[call-overload]
     whole = torch.randn(shape)
     parts = [part for (part,) in split([whole], [dim], count)]
     trace, value = trace_of(growing(*sizes)), Ref(0, 0)
     assert torch.equal(merge(trace, [value], [[part] for part in parts])[0], whole)
-    again = unmerge(trace, value, whole, split_rows(rows, count))
+    again = unmerge(trace, value, whole, [{"B": n} for n in split_rows(rows, count)])
     assert all(torch.equal(a, b) for a, b in zip(again, parts, strict=True))
 
 
 def test_sizes_that_grow_faster_than_the_rows() -> None:
     """Three results per row and two more for every micro-batch, as `view(B * T, ...)` gives."""
-    trace, value, rows = trace_of(growing(Size(3, 2), 4)), Ref(0, 0), [3, 2]
+    trace, value, rows = trace_of(growing(Size(((3, ("B",)), (2, ()))), 4)), Ref(0, 0), [3, 2]
     parts = [torch.randn(3 * n + 2, 4) for n in rows]
     whole = merge(trace, [value], [[part] for part in parts])[0]
     assert len(whole) == 3 * 5 + 2 * 2
-    pieces = unmerge(trace, value, whole, rows)
+    pieces = unmerge(trace, value, whole, [{"B": n} for n in rows])
     assert all(torch.equal(a, b) for a, b in zip(pieces, parts, strict=True))
 
 
@@ -83,10 +84,10 @@ def test_the_same_value_in_every_microbatch_is_returned_once() -> None:
     trace = trace_of(growing(3, origin=Origin.NOTHING))
     table = torch.randn(3)
     assert merge(trace, [Ref(0, 0)], [[table], [table]])[0] is table
-    assert unmerge(trace, Ref(0, 0), table, [1, 1])[1] is None
+    assert unmerge(trace, Ref(0, 0), table, [{"B": 1}] * 2)[1] is None
 
 
-@pytest.mark.parametrize("info", [growing(3), growing(), growing(Size(1, 0), Size(1, 0))])
+@pytest.mark.parametrize("info", [growing(3), growing(), growing(ROW, ROW)])
 def test_a_result_without_one_batch_dimension_cannot_be_merged(info: TensorInfo) -> None:
     part = torch.zeros(1)
     with pytest.raises(InputError, match=r"has no batch dimension.*num_microbatches=1"):

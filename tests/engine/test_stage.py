@@ -45,7 +45,7 @@ def stage_of(function: Any, values: Values, gradients: Gradients = ()) -> Stage:
         return results if isinstance(results, tuple) else (results,)
 
     stage = Stage(0, [module], Neighbour(values), Neighbour(tuple(gradients)))
-    stage.microbatches = [MicroBatch(2, KEY)] * 4
+    stage.microbatches = [MicroBatch({"B": 2}, KEY)] * 4
     return stage
 
 

@@ -8,7 +8,7 @@ _PROMISING = 1.1  # estimates up to this much longer than the best are worth mea
 _WORTH_AGAIN = 1.3  # and measured ones up to this much longer, a second time
 
 
-class Sizes:
+class Agenda:
     """Names the next size, one after the other, and learns from what was measured.
 
     How long a row takes depends on the size of the micro-batch in jumps (matrix and convolution

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.profile.sizes import Sizes
+from penstock.profile.agenda import Agenda
 
 
 def measured(
@@ -30,7 +30,7 @@ def asked(
     count: int | None = None,
     refused: tuple[int, ...] = (),
 ) -> list[int]:
-    sizes = Sizes(batch, devices, seconds, count)
+    sizes = Agenda(batch, devices, seconds, count)
     order = []
     while (rows := sizes.next()) is not None:
         if rows in refused:
@@ -88,7 +88,7 @@ def test_the_best_are_measured_again_while_there_is_time() -> None:
 
 
 def test_what_disturbed_the_first_measurement_does_not_count() -> None:
-    sizes = Sizes(8, 2, 1e9, None)
+    sizes = Agenda(8, 2, 1e9, None)
     told: dict[int, list[float]] = {}
     while (rows := sizes.next()) is not None:
         cost = 1.0 + rows if rows in told or rows == 8 else 1.2 * (1.0 + rows)

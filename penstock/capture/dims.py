@@ -1,0 +1,171 @@
+"""Which dimensions of the inputs vary: the rows of the batch, and those that the user names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from penstock.capture.calls import ROWS, Sizes
+from penstock.capture.trees import flatten
+from penstock.errors import InputError
+
+BatchDim = int | Mapping[str | int, int | None]
+"""One dimension for every input, or one per argument (by position or name); `None`: not split."""
+
+Dynamic = Mapping[str | int, Mapping[int, str]]
+"""For an argument (by position or name) the dimensions that vary, each with a name of its own."""
+
+_SMALL_BATCHES = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Varying:
+    """The dimensions of a program's inputs that vary.
+
+    Attributes:
+        axes: for every leaf of the inputs the names of its dimensions that vary; `"B"` is the one
+            that counts the rows, along which micro-batches are split.
+    """
+
+    axes: tuple[Mapping[int, str], ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All that vary, the rows first."""
+        return tuple(dict.fromkeys([ROWS, *(name for axes in self.axes for name in axes.values())]))
+
+    @cached_property
+    def batch_dims(self) -> tuple[int | None, ...]:
+        """For every leaf the dimension to split, or `None` for one that is passed whole."""
+        return tuple(
+            next((dim for dim, name in axes.items() if name == ROWS), None) for axes in self.axes
+        )
+
+    def sizes(self, leaves: Sequence[Any]) -> Sizes:
+        """How large everything that varies is in these inputs.
+
+        Raises:
+            InputError: two inputs disagree.
+        """
+        found: dict[str, list[tuple[int, int]]] = {name: [] for name in self.names}
+        for k, (leaf, axes) in enumerate(zip(leaves, self.axes, strict=True)):
+            for dim, name in axes.items():
+                found[name].append((k, leaf.shape[dim]))
+        for name, sizes in found.items():
+            if len({n for _, n in sizes}) > 1:
+                listed = ", ".join(f"input {k} has {n}" for k, n in sizes)
+                raise InputError(_disagreement(name, listed))
+        return {name: sizes[0][1] for name, sizes in found.items()}
+
+    def resized(self, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
+        """The same inputs made this large, their own entries repeated in turn; always copies."""
+        result = []
+        for leaf, axes in zip(leaves, self.axes, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                leaf = leaf.detach().clone() if not axes else leaf.detach()
+                for dim, name in axes.items():
+                    index = torch.arange(sizes[name], device=leaf.device) % leaf.shape[dim]
+                    leaf = leaf.index_select(dim, index)
+            result.append(leaf)
+        return result
+
+    def attempts(self, example: Sizes) -> list[list[Sizes]]:
+        """The sizes at which to record, those to try first first.
+
+        Each attempt is a list of sizes for `generalise`: one to start from, each name varied
+        alone, each two of them together, and at last all at once, which checks the others. Small
+        batches come first, being quick. Some models want particular sizes, or decide on the
+        values of all rows; the example's and multiples of them may do then.
+        """
+        near = {n: _near(k) for n, k in example.items()}
+        multiples = {n: (k, 2 * k, 3 * k) for n, k in example.items()}
+        given = {**near, ROWS: multiples[ROWS]}
+        found = [{**near, ROWS: _SMALL_BATCHES}, given, multiples]
+        return [_grid(choice) for k, choice in enumerate(found) if choice not in found[:k]]
+
+
+def _near(size: int) -> tuple[int, int, int]:
+    """A size and two others; smaller ones, for positions may be limited to those of the example."""
+    return (size, size - 1, size - 3) if size > 4 else (size, size + 1, size + 2)
+
+
+def _grid(choices: Mapping[str, tuple[int, int, int]]) -> list[Sizes]:
+    start = {name: values[0] for name, values in choices.items()}
+    second = {name: values[1] for name, values in choices.items()}
+    varied = [(name,) for name in choices], list(combinations(choices, 2))
+    some = [start | {n: second[n] for n in names} for group in varied for names in group]
+    return [start, *some, {name: values[2] for name, values in choices.items()}]
+
+
+def varying(
+    args: Sequence[Any], kwargs: Mapping[str, Any], batch_dim: BatchDim, dynamic: Dynamic
+) -> Varying:
+    """What varies in the leaves of `(args, kwargs)`. Only tensors with dimensions ever do.
+
+    Raises:
+        InputError: a dimension or an argument does not exist, nothing has rows, or a dimension is
+            named twice.
+    """
+    named: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+    _check_names(dict(named), batch_dim, dynamic)
+    axes: list[Mapping[int, str]] = []
+    for name, argument in named:
+        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
+        for leaf in flatten(argument)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
+                axes.append(_axes_of(leaf, len(axes), dim, dynamic.get(name, {})))
+            else:
+                axes.append({})
+    if not any(ROWS in leaf.values() for leaf in axes):
+        raise InputError(
+            "no input can be split into micro-batches: none is a tensor with a batch dimension"
+        )
+    return Varying(tuple(axes))
+
+
+def _axes_of(
+    leaf: torch.Tensor, number: int, dim: int | None, named: Mapping[int, str]
+) -> Mapping[int, str]:
+    axes: dict[int, str] = {}
+    for axis, name in [*([] if dim is None else [(dim, ROWS)]), *named.items()]:
+        if not -leaf.ndim <= axis < leaf.ndim:
+            setting = f"batch_dim={axis}" if name == ROWS else f"dynamic: dimension {axis} ({name})"
+            raise InputError(
+                f"{setting} does not exist in input {number}, of shape {tuple(leaf.shape)}; "
+                "give each argument its own with batch_dim={argument: dimension}"
+            )
+        if axis % leaf.ndim in axes:
+            raise InputError(
+                f"dynamic: dimension {axis} ({name}) of input {number} already is "
+                f"{axes[axis % leaf.ndim]!r}, with B for the rows of the batch"
+            )
+        axes[axis % leaf.ndim] = name
+    return axes
+
+
+def _check_names(arguments: Mapping[Any, Any], batch_dim: BatchDim, dynamic: Dynamic) -> None:
+    given = {"dynamic": dynamic} | ({} if isinstance(batch_dim, int) else {"batch_dim": batch_dim})
+    for setting, mapping in given.items():
+        for name in mapping:
+            if name not in arguments:
+                known = ", ".join(map(repr, arguments))
+                raise InputError(
+                    f"{setting} names the argument {name!r}, which the example does not have; "
+                    f"it has {known}"
+                )
+    if ROWS in (name for axes in dynamic.values() for name in axes.values()):
+        raise InputError(f"dynamic: {ROWS!r} is the name of the rows; choose another")
+
+
+def _disagreement(name: str, listed: str) -> str:
+    if name != ROWS:
+        return f"the inputs disagree on the dimension {name!r}: {listed}"
+    return (
+        f"the inputs have different batch sizes: {listed}; an input that every micro-batch "
+        "needs whole is named with batch_dim={argument: None}"
+    )

@@ -1,0 +1,141 @@
+"""A batch as micro-batches: their inputs, sizes, targets, and weights in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.capture import ROWS, Program, Sizes
+from penstock.capture.trees import flatten, unflatten
+from penstock.engine.ends import to_device
+from penstock.engine.microbatch import split
+from penstock.errors import InputError
+
+Weight = str | None | Callable[..., float | torch.Tensor]
+"""How micro-batch losses add up, see `Pipeline.train_step`."""
+
+Targets = list[tuple[Any, ...]]
+"""For every micro-batch what the loss function gets after the output: a target, or nothing."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The micro-batches of a step.
+
+    Attributes:
+        parts: for each the leaves of its inputs.
+        sizes: how large each is.
+    """
+
+    parts: list[list[Any]]
+    sizes: list[Sizes]
+
+    @classmethod
+    def split(cls, program: Program, leaves: Sequence[Any], most: int) -> Batch:
+        """A batch in so many micro-batches, or in as many as it has rows.
+
+        Raises:
+            InputError: it has none.
+        """
+        rows = program.varying.sizes(leaves)[ROWS]
+        if rows == 0:
+            raise InputError("the batch has no rows")
+        parts = split(leaves, program.varying.batch_dims, min(most, rows))
+        return cls(parts, [program.varying.sizes(part) for part in parts])
+
+    @classmethod
+    def given(cls, program: Program, microbatches: Sequence[Any]) -> Batch:
+        """Micro-batches that the user has made: each a tuple of arguments, or a dict of them.
+
+        Raises:
+            InputError: there is none, or one does not fit the example.
+        """
+        if not microbatches:
+            raise InputError("there are no micro-batches in the list")
+        parts = []
+        for number, inputs in enumerate(microbatches):
+            args, kwargs = _arguments(inputs)
+            try:
+                parts.append(program.flatten_inputs(args, kwargs))
+            except InputError as error:
+                raise InputError(f"micro-batch {number}: {error}") from None
+        sizes = [program.varying.sizes(part) for part in parts]
+        if any(size[ROWS] == 0 for size in sizes):
+            raise InputError("a micro-batch has no rows")
+        return cls(parts, sizes)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @property
+    def rows(self) -> list[int]:
+        """Of every micro-batch."""
+        return [size[ROWS] for size in self.sizes]
+
+
+def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    return (inputs, {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def split_target(target: Any, rows: Sequence[int], device: torch.device) -> Targets:
+    """The targets of a batch's micro-batches, on the device of the loss.
+
+    Raises:
+        InputError: it has not as many rows as the batch.
+    """
+    if target is None:
+        return [()] * len(rows)
+    leaves, structure = flatten(target)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or len(leaf) != sum(rows)):
+            raise InputError(
+                f"the target has shape {tuple(leaf.shape)}, but the batch has {sum(rows)} "
+                "rows: its first dimension must have as many. What the loss needs whole can "
+                "be bound to loss_fn with functools.partial"
+            )
+    dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    moved = [to_device(leaf, device) for leaf in leaves]
+    return [(unflatten(structure, part),) for part in split(moved, dims, len(rows))]
+
+
+def given_targets(
+    targets: Sequence[Any] | None, microbatches: int, device: torch.device
+) -> Targets:
+    """The targets that came with micro-batches, on the device of the loss.
+
+    Raises:
+        InputError: there are not as many.
+    """
+    if targets is None:
+        return [()] * microbatches
+    if len(targets) != microbatches:
+        raise InputError(f"{len(targets)} targets were given for {microbatches} micro-batches")
+    moved = []
+    for target in targets:
+        leaves, structure = flatten(target)
+        moved.append((unflatten(structure, [to_device(leaf, device) for leaf in leaves]),))
+    return moved
+
+
+def weights(weight: Weight, targets: Targets, rows: Sequence[int]) -> list[float]:
+    """The share that every micro-batch's loss has in the batch's.
+
+    Raises:
+        InputError: `weight` is none of those that `Pipeline.train_step` lists.
+    """
+    if weight is None:
+        return [1.0] * len(rows)
+    if weight == "rows":
+        return [r / sum(rows) for r in rows]
+    if not callable(weight):
+        raise InputError(f'weight={weight!r} is unknown; choose "rows", None or a function')
+    counts = [float(weight(*target)) for target in targets]
+    total = sum(counts)
+    if not total > 0:
+        raise InputError(f"the weights of the micro-batches add up to {total}: {counts}")
+    return [count / total for count in counts]
