@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -23,6 +23,7 @@ from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan import plan as make_plan
+from penstock.plan.asked import Cut, positions
 from penstock.plan.search import check_schedule
 from penstock.profile.measure import Progress, profile
 from penstock.schedule import Event, Timeline
@@ -50,8 +51,11 @@ class Pipeline:
         schedule: `"naive"`, `"gpipe"`, `"1f1b"`, `"eager-1f1b"` or `"auto"`.
         workers: `"threads"`, or `"auto"`, which is that.
         plan: a plan to follow, instead of profiling and planning.
+        cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
+            than there are devices.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
+        keep_closed: modules that must stay whole, see `penstock.capture`.
         program: a program of `model` captured before, instead of capturing.
         timeout: seconds that a step may take; `None` derives it from the plan.
         allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
@@ -83,8 +87,10 @@ class Pipeline:
         schedule: str = "auto",
         workers: Literal["auto", "threads"] = "auto",
         plan: Plan | None = None,
+        cuts: Sequence[Cut] | None = None,
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
+        keep_closed: Iterable[str] = (),
         program: Program | None = None,
         timeout: float | None = None,
         allocator: Allocator = "keep",
@@ -93,10 +99,18 @@ class Pipeline:
         if workers not in ("auto", "threads"):
             raise InputError(f'workers={workers!r} is unknown; choose "threads" or "auto"')
         check_schedule(schedule)
+        if plan is not None and cuts is not None:
+            raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         self._devices = existing_devices(devices)
         self.model = model
-        self.program = program or capture(model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic)
+        self.program = program or capture(
+            model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic, keep_closed=keep_closed
+        )
         _check_stages(self.program, len(self._devices))
+        if cuts is not None:  # before anything is measured
+            cuts = positions(
+                self.program.labels, self.program.cuts.reasons, len(self._devices), cuts
+            )
         threads = self.threads_per_worker = threads_per_worker(self._devices)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
         names = [str(device) for device in self._devices]
@@ -110,7 +124,7 @@ class Pipeline:
                 threads=threads,
                 progress=progress,
             )
-            plan = make_plan(costs, num_microbatches=num_microbatches, schedule=schedule)
+            plan = make_plan(costs, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts)
         plan.check_fits(self.program.fingerprint, names)
         self.program.check_cuts(plan.cuts)
         self.plan = plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, Literal
@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from penstock.capture import ROWS, Key, Program, capture
-from penstock.capture.dims import BatchDim
+from penstock.capture.dims import BatchDim, Dynamic
 from penstock.capture.trees import flatten, unflatten
 from penstock.cores import use_threads
 from penstock.engine.microbatch import merge, split, split_rows
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
+from penstock.plan.asked import Cut
 from penstock.profile.measure import Progress
 from penstock.train.report import Comparison, VerifyReport, compare, compare_leaves
 from penstock.workers.devices import threads_per_worker
@@ -38,7 +39,10 @@ def verify(
     num_microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
     plan: Plan | None = None,
+    cuts: Sequence[Cut] | None = None,
     batch_dim: BatchDim = 0,
+    dynamic: Dynamic | None = None,
+    keep_closed: Iterable[str] = (),
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Train copies of the model split and unsplit, and compare them bit for bit.
@@ -59,7 +63,10 @@ def verify(
         num_microbatches: as in `Pipeline`.
         schedule: as in `Pipeline`.
         plan: as in `Pipeline`.
+        cuts: as in `Pipeline`.
         batch_dim: as in `Pipeline`.
+        dynamic: as in `Pipeline`.
+        keep_closed: as in `Pipeline`.
         progress: as in `Pipeline`.
 
     Returns:
@@ -72,7 +79,9 @@ def verify(
     if not ours.training:  # else submodules that the user froze in evaluation mode stay so
         ours.train()
     theirs = copied(ours)
-    program = capture(ours, args, kwargs, batch_dim=batch_dim)
+    program = capture(
+        ours, args, kwargs, batch_dim=batch_dim, dynamic=dynamic, keep_closed=keep_closed
+    )
     pipe = Pipeline(
         ours,
         args,
@@ -81,6 +90,7 @@ def verify(
         num_microbatches=num_microbatches,
         schedule=schedule,
         plan=plan,
+        cuts=cuts,
         program=program,
         progress=progress,
     )

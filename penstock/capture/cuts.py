@@ -53,10 +53,11 @@ class Cuts:
 
     def forbidden(self, cut: int) -> str | None:
         """Why there can be no cut before call `cut`, or `None` if there can."""
-        return self._reasons.get(cut)
+        return self.reasons.get(cut)
 
     @cached_property
-    def _reasons(self) -> dict[int, str]:
+    def reasons(self) -> dict[int, str]:
+        """Before which calls there can be no cut, and why."""
         reasons: dict[int, str] = {}
         mutated = self._mutations()
         hidden = self._hidden()

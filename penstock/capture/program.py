@@ -79,6 +79,11 @@ class Program:
         return f"Program({type(self.model).__name__}, {len(self)} calls)"
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """A readable name for every call in training."""
+        return tuple(call.label for call in self.train.calls)
+
+    @property
     def same_in_eval(self) -> bool:
         """Whether evaluation runs the same program as training, whatever the inputs."""
         return self.eval is self.train and self.train.questions is None

@@ -123,6 +123,11 @@ def device_list(text: str | None) -> list[str]:
     return ["cpu"] * max(2, len(os.sched_getaffinity(0)))
 
 
+def cut_list(text: str | None) -> list[str] | None:
+    """The modules of --cuts; `None` to choose."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
 def microbatch_count(text: str) -> Any:
     """The number of --microbatches, or `"auto"`.
 

@@ -42,13 +42,16 @@ def example_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pipeline_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--devices, --microbatches, --schedule."""
+    """--devices, --microbatches, --schedule, --cuts."""
     return _decorated(
         function,
         devices_option,
         click.option("--microbatches", default="auto", show_default=True, metavar="N|auto"),
         click.option(
             "--schedule", default="auto", show_default=True, help="naive, gpipe, 1f1b, eager-1f1b."
+        ),
+        click.option(
+            "--cuts", metavar="LIST", help="Cut before these modules: layer2,layer4; default: auto."
         ),
     )
 

@@ -33,6 +33,7 @@ def command(
     devices: str | None,
     microbatches: str,
     schedule: str,
+    cuts: str | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -42,7 +43,7 @@ def command(
     """
     import msgspec
 
-    from penstock.cli.arguments import device_list, load_example, microbatch_count
+    from penstock.cli.arguments import cut_list, device_list, load_example, microbatch_count
     from penstock.observe.progress import callback
     from penstock.pipeline import Pipeline
 
@@ -57,6 +58,7 @@ def command(
             devices=device_list(devices),
             num_microbatches=microbatch_count(microbatches),
             schedule=schedule,
+            cuts=cut_list(cuts),
             progress=progress,
         )
     pipe.close()

@@ -23,6 +23,7 @@ def command(
     devices: str | None,
     microbatches: str,
     schedule: str,
+    cuts: str | None,
     target: str | None,
     loss: str | None,
     as_json: bool,
@@ -30,7 +31,13 @@ def command(
     """Prove that MODEL computes the same bits split as whole; exit code 1 if it does not."""
     from dataclasses import asdict
 
-    from penstock.cli.arguments import device_list, load_example, load_loss, microbatch_count
+    from penstock.cli.arguments import (
+        cut_list,
+        device_list,
+        load_example,
+        load_loss,
+        microbatch_count,
+    )
     from penstock.errors import InputError
     from penstock.loading import parse_input
     from penstock.observe.progress import callback
@@ -51,6 +58,7 @@ def command(
             devices=device_list(devices),
             num_microbatches=microbatch_count(microbatches),
             schedule=schedule,
+            cuts=cut_list(cuts),
             progress=progress,
         )
     show({"ok": report.ok, **asdict(report)}, str(report), as_json)

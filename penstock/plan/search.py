@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InputError, PlanError
+from penstock.errors import InputError
+from penstock.plan.asked import Cut, positions
 from penstock.plan.partition import Partition, partition
 from penstock.plan.plan import Candidate, Plan, StagePlan
 from penstock.profile.data import Profile, check_count
@@ -36,7 +37,7 @@ def plan(
     *,
     num_microbatches: int | Auto = "auto",
     schedule: str = "auto",
-    cuts: Sequence[int] | None = None,
+    cuts: Sequence[Cut] | None = None,
 ) -> Plan:
     """The best plan for the profile's devices, one stage on each, in their order.
 
@@ -44,7 +45,8 @@ def plan(
         profile: measured costs.
         num_microbatches: how many, or `"auto"` for the best of those whose size was measured.
         schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"` for the best.
-        cuts: cut before just these calls, instead of choosing.
+        cuts: cut before just these, instead of choosing: modules by their qualified names, or
+            calls by their numbers.
 
     Returns:
         the plan, with what it is predicted to take and the bound for it.
@@ -55,15 +57,15 @@ def plan(
         InputError: an unknown schedule, or more micro-batches than rows.
     """
     check_schedule(schedule)
-    for cut in cuts or ():
-        if cut in profile.forbidden:
-            raise PlanError(f"no cut is possible before call {cut}: {profile.forbidden[cut]}")
+    asked = None
+    if cuts is not None:
+        asked = positions(profile.labels, profile.forbidden, len(profile.devices), cuts)
     names = _PREFERENCE if schedule == "auto" else (schedule,)
     counts = _counts(profile, num_microbatches)
     best: list[_Option] = []
     for count in counts:
         layout = _Layout(profile, count)
-        best.append(layout.best(names, cuts))
+        best.append(layout.best(names, asked))
     chosen = min(best, key=lambda option: option.seconds)
     # A smaller count that is as good holds less and launches less.
     chosen = next(option for option in best if option.seconds <= chosen.seconds * _EQUAL)

@@ -80,14 +80,10 @@ def profile(
         batch_size=batch_size,
         devices=tuple(devices),
         kinds={kind: _device_profile(kind, found) for kind, found in timings.items()},
-        labels=tuple(call.label for call in program.train.calls),
+        labels=program.labels,
         weights=weight_bytes(program),
         boundary=_boundary(program),
-        forbidden={
-            k: reason
-            for k in range(1, len(program))
-            if (reason := program.cuts.forbidden(k)) is not None
-        },
+        forbidden=dict(program.cuts.reasons),
     )
 
 
