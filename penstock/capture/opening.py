@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from penstock.capture.preserve import Parameters, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import Unrecordable, record
-from penstock.capture.sizes import Undecided, generalise
+from penstock.capture.sizes import Undecided, adapted, generalise
 from penstock.capture.trees import flatten, unflatten
+from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError, PenstockError
 
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+_KEY = Key(0, 0, 0)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -100,7 +102,7 @@ class _Opening:
         for path, module in self.modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.closed[path] = "it is compiled by torch.jit"
-            elif type(module).__name__ == "OptimizedModule":
+            elif is_compiled(module):
                 self.closed[path] = "it is compiled by torch.compile"
             elif module._forward_hooks or module._forward_pre_hooks:
                 self.closed[path] = "it has forward hooks, which must run around it"
@@ -109,7 +111,7 @@ class _Opening:
 
     def is_open(self, path: str) -> bool:
         """Whether the program looks inside this module, and inside all that it is in."""
-        if any(outer in self.closed for outer in _with_owners(path)):
+        if any(outer in self.closed for outer in with_owners(path)):
             return False
         module = self.modules[path]
         composite = any(True for _ in module.children()) and not isinstance(module, _FUSED)
@@ -142,14 +144,6 @@ class _Opening:
         new = {p for p in shared if p not in self.closed and not self.is_open(p)}
         self.forced |= new
         return bool(new)
-
-
-def _with_owners(path: str) -> Iterator[str]:
-    """A module's qualified name, and those of the modules that it is in."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
 
 
 class _Capturer:
@@ -202,13 +196,14 @@ class _Capturer:
         """
         while True:
             try:
-                train = self._trace(points, training=True)
-                evaluation = self._trace(points, training=False)
+                train, trained = self._trace(points, training=True)
+                evaluation, evaluated = self._evaluation(points, train)
+                train, evaluation = train.pruned(), evaluation.pruned()
                 if self.opening.force(train) or self.opening.force(evaluation):
                     continue
                 program = self._program(train, evaluation)
-                self._check(program, program.train, points[-1], training=True)
-                self._check(program, program.eval, points[-1], training=False)
+                self._check(program, program.train, points[0], trained, training=True)
+                self._check(program, program.eval, points[0], evaluated, training=False)
                 return program
             except Unrecordable as problem:
                 if isinstance(problem, Undecided) and not last:
@@ -243,8 +238,10 @@ class _Capturer:
         other = _Capturer(model, leaves, self.structure, self.varying, self.opening)
         with untouched(model), torch.enable_grad():
             try:
-                trace = other._trace(self.varying.attempts(sizes)[1], training)
-                other._check(program, trace, sizes, training)
+                points = self.varying.attempts(sizes)[1]
+                trace, expected = other._trace(points, training)
+                trace = trace.pruned()
+                other._check(program, trace, points[0], expected, training)
             except Unrecordable as problem:
                 raise CaptureError(
                     "on this batch the model decides otherwise than on the example, and goes a "
@@ -253,39 +250,42 @@ class _Capturer:
                 ) from problem
         return trace
 
-    def _trace(self, points: Sequence[Sizes], training: bool) -> Trace:
-        traces = []
-        for sizes in points:
-            args, kwargs = self._batch(sizes)
-            with untouched(self.model, self.parameters):
-                self._set_mode(training)
-                traces.append(record(self.model, self.opening.is_open, args, kwargs)[0])
-        return generalise(traces, points).pruned()
+    def _trace(self, points: Sequence[Sizes], training: bool) -> tuple[Trace, list[Any]]:
+        """The forward in this mode, generalised; and the leaves of its result at the first."""
+        first = self._record(points[0], training)
+        while self.opening.force(first[0].pruned()):
+            first = self._record(points[0], training)
+        recorded = [first, *(self._record(sizes, training) for sizes in points[1:])]
+        return generalise([trace for trace, _ in recorded], points), recorded[0][1]
 
-    def _check(self, program: Program, trace: Trace, sizes: Sizes, training: bool) -> None:
-        """Replay at another size and compare with the model itself, bit for bit."""
-        key = Key(0, 0, 0)
+    def _evaluation(self, points: Sequence[Sizes], train: Trace) -> tuple[Trace, list[Any]]:
+        """The same for evaluation; one recording is enough where it does what training does."""
+        first, result = self._record(points[0], training=False)
+        trace = adapted(train, first, points[0])
+        return (trace, result) if trace is not None else self._trace(points, training=False)
 
-        def reference() -> Any:
-            return program.reference(*self._batch(sizes), key, self.model, trace)
+    def _record(self, sizes: Sizes, training: bool) -> tuple[Trace, list[Any]]:
+        args, kwargs = self._batch(sizes)
+        with untouched(self.model, self.parameters):
+            self._set_mode(training)
+            trace, result = record(self.model, self.opening.is_open, args, kwargs, _KEY)
+            return trace, [_without_history(leaf) for leaf in flatten(result)[0]]
 
-        def replay() -> Any:
+    def _check(
+        self, program: Program, trace: Trace, sizes: Sizes, expected: list[Any], training: bool
+    ) -> None:
+        """Replay and compare with what the model itself gave, bit for bit."""
+        with untouched(self.model, self.parameters):
+            self._set_mode(training)
             leaves = self.varying.resized(self.leaves, sizes)
-            return program.replay_fresh(trace, leaves, key, self.model)
-
-        expected = self._run(reference, training)
-        if _equal(expected, self._run(replay, training)):
+            replayed = flatten(program.replay_fresh(trace, leaves, _KEY, self.model))[0]
+        if _equal(expected, replayed):
             return
-        if _equal(expected, self._run(reference, training)):
+        if _equal(expected, self._record(sizes, training)[1]):
             mode = "training" if training else "evaluation"
             raise Unrecordable(
                 "", f"replaying its calls in {mode} mode gives another result than it does itself"
             )
-
-    def _run(self, run: Callable[[], Any], training: bool) -> list[Any]:
-        with untouched(self.model, self.parameters):
-            self._set_mode(training)
-            return flatten(run())[0]
 
     def _set_mode(self, training: bool) -> None:
         """Training keeps what the user froze, if the model is in training mode at all."""
@@ -297,6 +297,10 @@ class _Capturer:
             self.structure, self.varying.resized(self.leaves, sizes)
         )
         return batch
+
+
+def _without_history(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -104,5 +103,5 @@ def _swap_state(modules: list[nn.Module]) -> None:
             for name, value in registry.items():
                 if isinstance(value, torch.Tensor) and not value.requires_grad:
                     registry[name] = copies.setdefault(id(value), value.detach().clone())
-                elif type(value) in _CONTAINERS and name not in REGISTRIES:
-                    registry[name] = copies.setdefault(id(value), copy(value))
+                elif isinstance(value, _CONTAINERS) and name not in REGISTRIES:
+                    registry[name] = copies.setdefault(id(value), value.copy())

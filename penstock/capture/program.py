@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Call, Ref, Sizes, TensorInfo, Trace, Value
+from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
 from penstock.capture.lowering import assemble, lower
-from penstock.capture.randomness import Key, draw
+from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
 from penstock.capture.trees import flatten, unflatten
 from penstock.errors import InputError, PlanError
@@ -146,7 +146,6 @@ class Program:
         kwargs: Mapping[str, Any],
         key: Key,
         model: nn.Module | None = None,
-        trace: Trace | None = None,
     ) -> Any:
         """Run the user's own forward, with each random call seeded as a replay seeds it.
 
@@ -157,19 +156,8 @@ class Program:
             kwargs: keyword arguments.
             key: the random key.
             model: a copy of the model, to be run in its place.
-            trace: what these inputs do, if it is known.
         """
-        model = model or self.model
-        if trace is None:
-            trace = self.trace_for(flatten((tuple(args), dict(kwargs)))[0], model.training)
-        random = {call.identity for call in trace.calls if call.random}
-
-        def run(call: Call, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if call.identity in random:
-                return draw(key, call.identity, function, *args, **kwargs)
-            return function(*args, **kwargs)
-
-        return record(model, self.is_open, args, dict(kwargs), run)[1]
+        return record(model or self.model, self.is_open, args, dict(kwargs), key)[1]
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of a batch, checked against the example.

@@ -8,7 +8,7 @@ of stages, the schedule and the kind of worker, and the user's own random stream
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,40 @@ class Key(NamedTuple):
             state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
             state ^= state >> 31
         return state
+
+
+class Draws:
+    """While open, notes whether random numbers are drawn from these generators.
+
+    Args:
+        drawn_from: the generators.
+        seed: seeds them meanwhile, and puts them back afterwards; `None` leaves them as they are.
+
+    Attributes:
+        happened: whether there were any.
+    """
+
+    def __init__(self, drawn_from: Sequence[torch.Generator], seed: int | None) -> None:
+        self.happened = False
+        self._generators = drawn_from
+        self._seed = seed
+
+    def __enter__(self) -> Draws:
+        _GENERATOR_LOCK.acquire()
+        self._before = self._start = [g.get_state() for g in self._generators]
+        if self._seed is not None:
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
+            self._start = [g.get_state() for g in self._generators]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        after = [g.get_state() for g in self._generators]
+        self.happened = any(not torch.equal(a, b) for a, b in zip(self._start, after, strict=True))
+        if self._seed is not None:
+            for generator, state in zip(self._generators, self._before, strict=True):
+                generator.set_state(state)
+        _GENERATOR_LOCK.release()
 
 
 def draw(

@@ -39,12 +39,9 @@ from penstock.capture.calls import (
 )
 from penstock.capture.interception import intercepted
 from penstock.capture.preserve import REGISTRIES
-from penstock.capture.randomness import generators
+from penstock.capture.randomness import Draws, Key, generators
 from penstock.capture.trees import flatten, map_leaves
-from penstock.capture.watching import Contents, Watch, changed, named_tensors
-
-Runner = Callable[[Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a call that is being recorded: a function with its arguments."""
+from penstock.capture.watching import Contents, Watch, changed, compiled, named_tensors
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
@@ -76,19 +73,12 @@ class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a
         self.why = why
 
 
-def run_plainly(
-    call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The default `Runner`."""
-    return function(*args, **kwargs)
-
-
 def record(
     model: nn.Module,
     is_open: Callable[[str], bool],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    run: Runner = run_plainly,
+    key: Key | None = None,
 ) -> tuple[Trace, Any]:
     """Run `model(*args, **kwargs)` and record it.
 
@@ -97,7 +87,7 @@ def record(
         is_open: whether the program looks inside the module of this qualified name.
         args: positional arguments.
         kwargs: keyword arguments.
-        run: runs each recorded call; the place to seed it.
+        key: seeds every call, as a replay with this key does those that draw random numbers.
 
     Returns:
         the trace, and what the model returned.
@@ -105,7 +95,7 @@ def record(
     Raises:
         Unrecordable: something in an open module cannot be recorded.
     """
-    recorder = Recorder(model, is_open, run)
+    recorder = Recorder(model, is_open, key)
     with intercepted(recorder):
         trace = recorder.begin(args, kwargs)
         attributes = recorder.open_attributes()
@@ -121,13 +111,14 @@ def record(
 class Recorder(TorchFunctionMode):
     """The torch-function mode behind `record`."""
 
-    def __init__(self, model: nn.Module, is_open: Callable[[str], bool], run: Runner) -> None:
+    def __init__(self, model: nn.Module, is_open: Callable[[str], bool], key: Key | None) -> None:
         super().__init__()
         self.model = model
         self.is_open = is_open
-        self.run = run
+        self.key = key
         self.thread = threading.get_ident()
         self.paths = {id(module): name for name, module in model.named_modules()}
+        self.compiled = compiled(model)
         self.generators = generators({p.device for p in model.parameters()})
         self.patches: list[tuple[Any, str, Any, Any]] = []  # owner, name, ours, the original
         self._known: dict[int, Value] = {}
@@ -165,19 +156,23 @@ class Recorder(TorchFunctionMode):
             str(self._known.get(id(tensor), f"{path}.{name}"))
             for name, tensor in named_tensors(module)
         )
-        return self._record(path, partial(self._undisturbed, call, module), args, kwargs, hidden)
+        function = self._undisturbed if path in self.compiled else self._without_mode
+        return self._record(path, partial(function, call, module), args, kwargs, hidden)
 
-    def _undisturbed(
+    def _without_mode(
         self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
+        """Run a closed module: what is inside is not looked at."""
+        with nullcontext() if _get_current_function_mode() is not self else _pop_mode_temporarily():
+            return call(module, *args, **kwargs)
+
+    def _undisturbed(self, *args: Any, **kwargs: Any) -> Any:
         """Run a closed module as if nothing was recorded: torch.compile looks at everything."""
         with ExitStack() as stack:
             for owner, name, ours, original in self.patches:
                 setattr(owner, name, original)
                 stack.callback(setattr, owner, name, ours)
-            if _get_current_function_mode() is self:
-                stack.enter_context(_pop_mode_temporarily())
-            return call(module, *args, **kwargs)
+            return self._without_mode(*args, **kwargs)
 
     def check_function(self, function: type) -> None:
         """Raise if an open module applies a custom `autograd.Function`.
@@ -314,17 +309,16 @@ class Recorder(TorchFunctionMode):
         """
         tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         contents = [Contents(t) for t in tensors]
-        states = [g.get_state() for g in self.generators]
         watch = Watch()
-        with nullcontext() if call.is_module else watch:
-            result = self.run(call, function, args, kwargs)
+        seed = None if self.key is None else self.key.for_call(call.identity)
+        with Draws(self.generators, seed) as draws, nullcontext() if call.is_module else watch:
+            result = function(*args, **kwargs)
+        call.random = draws.happened
         call.mutates = tuple(
             self._known[id(t)]
             for t, before in zip(tensors, contents, strict=True)
             if before.differs_from(t)
         )
-        after = [g.get_state() for g in self.generators]
-        call.random = any(not torch.equal(a, b) for a, b in zip(states, after, strict=True))
         return result, watch.reads_values
 
     def _check_decision(self, call: Call, origin: Origin, leaves: Sequence[Any]) -> None:

@@ -50,6 +50,89 @@ def generalise(traces: Sequence[Trace], points: Sequence[Sizes]) -> Trace:
     )
 
 
+def adapted(general: Trace, one: Trace, sizes: Sizes) -> Trace | None:
+    """`general` as the other mode does it, if that makes the same calls.
+
+    Args:
+        general: the trace of one mode, for inputs of every size.
+        one: a recording of the other mode, for inputs of one size.
+        sizes: how large those were.
+
+    Returns:
+        the other mode's trace for every size; `None` if more is different than the yes and no or
+        zero of arguments, what is random, and what is changed in place.
+    """
+    try:
+        return _Adapter(sizes).trace(general, one)
+    except _DifferentError:
+        return None
+
+
+class _DifferentError(Exception):
+    """The other mode does something else."""
+
+
+class _Adapter:
+    """Carries the sizes of one trace over to another that is like it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+
+    def trace(self, general: Trace, one: Trace) -> Trace:
+        _demand(
+            len(general.calls) == len(one.calls)
+            and general.decisions == one.decisions
+            and general.output_structure == one.output_structure
+            and general.attributes.keys() == one.attributes.keys()
+            and all(general.info(d) == one.info(d) for d in general.decisions)
+        )
+        infos = self.leaves([*general.attributes.values()], [*one.attributes.values()])
+        return replace(
+            general,
+            inputs=self.leaves(general.inputs, one.inputs),
+            calls=[self.call(*pair) for pair in zip(general.calls, one.calls, strict=True)],
+            outputs=self.leaves(general.outputs, one.outputs),
+            attributes=dict(zip(general.attributes, infos, strict=True)),
+            changed=one.changed,
+        )
+
+    def call(self, general: Call, one: Call) -> Call:
+        mine, structure = flatten((general.args, general.kwargs))
+        theirs, other = flatten((one.args, one.kwargs))
+        _demand(
+            structure == other
+            and general.result == one.result
+            and (general.target, general.path, general.ambient, general.hidden)
+            == (one.target, one.path, one.ambient, one.hidden)
+        )
+        args, kwargs = unflatten(structure, self.leaves(mine, theirs))
+        outputs = self.leaves(general.outputs, one.outputs)
+        return replace(one, args=args, kwargs=kwargs, outputs=outputs)
+
+    def leaves(self, general: Sequence[Any], one: Sequence[Any]) -> tuple[Any, ...]:
+        _demand(len(general) == len(one))
+        return tuple(self.leaf(*pair) for pair in zip(general, one, strict=True))
+
+    def leaf(self, general: Any, one: Any) -> Any:
+        if isinstance(general, Size):
+            _demand(type(one) is int and general.at(self.sizes) == one)
+            return general
+        if isinstance(general, TensorInfo) and isinstance(one, TensorInfo):
+            _demand(general.dynamic == one.dynamic)
+            _demand(general.dynamic or general.at(self.sizes) == one.shape)
+            return replace(one, shape=general.shape)
+        kind = type(one)
+        switched_off = kind is bool or (kind is float and one == 0.0)  # training=, dropout_p=
+        same = general is one or switched_off or bool(general == one)
+        _demand(type(general) is kind and same)
+        return one
+
+
+def _demand(same: bool) -> None:
+    if not same:
+        raise _DifferentError
+
+
 def _check_same_decisions(traces: Sequence[Trace]) -> None:
     first = traces[0]
     for other in traces[1:]:

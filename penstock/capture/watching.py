@@ -73,3 +73,25 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 yield (f"{path}.{name}" if path else name), value
+
+
+def compiled(model: nn.Module) -> set[str]:
+    """The names of the modules that torch.compile has compiled, and of those that they are in."""
+    names: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if is_compiled(module):
+            names.update(with_owners(path))
+    return names
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled it, around it or in place."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def with_owners(path: str) -> Iterator[str]:
+    """A module's qualified name, and those of the modules that it is in."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
