@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
@@ -197,6 +197,7 @@ class Call:
     mutates: tuple[Value, ...] = ()
     hidden: tuple[str, ...] = ()
     identity: int = 0
+    _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def is_module(self) -> bool:
@@ -210,11 +211,12 @@ class Call:
             return self.target or "(the whole model)"
         return f"{self.path + '.' if self.path else ''}{function_name(self.target)}()"
 
-    def reads(self) -> Iterator[Value]:
+    def reads(self) -> tuple[Value, ...]:
         """The values among its arguments, with repetitions."""
-        for leaf in flatten((self.args, self.kwargs))[0]:
-            if isinstance(leaf, (Ref, Attribute)):
-                yield leaf
+        if self._reads is None:
+            leaves = flatten((self.args, self.kwargs))[0]
+            self._reads = tuple(leaf for leaf in leaves if isinstance(leaf, (Ref, Attribute)))
+        return self._reads
 
 
 class _Opaque:

@@ -41,10 +41,25 @@ class Cuts:
 
     def boundary(self, cut: int) -> tuple[Value, ...]:
         """The values that are live across the cut before call `cut`."""
-        live = [v for v, last in self._dies.items() if self._born[v] < cut <= last]
-        if cut == 0:
-            live = [v for v in self._dies if self._born[v] == INPUTS]
-        return tuple(sorted(live, key=_order))
+        return self._boundaries[cut]
+
+    @cached_property
+    def _boundaries(self) -> list[tuple[Value, ...]]:
+        """The boundaries of all cuts, in one sweep from the inputs to the outputs."""
+        cuts = range(len(self.trace.calls) + 1)
+        starts: list[list[Value]] = [[] for _ in cuts]
+        ends: list[list[Value]] = [[] for _ in cuts]
+        for value, last in self._dies.items():
+            if self._born[value] < last:
+                starts[self._born[value] + 1].append(value)
+                ends[last].append(value)
+        live: set[Value] = set()
+        found = []
+        for cut in cuts:
+            live.update(starts[cut])
+            found.append(tuple(sorted(live, key=_order)))
+            live.difference_update(ends[cut])
+        return found
 
     def num_bytes(self, cut: int, sizes: Sizes) -> int:
         """The bytes that cross the cut for inputs that are this large."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from penstock.capture.attributes import find
 from penstock.capture.calls import (
     Ambient,
     Attribute,
@@ -153,8 +154,7 @@ class _Lowering:
     # -- values ---------------------------------------------------------------------------
 
     def _attribute(self, attribute: Attribute) -> fx.Node:
-        path, _, name = attribute.name.rpartition(".")
-        self.leaves[attribute.name] = getattr(self.model.get_submodule(path), name)
+        self.leaves[attribute.name] = find(self.model, attribute.name)
         return self.graph.get_attr(attribute.name)
 
     def _result(self, ref: Ref) -> fx.Node:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.capture.attributes import held_tensors
 from penstock.capture.randomness import generators
 from penstock.errors import CaptureError
 
@@ -101,7 +102,26 @@ def _swap_state(modules: list[nn.Module]) -> None:
     for module in modules:
         for registry in (module._buffers, vars(module)):
             for name, value in registry.items():
-                if isinstance(value, torch.Tensor) and not value.requires_grad:
-                    registry[name] = copies.setdefault(id(value), value.detach().clone())
-                elif isinstance(value, _CONTAINERS) and name not in REGISTRIES:
-                    registry[name] = copies.setdefault(id(value), value.copy())
+                if name not in REGISTRIES:
+                    registry[name] = _copied(value, copies)
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """A copy of a tensor or of a plain container, the same one for the same thing."""
+    if isinstance(value, torch.Tensor) and not value.requires_grad:
+        return copies.setdefault(id(value), value.detach().clone())
+    if isinstance(value, _CONTAINERS) or type(value) is tuple:
+        if id(value) not in copies:
+            copies[id(value)] = _copied_container(value, copies)
+        return copies[id(value)]
+    return value
+
+
+def _copied_container(value: Any, copies: dict[int, Any]) -> Any:
+    held = {key: _copied(tensor, copies) for key, tensor in held_tensors(value)}
+    if type(value) is tuple:
+        return tuple(held.get(k, v) for k, v in enumerate(value)) if held else value
+    twin = value.copy()
+    for key, tensor in held.items():
+        twin[key] = tensor
+    return twin

@@ -24,6 +24,7 @@ from torch.overrides import (
     _pop_mode_temporarily,
 )
 
+from penstock.capture.attributes import named_tensors
 from penstock.capture.calls import (
     INPUTS,
     OPAQUE,
@@ -41,7 +42,7 @@ from penstock.capture.interception import intercepted
 from penstock.capture.preserve import REGISTRIES
 from penstock.capture.randomness import Draws, Key, generators
 from penstock.capture.trees import flatten, map_leaves
-from penstock.capture.watching import Contents, Watch, changed, compiled, named_tensors
+from penstock.capture.watching import Contents, Watch, changed, compiled
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),

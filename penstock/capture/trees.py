@@ -67,20 +67,20 @@ class _Rebuild:
 
 
 def _rebuild_dataclass(kind: type, values: dict[str, Any]) -> Any:
-    result: Any = object.__new__(
-        kind
-    )  # not the constructor: it may have side effects or no such names
+    # Not by the constructor: it may have side effects, or no such names.
+    result: Any = object.__new__(kind)
     for name, value in values.items():
         object.__setattr__(result, name, value)
     return result
 
 
+_ATOMS = frozenset((int, float, bool, str, type(None), torch.Tensor, torch.nn.Parameter))
 _Level = tuple[list[Any], tuple[tuple[str, Any] | None, ...], _Rebuild]
 
 
 def _open(value: Any) -> _Level | None:
     """The children of `value`, how each is reached, and how to rebuild; `None` for a leaf."""
-    if isinstance(value, (Leaf, torch.Tensor)):
+    if type(value) in _ATOMS or isinstance(value, (Leaf, torch.Tensor)):
         return None
     kind = tuple if isinstance(value, torch.Size) else type(value)
     if kind in (tuple, list):

@@ -65,16 +65,6 @@ def changed(buffers: Sequence[tuple[str, torch.Tensor, Contents]]) -> tuple[str,
     return tuple(name for name, _, _ in buffers if name.rpartition(".")[0] in owners)
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and plain tensor attributes, by every name that reaches them."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield (f"{path}.{name}" if path else name), value
-
-
 def compiled(model: nn.Module) -> set[str]:
     """The names of the modules that torch.compile has compiled, and of those that they are in."""
     names: set[str] = set()

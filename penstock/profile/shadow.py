@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.capture.attributes import held_tensors
+
 
 def shadow(model: nn.Module, device: torch.device) -> nn.Module:
     """Modules like those of `model`, whose parameters share memory with the originals.
@@ -37,8 +39,8 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
             twin.__dict__[name] = OrderedDict()
         elif isinstance(value, torch.Tensor):
             twin.__dict__[name] = made.setdefault(id(value), value.detach().to(device, copy=True))
-        elif type(value) in (list, dict, set):
-            twin.__dict__[name] = made.setdefault(id(value), copy(value))
+        elif type(value) in (list, tuple, dict, set):
+            twin.__dict__[name] = made.setdefault(id(value), _copied(value, device))
     twin.__dict__["_parameters"] = {
         name: None if p is None else made.setdefault(id(p), _alias(p, device))
         for name, p in module._parameters.items()
@@ -51,6 +53,17 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
         name: None if child is None else _shadow(child, device, made)
         for name, child in module._modules.items()
     }
+    return twin
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    """A container, with its tensors on the device."""
+    held = {key: tensor.detach().to(device, copy=True) for key, tensor in held_tensors(value)}
+    if type(value) is tuple:
+        return tuple(held.get(k, v) for k, v in enumerate(value))
+    twin = copy(value)
+    for key, tensor in held.items():
+        twin[key] = tensor
     return twin
 
 

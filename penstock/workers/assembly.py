@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
+from penstock.capture.attributes import find, put
 from penstock.capture.calls import Ambient
 from penstock.capture.lowering import assemble
 from penstock.engine.compile import Run, compile_actions, recorded
@@ -233,9 +234,7 @@ def place(program: Program, cuts: Sequence[int], devices: Sequence[torch.device]
 
 
 def _move(model: nn.Module, name: str, device: torch.device) -> None:
-    path, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(path)
-    tensor = getattr(owner, attribute, None)  # what a forward stores may not be there yet
+    tensor = find(model, name)  # what a forward stores may not be there yet
     if tensor is None or tensor.device == device:
         return
     if isinstance(tensor, nn.Parameter):
@@ -243,7 +242,7 @@ def _move(model: nn.Module, name: str, device: torch.device) -> None:
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(device)
     else:
-        setattr(owner, attribute, tensor.to(device))
+        put(model, name, tensor.to(device))
 
 
 def _run(runs: Sequence[Run], actions: Sequence[Action], modes: Ambient) -> None:

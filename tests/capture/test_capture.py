@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture import Attribute, Key, Size
+from penstock.capture.attributes import find, put
 from penstock.capture.trees import flatten
 from tests.models import Case, UNet, cases, gpt2, mlp
+from tests.zoo.crossing import HeldTensors
 
 KEY = Key(1, 2, 3)
 
@@ -265,3 +267,22 @@ def test_explain_is_a_table() -> None:
     assert "float32[Bx4x8x8]" in text
     assert "in place" in text
     assert "UNet: " in text
+
+
+def test_tensors_in_containers_are_read_by_their_places() -> None:
+    model = HeldTensors()
+    program = ps.capture(model, *model.inputs(3))
+    assert not program.closed
+    names = {v.name for c in program.train.calls for v in c.reads() if isinstance(v, Attribute)}
+    assert names == {
+        *("anchors.0", "anchors.1", "tables.scale", "tables.shift", "pair.0"),
+        *(f"layers.scales.{k}" for k in range(3)),
+    }
+    first = model.anchors[0]
+    put(model, "anchors.0", first + 1)
+    put(model, "pair.0", first)
+    put(model, "tables.scale", first)
+    assert torch.equal(find(model, "anchors.0"), first + 1)
+    assert model.pair == (first, 3)
+    assert model.tables["scale"] is first
+    assert find(model, "anchors.name.0") is None

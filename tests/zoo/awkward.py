@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -458,6 +457,3 @@ def outputs_loss(output: Any) -> torch.Tensor:
     from penstock.verification import mean_square
 
     return mean_square(output)
-
-
-ZOO: list[Callable[[], Zoo]] = sorted(Zoo.__subclasses__(), key=lambda kind: kind.__name__)

@@ -36,7 +36,7 @@ LENGTH, WORDS = 6, 30
 
 def entries() -> list[Entry]:
     """All of them, the awkward ones of the tests included."""
-    from tests.zoo.awkward import ZOO
+    from tests.zoo.crossing import ZOO
 
     found = [Entry(name, "plain", build, inputs, rows=4) for name, build, inputs in _MODELS]
     names = {entry.name for entry in found}

@@ -17,7 +17,8 @@ import penstock as ps
 from penstock.schedule import SCHEDULES
 from penstock.verification import run_with_threads
 from tests.models import uniform_plan
-from tests.zoo.awkward import ZOO, Zoo, outputs_loss
+from tests.zoo.awkward import Zoo, outputs_loss
+from tests.zoo.crossing import ZOO
 
 ROWS, COUNT = 7, 3
 NAMES = [kind.__name__ for kind in ZOO]

@@ -1,0 +1,66 @@
+"""The tensors that a model holds, by qualified names.
+
+They are parameters, buffers and plain tensor attributes, also those in lists, tuples and
+dictionaries, whose places are parts of the name: `anchors.0`, `tables.user`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All of them, by every name that reaches them."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield prefix + name, value
+            else:
+                for key, held in held_tensors(value):
+                    yield f"{prefix}{name}.{key}", held
+
+
+def held_tensors(value: Any) -> list[tuple[Any, torch.Tensor]]:
+    """The tensors in a list, tuple or dictionary, with the keys that a name can have."""
+    items: Any = ()
+    if type(value) in (list, tuple):
+        items = enumerate(value)
+    elif type(value) is dict:
+        items = ((k, v) for k, v in value.items() if isinstance(k, str) and "." not in k)
+    return [(key, held) for key, held in items if isinstance(held, torch.Tensor)]
+
+
+def find(model: nn.Module, name: str) -> Any:
+    """What is in the place of this name; `None` if nothing is."""
+    found: Any = model
+    for part in name.split("."):
+        if type(found) in (list, tuple):
+            place = int(part) if part.isdecimal() else len(found)
+            found = found[place] if place < len(found) else None
+        elif type(found) is dict:
+            found = found.get(part)
+        else:
+            found = getattr(found, part, None)
+    return found
+
+
+def put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of this name."""
+    path, _, last = name.rpartition(".")
+    owner = find(model, path) if path else model
+    if type(owner) is list:
+        owner[int(last)] = tensor
+    elif type(owner) is dict:
+        owner[last] = tensor
+    elif type(owner) is tuple:
+        place = int(last)
+        put(model, path, (*owner[:place], tensor, *owner[place + 1 :]))  # type: ignore[arg-type]
+    else:
+        setattr(owner, last, tensor)
