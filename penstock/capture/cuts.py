@@ -92,8 +92,9 @@ class Cuts:
     ) -> str | None:
         """Why `value` cannot cross `cut`; `memory` holds what was seen to cross with it."""
         info = self.trace.info(value)
+        named = self._name(value)
         if not isinstance(info, TensorInfo):
-            return f"{value} is neither a tensor nor plain data"
+            return f"{named} is neither a tensor nor plain data"
         change = mutated.get(info.storage, -1)
         owner = self._owners.get(info.storage)
         if owner is not None and info.storage in mutated:
@@ -101,15 +102,24 @@ class Cuts:
         # Autograd derives a view anew when its base was changed, at its next use: cut off from
         # its base, its gradient would be laid out, and added, in another order.
         if change >= cut and value != self._bases[info.storage] and info.requires_grad:
-            return f"{value} is a view of memory that is changed later"
+            return f"{named} is a view of memory that is changed later"
         other = memory.setdefault(info.storage, value)
         if other is value:
             return None
         if change >= cut:
-            return f"{value} and {other} share memory that is changed later"
+            return f"{named} and {self._name(other)} share memory that is changed later"
         if any(v != self._bases[info.storage] and self._born[v] < change for v in (value, other)):
-            return f"{value} and {other} share memory that was changed after one of them was made"
+            return (
+                f"{named} and {self._name(other)} share memory that was changed after one of them "
+                "was made"
+            )
         return None
+
+    def _name(self, value: Value) -> str:
+        """What a person calls it."""
+        if isinstance(value, Attribute) or value.call == INPUTS:
+            return str(value)
+        return f"the result of {self.trace.calls[value.call].label}"
 
     @cached_property
     def _bases(self) -> dict[int, Value]:

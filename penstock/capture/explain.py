@@ -1,4 +1,4 @@
-"""A program as a table, for people and for programs."""
+"""What a program is made of, for people and for programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.capture.calls import ROWS, Attribute, Call, TensorInfo
+from penstock.capture.calls import ROWS, Attribute, Call, TensorInfo, function_name
+from penstock.capture.outline import LEFT, aligned, lines, reasons, shown_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +25,8 @@ class CallRow:
     Attributes:
         number: its place, from 0.
         label: the module's path, or the function and the module that called it.
+        module: the module that it is, or whose forward makes it.
+        function: the function's name; empty for a module.
         parameters: how many numbers are in the parameters that it is the first to use.
         weight_bytes: the bytes of these.
         outputs: dtype and sizes of the tensors it returns; `B` is the number of rows.
@@ -31,10 +34,13 @@ class CallRow:
         in_place: whether it changes a value in place.
         cut_bytes: what would cross a cut after it, for the example batch; `None` after the last.
         forbidden: why there can be no cut after it, if so.
+        seconds: forward and backward of a micro-batch; `None` where nothing was measured.
     """
 
     number: int
     label: str
+    module: str
+    function: str
     parameters: int
     weight_bytes: int
     outputs: tuple[str, ...]
@@ -42,11 +48,12 @@ class CallRow:
     in_place: bool
     cut_bytes: int | None
     forbidden: str | None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `program.explain()` returns; `str` of it is a table.
+    """What `program.explain()` returns; `str` of it is the tree of modules.
 
     Attributes:
         model: the class of the model.
@@ -55,6 +62,7 @@ class Explanation:
         rows: the calls in training, in order.
         differences: what evaluation does otherwise, in words; empty if it runs the same program.
         closed: why the program does not look into these modules, by qualified name.
+        kinds: the class of every module, by qualified name.
         capture_seconds: how long capturing took, where somebody measured it.
     """
 
@@ -64,6 +72,7 @@ class Explanation:
     rows: tuple[CallRow, ...]
     differences: tuple[str, ...]
     closed: dict[str, str]
+    kinds: dict[str, str]
     capture_seconds: float | None = None
 
     @property
@@ -91,45 +100,54 @@ class Explanation:
         derived = {"possible_cuts": self.possible_cuts, "same_in_eval": self.same_in_eval}
         return {**asdict(self), **derived}
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """The table's cells, the heading first; all but `what`, `marks` and `returns` are numbers.
+    def tree(self, depth: int | None = None) -> str:
+        """The modules as a tree: weights, time where it was measured, and what enters each.
 
-        `cut after` is what would cross, with the example's number of rows.
+        `enters` are the bytes that would cross a cut before the module, for the example batch.
+        Modules that are alike share a line, and what is in the first of them stands below it.
+
+        Args:
+            depth: how many levels to show; as many as fit a screen by default.
         """
-        heading = ("call", "what", "parameters", "weights", "cut after", "marks", "returns")
-        return [heading, *(_cells(row) for row in self.rows)]
+        return "\n".join([*aligned(lines(self, depth), LEFT), *self.notes()])
+
+    def table(self) -> str:
+        """Every call, and what crosses a cut after it."""
+        return "\n".join([*aligned([_HEADING, *map(_cells, self.rows)], _LEFT), *self.notes()])
 
     def notes(self) -> list[str]:
         """The modules that stayed closed, what evaluation does otherwise, and the summary."""
-        reasons = [f"closed: {path or 'the model'}: {why}" for path, why in self.closed.items()]
+        composite = {path: why for path, why in self.closed.items() if path in self.kinds}
         modes = [f"evaluation: {difference}" for difference in self.differences]
-        return [*reasons, *modes, self.summary]
+        return ["", *reasons(composite), *modes, self.summary]
 
     def __str__(self) -> str:
-        cells = self.cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(map(_aligned, row, cells[0], widths)).rstrip() for row in cells]
-        return "\n".join([*lines, *self.notes()])
+        return self.tree()
 
 
-TEXT_COLUMNS = ("what", "marks", "returns")
-"""The columns of `Explanation.cells()` that are not numbers."""
+_HEADING = ("call", "what", "parameters", "weights", "time", "cut after", "marks", "returns")
+_LEFT = (1, 6, 7)
 
 
-def explain(program: Program) -> Explanation:
+def explain(program: Program, seconds: Sequence[float] | None = None) -> Explanation:
     """What the program does, call by call.
 
     Args:
         program: a captured program.
+        seconds: forward and backward of every call, if they were measured.
     """
     first_used = _first_used(program)
     return Explanation(
         model=type(program.model).__name__,
         batch_size=program.example_sizes[ROWS],
         parameters=sum(p.numel() for p in program.model.parameters()),
-        rows=tuple(_row(program, n, used) for n, used in enumerate(first_used)),
+        rows=tuple(
+            _row(program, n, used, seconds[n] if seconds is not None else None)
+            for n, used in enumerate(first_used)
+        ),
         differences=_differences(program),
         closed=dict(program.closed),
+        kinds={path: type(module).__name__ for path, module in program.model.named_modules()},
     )
 
 
@@ -151,12 +169,16 @@ def _first_used(program: Program) -> list[list[nn.Parameter]]:
     return result
 
 
-def _row(program: Program, number: int, used: Sequence[nn.Parameter]) -> CallRow:
+def _row(
+    program: Program, number: int, used: Sequence[nn.Parameter], seconds: float | None
+) -> CallRow:
     call, after = program.train.calls[number], number + 1
     is_last = after == len(program)
     return CallRow(
         number=number,
         label=call.label,
+        module=call.target if isinstance(call.target, str) else call.path,
+        function="" if isinstance(call.target, str) else f"{function_name(call.target)}()",
         parameters=sum(p.numel() for p in used),
         weight_bytes=sum(p.nbytes for p in used),
         outputs=tuple(str(o) for o in call.outputs if isinstance(o, TensorInfo)),
@@ -164,6 +186,7 @@ def _row(program: Program, number: int, used: Sequence[nn.Parameter]) -> CallRow
         in_place=bool(call.mutates),
         cut_bytes=None if is_last else program.cuts.num_bytes(after, program.example_sizes),
         forbidden=None if is_last else program.cuts.forbidden(after),
+        seconds=seconds,
     )
 
 
@@ -206,20 +229,9 @@ def _cells(row: CallRow) -> tuple[str, ...]:
         str(row.number),
         row.label,
         f"{row.parameters:,}" if row.parameters else "",
-        _bytes(row.weight_bytes) if row.weight_bytes else "",
-        "" if row.cut_bytes is None else _bytes(row.cut_bytes),
+        shown_bytes(row.weight_bytes) if row.weight_bytes else "",
+        "" if row.seconds is None else f"{row.seconds * 1000:.2f} ms",
+        "" if row.cut_bytes is None else shown_bytes(row.cut_bytes),
         ", ".join(marks),
         ", ".join(row.outputs),
     )
-
-
-def _aligned(cell: str, heading: str, width: int) -> str:
-    return cell.ljust(width) if heading in TEXT_COLUMNS else cell.rjust(width)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

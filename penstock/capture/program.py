@@ -197,9 +197,13 @@ class Program:
         """How large the example would be with this many rows."""
         return {**self.example_sizes, ROWS: rows}
 
-    def explain(self) -> Explanation:
-        """What it does, call by call, where it can be cut, and why modules stayed closed."""
-        return explain(self)
+    def explain(self, seconds: Sequence[float] | None = None) -> Explanation:
+        """What it does, call by call, where it can be cut, and why modules stayed closed.
+
+        Args:
+            seconds: of every call, to be shown as well: `profile.call_seconds()`.
+        """
+        return explain(self, seconds)
 
     # -- cutting --------------------------------------------------------------------------
 

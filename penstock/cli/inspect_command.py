@@ -2,61 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from penstock.cli.options import model_options, reported, show
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from penstock.capture.explain import Explanation
+_ROWS = 4  # enough to see where the time goes
 
 
 @click.command("inspect")
 @model_options
+@click.option("--calls", is_flag=True, help="Every call, instead of the tree of modules.")
+@click.option("--depth", type=click.IntRange(min=1), help="Levels of the tree; default: a screen.")
+@click.option("--no-time", is_flag=True, help="Do not measure how long calls take.")
 @reported
 def command(
-    model: str, inputs: tuple[str, ...], example: str | None, seed: int, as_json: bool
+    model: str,
+    inputs: tuple[str, ...],
+    example: str | None,
+    seed: int,
+    calls: bool,
+    depth: int | None,
+    no_time: bool,
+    as_json: bool,
 ) -> None:
-    """Show what MODEL does, call by call, and where it can be cut.
+    """Show what MODEL is made of: its modules, their weights and time, and where it can be cut.
 
-    `cut after` is what would cross a cut after the call, with the example's number of rows; B
-    stands for that number. `random` marks calls that draw random numbers, `in place` those that
-    change a value.
+    `enters` is what would cross a cut before a module, `cut after` what would after a call, with
+    the example's number of rows. Time is forward and backward of a few rows on one core.
     """
     import time
     from dataclasses import replace
 
-    from rich.console import Console
-
     from penstock.capture import capture
     from penstock.cli.arguments import load_example
+    from penstock.observe.progress import callback
+    from penstock.profile.measure import profile
 
     module, args, kwargs = load_example(model, inputs, example, seed)
     start = time.perf_counter()
     program = capture(module, args, kwargs)
-    explanation = replace(program.explain(), capture_seconds=time.perf_counter() - start)
-    console = Console()
-    if as_json or not console.is_terminal:
-        show(explanation.to_dict(), str(explanation), as_json)
-    else:
-        _render(explanation, console)
-
-
-def _render(explanation: Explanation, console: Console) -> None:
-    from rich.table import Table
-
-    from penstock.capture.explain import TEXT_COLUMNS
-
-    heading, *rows = explanation.cells()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in heading:
-        is_text = name in TEXT_COLUMNS
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
-    for row, cells in zip(explanation.rows, rows, strict=True):
-        table.add_row(*cells, style="dim" if row.forbidden else None)
-    console.print(table, highlight=False, markup=False)
-    for note in explanation.notes():
-        console.print(note, highlight=False, markup=False)
+    took = time.perf_counter() - start
+    seconds = None
+    if not no_time:
+        few = max(1, program.example_sizes["B"] // _ROWS)
+        with callback("measuring") as progress:
+            costs = profile(program, devices=["cpu"], num_microbatches=few, progress=progress)
+        seconds = costs.call_seconds()
+    explanation = replace(program.explain(seconds), capture_seconds=took)
+    text = explanation.table() if calls else explanation.tree(depth)
+    show(explanation.to_dict(), text, as_json)

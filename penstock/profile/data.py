@@ -68,6 +68,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """The number of calls of the program."""
         return len(self.labels)
 
+    def call_seconds(self, device: str | None = None) -> list[float]:
+        """Forward and backward seconds of every call, for the largest micro-batch measured.
+
+        Args:
+            device: one of `devices`; the first by default.
+        """
+        costs = self.on(device or self.devices[0])
+        return [f + b for f, b in zip(costs.forward[-1], costs.backward[-1], strict=True)]
+
     def on(self, device: str) -> DeviceProfile:
         """The costs on a device of the list."""
         return self.kinds[device]

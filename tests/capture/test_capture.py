@@ -262,7 +262,7 @@ def test_explain_is_a_table() -> None:
     assert sum(row.weight_bytes for row in explanation.rows) == sum(
         p.nbytes for p in program.model.parameters()
     )
-    text = str(explanation)
+    text = explanation.table()
     assert "down1.0" in text
     assert "float32[Bx4x8x8]" in text
     assert "in place" in text

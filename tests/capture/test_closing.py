@@ -132,7 +132,7 @@ def test_objects_of_unknown_types_do_not_cross() -> None:
     assert torch.equal(program(X), model(X))
     assert [program.cuts.forbidden(k) for k in (1, 2)] == [
         None,
-        "%1.0 is neither a tensor nor plain data",
+        "the result of pack is neither a tensor nor plain data",
     ]
 
 

@@ -109,16 +109,26 @@ def run(*arguments: str) -> Result:
 def test_inspect() -> None:
     result = run("inspect", *SMALL)
     assert result.exit_code == 0, result.output
-    heading, first, *_, summary = result.stdout.splitlines()
-    assert heading.split() == ["call", "what", "parameters", "weights", "cut", *heading.split()[5:]]
-    assert first.split() == ["0", "0", "20", "80", "B", "96", "B", "float32[Bx4]"]
+    heading, root, first, *_, summary = result.stdout.splitlines()
+    assert heading.split() == ["module", "class", "calls", "weights", "share", "time", "enters"]
+    assert root.split()[:6] == ["Sequential", "Sequential", "3", "160", "B", "100%"]
+    assert first.split()[:7] == ["├", "0", "Linear", "1", "80", "B", "50%"]
     assert summary.startswith("Sequential: 3 calls, 40 parameters, 2 possible cuts, captured in ")
     assert summary.endswith("evaluation runs the same program")
+    assert "profiling 6 rows" in result.stderr
+
+
+def test_inspect_call_by_call() -> None:
+    result = run("inspect", *SMALL, "--calls", "--no-time")
+    heading, first, *_ = result.stdout.splitlines()
+    assert heading.split()[:5] == ["call", "what", "parameters", "weights", "cut"]
+    assert first.split() == ["0", "0", "20", "80", "B", "96", "B", "float32[Bx4]"]
     assert result.stderr == ""
 
 
 def test_inspect_as_json() -> None:
     data = json.loads(run("inspect", *SMALL, "--json").stdout)
+    assert all(row["seconds"] > 0 for row in data["rows"])
     assert [row["label"] for row in data["rows"]] == ["0", "1", "2"]
     assert [row["parameters"] for row in data["rows"]] == [20, 0, 20]
     assert [row["cut_bytes"] for row in data["rows"]] == [96, 96, None]
