@@ -16,6 +16,15 @@ INPUTS = -1
 """The call number of the model's own inputs."""
 
 
+class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a module
+    """Something in the open module `path` cannot be recorded; `why` is for `explain()`."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path or '(the model itself)'}: {why}")
+        self.path = path
+        self.why = why
+
+
 @dataclass(frozen=True, slots=True)
 class Ref(Leaf):
     """A value: leaf `leaf` of the result of call `call`, or of the inputs if that is `INPUTS`."""
@@ -276,9 +285,14 @@ class Trace:
         if not self.decisions:
             return useful
         answers = tuple(self.info(decision) for decision in self.decisions)
-        asked = replace(self, outputs=self.decisions, output_structure=flatten(answers)[1])
-        questions = asked._only(lambda call: bool(call.mutates) and self._is_of_inputs(call))
+        questions = self.leading_to(self.decisions)
         return replace(useful, questions=questions, answers=answers)
+
+    def leading_to(self, values: tuple[Ref, ...]) -> Trace:
+        """The calls that lead from the inputs to values that are made of nothing else."""
+        structure = flatten(tuple(self.info(value) for value in values))[1]
+        asked = replace(self, outputs=values, output_structure=structure)
+        return asked._only(lambda call: bool(call.mutates) and self._is_of_inputs(call))
 
     def _is_of_inputs(self, call: Call) -> bool:
         infos = [self.info(value) for value in call.reads()]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.capture.calls import Attribute, Sizes, Trace
+from penstock.capture.calls import Attribute, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
+from penstock.capture.meta import META, held_on_meta, is_on_meta
 from penstock.capture.preserve import Parameters, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
-from penstock.capture.recorder import Unrecordable, record
+from penstock.capture.recorder import record
 from penstock.capture.sizes import Undecided, adapted, generalise
 from penstock.capture.trees import flatten, unflatten
 from penstock.capture.watching import is_compiled, with_owners
@@ -275,9 +277,13 @@ class _Capturer:
         self, program: Program, trace: Trace, sizes: Sizes, expected: list[Any], training: bool
     ) -> None:
         """Replay and compare with what the model itself gave, bit for bit."""
-        with untouched(self.model, self.parameters):
+        with untouched(self.model, self.parameters), ExitStack() as stack:
             self._set_mode(training)
             leaves = self.varying.resized(self.leaves, sizes)
+            if is_on_meta(self.model):
+                leaves = [x.to(META) if isinstance(x, torch.Tensor) else x for x in leaves]
+                stack.enter_context(held_on_meta(self.model))
+                stack.enter_context(META)
             replayed = flatten(program.replay_fresh(trace, leaves, _KEY, self.model))[0]
         if _equal(expected, replayed):
             return
@@ -305,6 +311,12 @@ def _without_history(leaf: Any) -> Any:
 
 def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else True
+        _same(a, b) if isinstance(a, torch.Tensor) else True
         for a, b in zip(left, right, strict=True)
     )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_meta or other.is_meta:
+        return one.shape == other.shape and one.dtype == other.dtype
+    return torch.equal(one, other)

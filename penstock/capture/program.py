@@ -18,6 +18,7 @@ from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
 from penstock.capture.lowering import assemble, lower
+from penstock.capture.meta import META, is_on_meta
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
 from penstock.capture.trees import flatten, unflatten
@@ -129,7 +130,8 @@ class Program:
         """Like `replay`, on the parameters and buffers that `model` has at this moment."""
         crossing = Cuts(trace)
         inputs, outputs = crossing.boundary(0), crossing.results
-        module = lower(model, trace, range(len(trace.calls)), inputs, outputs)
+        device = META if is_on_meta(model) else None
+        module = lower(model, trace, range(len(trace.calls)), inputs, outputs, device)
         return self._run(StageProgram(module, inputs, outputs), trace, leaves, key)
 
     def _run(

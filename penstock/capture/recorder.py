@@ -34,15 +34,16 @@ from penstock.capture.calls import (
     Ref,
     TensorInfo,
     Trace,
+    Unrecordable,
     Value,
     ambient,
     function_name,
 )
 from penstock.capture.interception import intercepted
-from penstock.capture.preserve import REGISTRIES
+from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.randomness import Draws, Key, generators
 from penstock.capture.trees import flatten, map_leaves
-from penstock.capture.watching import Contents, Watch, changed, compiled
+from penstock.capture.watching import Contents, OpenAttributes, Watch, changed, compiled
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
@@ -63,15 +64,6 @@ _METADATA = frozenset(
 # Those that say how large it is, and the calls whose number of results does.
 _SIZES = frozenset("shape size numel nelement __len__ nbytes stride is_contiguous".split())
 _PARTS = frozenset("unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
-
-
-class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a module
-    """Something in the open module `path` cannot be recorded; `why` is for `explain()`."""
-
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"{path or '(the model itself)'}: {why}")
-        self.path = path
-        self.why = why
 
 
 def record(
@@ -99,11 +91,11 @@ def record(
     recorder = Recorder(model, is_open, key)
     with intercepted(recorder):
         trace = recorder.begin(args, kwargs)
-        attributes = recorder.open_attributes()
+        attributes = OpenAttributes(model, is_open)
         buffers = [(name, b, Contents(b)) for name, b in model.named_buffers()]
         with recorder:
             result = model(*args, **kwargs)
-        recorder.check_unchanged(attributes)
+        attributes.check_unchanged()
         recorder.end(result)
         trace.changed = changed(buffers)
     return trace, result
@@ -120,6 +112,7 @@ class Recorder(TorchFunctionMode):
         self.thread = threading.get_ident()
         self.paths = {id(module): name for name, module in model.named_modules()}
         self.compiled = compiled(model)
+        self.weightless = Weightless(model) if is_on_meta(model) else None
         self.generators = generators({p.device for p in model.parameters()})
         self.patches: list[tuple[Any, str, Any, Any]] = []  # owner, name, ours, the original
         self._known: dict[int, Value] = {}
@@ -226,6 +219,8 @@ class Recorder(TorchFunctionMode):
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
         """Start a trace whose inputs are the leaves of `(args, kwargs)`."""
         leaves, structure = flatten((tuple(args), kwargs))
+        if self.weightless is not None:
+            self.weightless.begin(leaves)
         self._ambient = ambient()
         self.trace = Trace(
             inputs=tuple(
@@ -312,15 +307,29 @@ class Recorder(TorchFunctionMode):
         contents = [Contents(t) for t in tensors]
         watch = Watch()
         seed = None if self.key is None else self.key.for_call(call.identity)
-        with Draws(self.generators, seed) as draws, nullcontext() if call.is_module else watch:
-            result = function(*args, **kwargs)
-        call.random = draws.happened
+        watches = watch if self.weightless or not call.is_module else nullcontext()
+        with Draws(self.generators, seed) as draws, watches:
+            if self.weightless is not None:
+                args = tuple(map(self._with_values, args)) if reads_values(call) else args
+                result = self.weightless.run(call, function, args, kwargs)
+            else:
+                result = function(*args, **kwargs)
+        call.random = watch.draws if self.weightless else draws.happened
         call.mutates = tuple(
             self._known[id(t)]
             for t, before in zip(tensors, contents, strict=True)
             if before.differs_from(t)
         )
         return result, watch.reads_values
+
+    def _with_values(self, leaf: Any) -> Any:
+        """A tensor on `meta` with its values, if it is made of nothing but the inputs."""
+        known = self._known.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+        if self.weightless is None or not isinstance(known, Ref) or not leaf.is_meta:
+            return leaf
+        if self._origin_of(known) > Origin.INPUTS:
+            return leaf
+        return self.weightless.values(self.trace, known)
 
     def _check_decision(self, call: Call, origin: Origin, leaves: Sequence[Any]) -> None:
         """Raise unless what Python reads is a yes or no about the inputs."""
@@ -399,39 +408,6 @@ class Recorder(TorchFunctionMode):
         storage = self._storages.setdefault(memory, len(self._storages))
         shape = tuple(tensor.shape)
         return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
-
-    # -- open modules must not keep state in their own Python -------------------------------
-
-    def open_attributes(self) -> dict[str, dict[str, list[Any]]]:
-        """The attributes of every open module, as they are, with what containers hold."""
-        return {
-            path: {
-                name: _with_contents(name, value)
-                for name, value in {**vars(m), **m._buffers, **m._parameters}.items()
-            }
-            for path, m in self.model.named_modules()
-            if id(m) in self.paths and self.is_open(path)
-        }
-
-    def check_unchanged(self, before: dict[str, dict[str, list[Any]]]) -> None:
-        """Raise if the forward of an open module assigned to one of its attributes."""
-        for path, module in self.model.named_modules():
-            if id(module) not in self.paths and self.is_open(""):
-                raise Unrecordable("", f"its forward puts another module in the place of {path}")
-        for path, attributes in self.open_attributes().items():
-            for name, now in attributes.items():
-                old = before[path].get(name, [])
-                if len(old) != len(now) or any(a is not b for a, b in zip(old, now, strict=True)):
-                    raise Unrecordable(path, f"its forward assigns to self.{name}")
-
-
-def _with_contents(name: str, value: Any) -> list[Any]:
-    """An attribute, and what it holds if it is a plain container."""
-    if name in REGISTRIES:
-        return [value]
-    if type(value) is dict:
-        return [value, *value, *value.values()]
-    return [value, *value] if type(value) in (list, set) else [value]
 
 
 def _is_plain(leaf: Any) -> bool:

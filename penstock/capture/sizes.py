@@ -14,8 +14,16 @@ from itertools import combinations, zip_longest
 from math import prod
 from typing import Any
 
-from penstock.capture.calls import ROWS, Call, Irregular, Size, Sizes, TensorInfo, Trace
-from penstock.capture.recorder import Unrecordable
+from penstock.capture.calls import (
+    ROWS,
+    Call,
+    Irregular,
+    Size,
+    Sizes,
+    TensorInfo,
+    Trace,
+    Unrecordable,
+)
 from penstock.capture.trees import flatten, unflatten
 
 

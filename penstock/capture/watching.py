@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.capture.calls import Unrecordable
+from penstock.capture.preserve import REGISTRIES
+
 
 class Watch(TorchDispatchMode):
-    """Notes whether an operation looks at values to see how large its result is.
+    """Notes whether an operation looks at values to see how large its result is, or draws some.
 
     Attributes:
         reads_values: whether one did.
+        draws: whether one may have drawn random numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads_values = False
+        self.draws = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if torch.Tag.data_dependent_output in func.tags:
             self.reads_values = True
         elif torch.Tag.dynamic_output_shape in func.tags:
@@ -42,7 +48,7 @@ class Contents:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = _version(tensor)
-        copied = not tensor.requires_grad and tensor.layout is torch.strided
+        copied = not tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_meta
         self._copy = tensor.detach().clone() if copied else None
 
     def differs_from(self, tensor: torch.Tensor) -> bool:
@@ -85,3 +91,49 @@ def with_owners(path: str) -> Iterator[str]:
         yield path
         path = path.rpartition(".")[0]
     yield ""
+
+
+class OpenAttributes:
+    """The attributes of open modules: their own Python must not keep anything there.
+
+    Args:
+        model: whose modules.
+        is_open: whether the program looks inside the module of this qualified name.
+    """
+
+    def __init__(self, model: nn.Module, is_open: Callable[[str], bool]) -> None:
+        self._model = model
+        self._is_open = is_open
+        self._ids = {id(module) for module in model.modules()}
+        self._before = self._now()
+
+    def _now(self) -> dict[str, dict[str, list[Any]]]:
+        """The attributes of every open module, as they are, with what containers hold."""
+        return {
+            path: {
+                name: _with_contents(name, value)
+                for name, value in {**vars(m), **m._buffers, **m._parameters}.items()
+            }
+            for path, m in self._model.named_modules()
+            if id(m) in self._ids and self._is_open(path)
+        }
+
+    def check_unchanged(self) -> None:
+        """Raise if the forward of an open module assigned to one of its attributes."""
+        for path, module in self._model.named_modules():
+            if id(module) not in self._ids and self._is_open(""):
+                raise Unrecordable("", f"its forward puts another module in the place of {path}")
+        for path, attributes in self._now().items():
+            for name, now in attributes.items():
+                old = self._before[path].get(name, [])
+                if len(old) != len(now) or any(a is not b for a, b in zip(old, now, strict=True)):
+                    raise Unrecordable(path, f"its forward assigns to self.{name}")
+
+
+def _with_contents(name: str, value: Any) -> list[Any]:
+    """An attribute, and what it holds if it is a plain container."""
+    if name in REGISTRIES:
+        return [value]
+    if type(value) is dict:
+        return [value, *value, *value.values()]
+    return [value, *value] if type(value) in (list, set) else [value]

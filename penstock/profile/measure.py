@@ -13,7 +13,8 @@ from penstock.capture import ROWS, Program, Sizes
 from penstock.capture.explain import weight_bytes
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
-from penstock.profile.team import Team, Timing
+from penstock.profile.team import Team
+from penstock.profile.timing import Timing
 
 Progress = Callable[[int, int, str], None]
 """Called with how much is done, of how much, and what is being done."""

@@ -38,7 +38,7 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
         if name.endswith("_hooks") and isinstance(value, dict):
             twin.__dict__[name] = OrderedDict()
         elif isinstance(value, torch.Tensor):
-            twin.__dict__[name] = made.setdefault(id(value), value.detach().to(device, copy=True))
+            twin.__dict__[name] = made.setdefault(id(value), _moved(value, device))
         elif type(value) in (list, tuple, dict, set):
             twin.__dict__[name] = made.setdefault(id(value), _copied(value, device))
     twin.__dict__["_parameters"] = {
@@ -46,7 +46,7 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
         for name, p in module._parameters.items()
     }
     twin.__dict__["_buffers"] = {
-        name: None if b is None else made.setdefault(id(b), b.detach().to(device, copy=True))
+        name: None if b is None else made.setdefault(id(b), _moved(b, device))
         for name, b in module._buffers.items()
     }
     twin.__dict__["_modules"] = {
@@ -58,7 +58,7 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
 
 def _copied(value: Any, device: torch.device) -> Any:
     """A container, with its tensors on the device."""
-    held = {key: tensor.detach().to(device, copy=True) for key, tensor in held_tensors(value)}
+    held = {key: _moved(tensor, device) for key, tensor in held_tensors(value)}
     if type(value) is tuple:
         return tuple(held.get(k, v) for k, v in enumerate(value))
     twin = copy(value)
@@ -75,5 +75,12 @@ def _copy_compiled(module: torch.jit.ScriptModule, device: torch.device) -> nn.M
     return twin
 
 
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device; what has no values stays without."""
+    return tensor.detach() if tensor.is_meta else tensor.detach().to(device, copy=True)
+
+
 def _alias(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    memory = parameter.detach()
+    memory = memory if memory.is_meta else memory.to(device)
+    return nn.Parameter(memory, requires_grad=parameter.requires_grad)

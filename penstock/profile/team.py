@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +12,17 @@ from torch import fx, nn
 
 from penstock.capture import Program, Ref, Sizes
 from penstock.capture.lowering import lower
+from penstock.capture.meta import is_on_meta
 from penstock.capture.randomness import Key
 from penstock.cores import use_threads
+from penstock.profile.sampling import Sampler
 from penstock.profile.shadow import shadow
+from penstock.profile.timing import Timing, now, timed_backward
 
 _SECONDS = 1.0  # after which no further pass begins
 _MOST_PASSES = 3
 _MOST_WARM_UPS, _NO_FASTER = 5, 0.97
 _WHOLES = 2  # in each pass
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one pass.
-
-    Attributes:
-        forward: of every call on its own.
-        backward: of every call on its own.
-        wholes: forward and backward of the whole program, as it will run.
-    """
-
-    forward: list[float]
-    backward: list[float]
-    wholes: list[tuple[float, float]]
 
 
 class Team:
@@ -44,9 +31,7 @@ class Team:
     def __init__(self, program: Program, device: torch.device, copies: int, threads: int) -> None:
         self.program = program
         self.threads = threads
-        self.members = [
-            _Member(program, shadow(program.model, device), device) for _ in range(copies)
-        ]
+        self.members = [_member(program, device) for _ in range(copies)]
 
     def measure(self, leaves: Sequence[Any], sizes: Sizes) -> list[Timing]:
         """The passes of all members over one micro-batch, a second of them or the fewest."""
@@ -83,6 +68,12 @@ class Team:
         if errors:
             raise errors[0]
         return [timing for result in results for timing in result]
+
+
+def _member(program: Program, device: torch.device) -> _Member | Sampler:
+    if is_on_meta(program.model):
+        return Sampler(program, device)
+    return _Member(program, shadow(program.model, device), device)
 
 
 class _Pace:
@@ -140,22 +131,10 @@ class _Member:
                 break
         return wholes[-_WHOLES:]
 
-    def now(self) -> float:
-        """The time in seconds, once the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def _whole(self, values: Sequence[Any], sizes: Sizes) -> tuple[float, float]:
-        start = self.now()
+        start = now(self.device)
         outputs = self.module(sizes, Key(0, 0, 0), *values)
-        middle = self.now()
-        roots = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
-        grads = [torch.ones_like(o) for o in roots]
-        begin = self.now()
-        if roots:
-            torch.autograd.backward(roots, grads)
-        return middle - start, self.now() - begin
+        return now(self.device) - start, timed_backward(outputs, self.device)
 
 
 class _Stepper:
@@ -182,22 +161,16 @@ class _Stepper:
         own = set(nodes)
         entering = {a for n in nodes for a in n.all_input_nodes if a not in own}
         scope = {node: _severed(self.results[node], clone) for node in entering}
-        start = self.member.now()
+        device = self.member.device
+        start = now(device)
         for node in nodes:
             scope[node] = _run(self.member.module, node, scope)
-        middle = self.member.now()
-        made = [scope[n] for n in nodes]
-        roots = [t for t in made if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        roots = list({id(t): t for t in roots}.values())
-        grads = [torch.ones_like(t) for t in roots]
-        begin = self.member.now()
-        if roots:
-            torch.autograd.backward(roots, grads)
-        end = self.member.now()
+        forward = now(device) - start
+        backward = timed_backward([scope[n] for n in nodes], device)
         self.results.update({n: scope[n] for n in nodes})
         if clone:  # later calls read what was changed
             self.results.update({n: scope[n] for n in entering})
-        return middle - start, end - begin
+        return forward, backward
 
 
 def _severed(value: Any, clone: bool) -> Any:

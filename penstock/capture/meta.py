@@ -1,0 +1,118 @@
+"""Capturing a model whose weights are not there: its parameters are on the `meta` device.
+
+Whatever touches a weight has shapes and dtypes but no values. What is made of the inputs alone
+keeps its values, so that Python may look at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture.attributes import named_tensors, put
+from penstock.capture.calls import Call, Ref, Trace, Unrecordable, function_name
+from penstock.capture.cuts import Cuts
+from penstock.capture.lowering import lower
+from penstock.capture.trees import flatten, map_leaves
+
+META = torch.device("meta")
+
+_READS = frozenset("item __bool__ __int__ __float__ __index__ tolist equal allclose".split())
+_CPU = torch.device("cpu")
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether any of its parameters are."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def reads_values(call: Call) -> bool:
+    """Whether the call tells Python values of its arguments."""
+    return not isinstance(call.target, str) and function_name(call.target) in _READS
+
+
+class Weightless:
+    """Runs recorded calls of a model that is on `meta`.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._inputs: list[Any] = []
+
+    def begin(self, leaves: Sequence[Any]) -> None:
+        """Take note of the inputs, before anything changes them."""
+        self._inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+
+    def run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call, on `meta` if anything that it works on is there.
+
+        Mixed with real ones, tensors on `meta` may give anything.
+
+        Raises:
+            Unrecordable: it needs values that are not there.
+        """
+        module = self._model.get_submodule(call.target) if isinstance(call.target, str) else None
+        tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        held = [] if module is None else [t for _, t in named_tensors(module)]
+        if not any(t.is_meta for t in (*tensors, *held)):
+            return function(*args, **kwargs)
+        moved = {id(t): t.to(META) for t in tensors if not t.is_meta}
+        args, kwargs = map_leaves(lambda leaf: moved.get(id(leaf), leaf), (tuple(args), kwargs))
+        try:
+            with ExitStack() as stack:
+                if module is not None:  # and what it makes itself
+                    stack.enter_context(held_on_meta(module))
+                    stack.enter_context(META)
+                result = function(*args, **kwargs)
+        except RuntimeError as error:
+            if "meta tensors" not in str(error):
+                raise
+            raise Unrecordable(
+                call.path, f"its Python reads values ({call.label}), and there are no weights"
+            ) from error
+        if any(tensor._version for tensor in moved.values()):
+            raise Unrecordable(
+                call.path, f"it changes a tensor by what weights give ({call.label})"
+            )
+        return result
+
+    def values(self, trace: Trace, value: Ref) -> torch.Tensor:
+        """A value that is made of nothing but the inputs, computed with them."""
+        asked = trace.leading_to((value,))
+        inputs = Cuts(asked).boundary(0)
+        everything = range(len(asked.calls))
+        module = lower(self._model, asked, everything, inputs, asked.outputs, _CPU)
+        given = [self._inputs[v.leaf] for v in inputs if isinstance(v, Ref)]
+        with torch.no_grad():
+            result: torch.Tensor = module({}, None, *given)[0]
+        return result
+
+
+@contextmanager
+def held_on_meta(module: nn.Module) -> Iterator[None]:
+    """While open, everything that the module holds is on `meta`."""
+    real = [(name, tensor) for name, tensor in named_tensors(module) if not tensor.is_meta]
+    twins: dict[int, torch.Tensor] = {}
+    for name, tensor in real:
+        put(module, name, twins.setdefault(id(tensor), _twin(tensor)))
+    try:
+        yield
+    finally:
+        for name, tensor in real:
+            if twins[id(tensor)]._version:
+                tensor.add_(0)  # so that it counts as written
+            put(module, name, tensor)
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    twin = tensor.detach().to(META)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin
