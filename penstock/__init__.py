@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.profile.measure import profile
     from penstock.train.report import VerifyReport
     from penstock.verification import verify
+    from penstock.weights import SeededWeights, empty_weights
 
 _HOMES = {
     "CaptureError": "penstock.errors",
@@ -42,10 +43,12 @@ _HOMES = {
     "Profile": "penstock.profile",
     "Program": "penstock.capture",
     "ScheduleError": "penstock.errors",
+    "SeededWeights": "penstock.weights",
     "VerifyReport": "penstock.train.report",
     "WorkerError": "penstock.errors",
     "WorkerTimeout": "penstock.errors",
     "capture": "penstock.capture",
+    "empty_weights": "penstock.weights",
     "plan": "penstock.plan",
     "profile": "penstock.profile.measure",
     "verify": "penstock.verification",
@@ -63,10 +66,12 @@ __all__ = [
     "Profile",
     "Program",
     "ScheduleError",
+    "SeededWeights",
     "VerifyReport",
     "WorkerError",
     "WorkerTimeout",
     "capture",
+    "empty_weights",
     "plan",
     "profile",
     "verify",

@@ -20,7 +20,7 @@ from penstock.engine.batch import Batch, Targets, Weight, given_targets, split_t
 from penstock.engine.ends import Loss
 from penstock.engine.microbatch import merge
 from penstock.engine.stage import MicroBatch
-from penstock.errors import InputError, PlanError, WorkerError
+from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
 from penstock.plan import plan as make_plan
 from penstock.plan.asked import Cut, positions
@@ -29,6 +29,7 @@ from penstock.profile.measure import Progress, profile
 from penstock.schedule import Event, Timeline
 from penstock.train.backup import Backup
 from penstock.train.optimizer import PipelineOptimizer
+from penstock.weights import source_of
 from penstock.workers.assembly import Assembly, Pass, place
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.threads import ThreadWorkers
@@ -57,6 +58,8 @@ class Pipeline:
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: modules that must stay whole, see `penstock.capture`.
         program: a program of `model` captured before, instead of capturing.
+        weights: where parameters that are on the `meta` device come from: a state dict, the name
+            of a file of one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
         timeout: seconds that a step may take; `None` derives it from the plan.
         allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` leaves the C library's behaviour.
@@ -92,6 +95,7 @@ class Pipeline:
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
         program: Program | None = None,
+        weights: Any = None,
         timeout: float | None = None,
         allocator: Allocator = "keep",
         progress: Progress | None = None,
@@ -106,7 +110,8 @@ class Pipeline:
         self.program = program or capture(
             model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic, keep_closed=keep_closed
         )
-        _check_stages(self.program, len(self._devices))
+        source = source_of(model, weights)
+        self.program.check_stages(len(self._devices))
         if cuts is not None:  # before anything is measured
             cuts = positions(
                 self.program.labels, self.program.cuts.reasons, len(self._devices), cuts
@@ -128,7 +133,7 @@ class Pipeline:
         plan.check_fits(self.program.fingerprint, names)
         self.program.check_cuts(plan.cuts)
         self.plan = plan
-        place(self.program, plan.cuts, self._devices)
+        place(self.program, plan.cuts, self._devices, source)
         self._assemblies = {True: self._assembly(training=True)}
         self._assemblies[False] = (
             self._assemblies[True] if self.program.same_in_eval else self._assembly(training=False)
@@ -427,21 +432,3 @@ def _with_backup(
     parameters = assembly.parameters[worker] if backward else ()
     backups[worker] = Backup(parameters, assembly.changing[worker])
     job()
-
-
-def _check_stages(program: Program, stages: int) -> None:
-    """Raise unless the program has a place for that many stages.
-
-    Raises:
-        PlanError: it has not; the message says what keeps it whole.
-    """
-    possible = 1 + sum(program.cuts.forbidden(k) is None for k in range(1, len(program)))
-    if stages <= possible:
-        return
-    why = "".join(f"\n  {path or 'the model itself'}: {r}" for path, r in program.closed.items())
-    raise PlanError(
-        f"{stages} stages were asked for, one per device, but the program of "
-        f"{type(program.model).__name__} can be cut into {possible} at most: it has "
-        f"{len(program)} calls. Use at most {possible} devices."
-        + (f" These modules had to stay whole:{why}" if why else "")
-    )

@@ -16,6 +16,7 @@ ROOT = Path(penstock.__file__).parent
 LAYERS = [
     ["errors", "loading", "cores"],
     ["capture"],
+    ["weights"],
     ["profile"],
     ["schedule"],
     ["simulate"],

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""The attributes of every module that hold what it has registered."""
+
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All of them, by every name that reaches them."""
@@ -20,6 +23,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, value in vars(module).items():
+            if name in REGISTRIES:
+                continue
             if isinstance(value, torch.Tensor):
                 yield prefix + name, value
             else:

@@ -18,6 +18,7 @@ from penstock.capture.calls import Call, Ref, Trace, Unrecordable, function_name
 from penstock.capture.cuts import Cuts
 from penstock.capture.lowering import lower
 from penstock.capture.trees import flatten, map_leaves
+from penstock.errors import CaptureError
 
 META = torch.device("meta")
 
@@ -57,6 +58,7 @@ class Weightless:
 
         Raises:
             Unrecordable: it needs values that are not there.
+            CaptureError: so does a closed module.
         """
         module = self._model.get_submodule(call.target) if isinstance(call.target, str) else None
         tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
@@ -74,6 +76,11 @@ class Weightless:
         except RuntimeError as error:
             if "meta tensors" not in str(error):
                 raise
+            if module is not None:
+                raise CaptureError(
+                    f"{call.label} reads values that its weights give, and there are no weights: "
+                    "capture the model with its weights, and load a plan on the others"
+                ) from error
             raise Unrecordable(
                 call.path, f"its Python reads values ({call.label}), and there are no weights"
             ) from error

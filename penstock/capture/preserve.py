@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.attributes import held_tensors
+from penstock.capture.attributes import REGISTRIES, held_tensors
 from penstock.capture.randomness import generators
 from penstock.errors import CaptureError
 
-REGISTRIES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set, OrderedDict)  # the last one holds hooks, for instance
 
 

@@ -71,6 +71,7 @@ class Program:
         self.example = tuple(example)
         self.closed = dict(closed)
         self.is_open = is_open
+        self._was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
 
     def __len__(self) -> int:
@@ -225,6 +226,23 @@ class Program:
             if reason is not None:
                 raise PlanError(f"the plan cuts before call {cut}, which is not possible: {reason}")
 
+    def check_stages(self, count: int) -> None:
+        """Raise unless the program has places for that many stages.
+
+        Raises:
+            PlanError: it has not; the message says what keeps it whole.
+        """
+        possible = 1 + sum(k not in self.cuts.reasons for k in range(1, len(self)))
+        if count <= possible:
+            return
+        why = "".join(f"\n  {path or 'the model itself'}: {r}" for path, r in self.closed.items())
+        raise PlanError(
+            f"{count} stages were asked for, one per device, but the program of "
+            f"{type(self.model).__name__} can be cut into {possible} at most: it has "
+            f"{len(self)} calls. Use at most {possible} devices."
+            + (f" These modules had to stay whole:{why}" if why else "")
+        )
+
     def stages(
         self,
         cuts: Sequence[int],
@@ -251,10 +269,16 @@ class Program:
         for index, (start, stop) in enumerate(pairwise(edges)):
             inputs = crossing.boundary(start)
             outputs = crossing.boundary(stop) if index < len(cuts) else crossing.results
-            device = devices[index] if devices else None
+            device = devices[index] if devices else self._home()
             module = lower(self.model, trace, range(start, stop), inputs, outputs, device)
             result.append(StageProgram(module, inputs, outputs))
         return result
+
+    def _home(self) -> torch.device | None:
+        """Where a model runs that was captured without its weights, and has them now."""
+        if not self._was_on_meta or is_on_meta(self.model):
+            return None
+        return next(self.model.parameters()).device
 
     def _cuts_in(self, trace: Trace, allowed: Cuts, cuts: Sequence[int]) -> list[int]:
         """The cuts of another trace that correspond to these of the training trace."""
@@ -298,7 +322,9 @@ class _Way:
         inputs = crossing.boundary(0)
         if self._asked is None:
             everything = range(len(questions.calls))
-            self._asked = lower(self._model, questions, everything, inputs, questions.outputs)
+            device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
+            outputs = questions.outputs
+            self._asked = lower(self._model, questions, everything, inputs, outputs, device)
         values = [leaves[_input(value)] for value in inputs]
         if any(call.mutates for call in questions.calls):
             values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import Unrecordable
-from penstock.capture.preserve import REGISTRIES
 
 
 class Watch(TorchDispatchMode):

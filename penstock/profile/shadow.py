@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.attributes import held_tensors
+from penstock.capture.attributes import REGISTRIES, held_tensors
 
 
 def shadow(model: nn.Module, device: torch.device) -> nn.Module:
@@ -35,6 +35,8 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
     twin = made[id(module)] = type(module).__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for name, value in module.__dict__.items():
+        if name in REGISTRIES:
+            continue
         if name.endswith("_hooks") and isinstance(value, dict):
             twin.__dict__[name] = OrderedDict()
         elif isinstance(value, torch.Tensor):

@@ -1,0 +1,235 @@
+"""Models whose weights are not there yet, and where each stage's weights come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.capture.attributes import find, named_tensors, put
+from penstock.capture.meta import META, is_on_meta
+from penstock.capture.randomness import Key, draw
+from penstock.errors import InputError
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Models that are built meanwhile have parameters without memory, on the `meta` device.
+
+    Buffers, and whatever else a constructor computes, are as always. So a model that does not fit
+    can be built, captured, profiled and planned, and `Pipeline(weights=...)` then gives each stage
+    its own parameters. For one thread at a time: `nn.Module` itself is changed meanwhile.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            empty = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
+            empty.__dict__.update(parameter.__dict__)
+            module._parameters[name] = empty
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class Weights(Protocol):
+    """Where parameters come from that are not there yet."""
+
+    def materialise(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        """Put these of the model's tensors, which are on `meta`, on a device.
+
+        Raises:
+            InputError: one cannot be had.
+        """
+
+
+@dataclass(frozen=True)
+class SeededWeights:
+    """Initialises every module as its own `reset_parameters` does, and the model's `_init_weights`.
+
+    The random numbers depend on the seed and the module's name alone, so the weights are the same
+    for any number of stages.
+
+    Attributes:
+        seed: of the random numbers.
+    """
+
+    seed: int = 0
+
+    def materialise(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        """Initialise the modules that hold these tensors."""
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+            module = model.get_submodule(path)
+            empty = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
+            for old in empty.values():
+                put_everywhere(model, old, torch.full(old.shape, torch.nan, dtype=old.dtype))
+            digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
+            identity = int.from_bytes(digest, "little")
+            draw(Key(self.seed, 0, 0), identity, _initialise, model, module)
+            for name in empty:
+                made = module._parameters[name]
+                if made is None or bool(made.isnan().any()):
+                    raise InputError(
+                        f"{path}.{name} was not initialised: {type(module).__name__} has no "
+                        "reset_parameters() that sets it, and the model no _init_weights(module). "
+                        "Give weights= a file or a dictionary instead"
+                    )
+                put_everywhere(model, made, made.detach().to(device))
+
+
+def _initialise(model: nn.Module, module: nn.Module) -> None:
+    with torch.no_grad():
+        for name in ("reset_parameters", "_reset_parameters"):
+            if callable(reset := getattr(module, name, None)):
+                reset()
+                break
+        if callable(initialise := getattr(model, "_init_weights", None)):
+            initialise(module)
+
+
+class StoredWeights:
+    """Reads each tensor of a state dict when it is needed.
+
+    Args:
+        names: the names that there are.
+        read: gives the tensor of a name.
+        what: what it is, for messages.
+    """
+
+    def __init__(
+        self, names: Iterable[str], read: Callable[[str], torch.Tensor], what: str
+    ) -> None:
+        self._names = frozenset(names)
+        self._read = read
+        self._what = what
+
+    def materialise(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        """Read these tensors."""
+        others = _aliases(model)
+        for name in names:
+            old = find(model, name)
+            if not old.is_meta:
+                continue  # it is another name of one that is there by now
+            stored = next((n for n in (name, *others[id(old)]) if n in self._names), None)
+            if stored is None:
+                raise InputError(
+                    f"{self._what} has no {name!r}, which is on the meta device. A buffer that no "
+                    "state dict holds keeps its values if the model is built within "
+                    "penstock.empty_weights()"
+                )
+            tensor = self._read(stored)
+            if tensor.shape != old.shape:
+                raise InputError(
+                    f"{stored!r} has shape {tuple(tensor.shape)} in {self._what}, but the model "
+                    f"has {tuple(old.shape)}"
+                )
+            put_everywhere(model, old, tensor.detach().to(device, old.dtype, copy=True))
+
+
+def put_everywhere(model: nn.Module, old: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Put a tensor wherever the model has `old`; as a parameter if that is one."""
+    new = tensor
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(tensor, old.requires_grad)
+        new.__dict__.update(old.__dict__)
+    for name in _aliases(model)[id(old)]:
+        put(model, name, new)
+
+
+def _aliases(model: nn.Module) -> dict[int, list[str]]:
+    """The names of every tensor, by its id."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+    return names
+
+
+def source_of(model: nn.Module, given: Any) -> Weights | None:
+    """The source that the user means, if the model needs one.
+
+    Args:
+        model: with parameters on `meta`, or not.
+        given: a state dict; or a file of one, written by `torch.save` or safetensors; or a
+            directory or index of several safetensors files; or a `Weights`.
+
+    Raises:
+        InputError: it is something else, or there is no such file; or nothing is given and the
+            model needs it, or the other way round.
+    """
+    if is_on_meta(model) != (given is not None):
+        raise InputError(
+            "the model has its weights already, so weights= has nothing to give"
+            if given is not None
+            else "the model's parameters are on the meta device: give weights= a state dict, a "
+            "file of one, or penstock.SeededWeights(seed)"
+        )
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return StoredWeights(given, given.__getitem__, "the state dict")
+    if isinstance(given, (str, Path)):
+        return _from_path(Path(given))
+    if callable(getattr(given, "materialise", None)):
+        return given  # type: ignore[no-any-return]
+    raise InputError(
+        f"weights={given!r} is neither a state dict, nor the name of a file, nor "
+        "penstock.SeededWeights()"
+    )
+
+
+def _from_path(path: Path) -> Weights:
+    if path.is_dir():
+        found = [
+            *sorted(path.glob("*.safetensors.index.json")),
+            *sorted(path.glob("*.safetensors")),
+        ]
+        if not found:
+            raise InputError(f"the directory {path} holds no safetensors file")
+        if found[0].suffix != ".json" and len(found) > 1:
+            raise InputError(f"{path} holds {len(found)} safetensors files, but no index of them")
+        path = found[0]
+    if not path.is_file():
+        raise InputError(f"there is no file {path} to read weights from")
+    if path.suffix == ".json":
+        return _from_index(path)
+    if path.suffix == ".safetensors":
+        handle = _safe_open(path)
+        return StoredWeights(handle.keys(), handle.get_tensor, str(path))
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return StoredWeights(state, state.__getitem__, str(path))
+
+
+def _from_index(path: Path) -> Weights:
+    """Several files, and an index that says which tensor is where."""
+    places: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    handles: dict[str, Any] = {}
+
+    def read(name: str) -> torch.Tensor:
+        file = places[name]
+        if file not in handles:
+            handles[file] = _safe_open(path.parent / file)
+        tensor: torch.Tensor = handles[file].get_tensor(name)
+        return tensor
+
+    return StoredWeights(places, read, str(path))
+
+
+def _safe_open(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise InputError(
+            f"reading {path.name} needs safetensors: pip install 'penstock[weights]'"
+        ) from error
+    return safe_open(path, framework="pt")
