@@ -22,10 +22,10 @@ from penstock.engine.microbatch import merge
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
-from penstock.plan import plan as make_plan
-from penstock.plan.asked import Cut, positions
+from penstock.plan.asked import Cut
 from penstock.plan.search import check_schedule
-from penstock.profile.measure import Progress, profile
+from penstock.planning import plan_for
+from penstock.profile.measure import Progress
 from penstock.schedule import Event, Timeline
 from penstock.train.backup import Backup
 from penstock.train.optimizer import PipelineOptimizer
@@ -111,26 +111,20 @@ class Pipeline:
             model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic, keep_closed=keep_closed
         )
         source = source_of(model, weights)
-        self.program.check_stages(len(self._devices))
-        if cuts is not None:  # before anything is measured
-            cuts = positions(
-                self.program.labels, self.program.cuts.reasons, len(self._devices), cuts
-            )
         threads = self.threads_per_worker = threads_per_worker(self._devices)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
-        names = [str(device) for device in self._devices]
         if plan is None:
-            costs = profile(
+            plan = plan_for(
                 self.program,
                 args,
                 kwargs,
-                devices=names,
+                devices=self._devices,
                 num_microbatches=num_microbatches,
-                threads=threads,
+                schedule=schedule,
+                cuts=cuts,
                 progress=progress,
             )
-            plan = make_plan(costs, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts)
-        plan.check_fits(self.program.fingerprint, names)
+        plan.check_fits(self.program.fingerprint, [str(device) for device in self._devices])
         self.program.check_cuts(plan.cuts)
         self.plan = plan
         place(self.program, plan.cuts, self._devices, source)

@@ -26,6 +26,7 @@ LAYERS = [
     ["workers"],
     ["train"],
     ["autograd"],
+    ["planning"],
     ["pipeline"],
     ["verification"],
     ["bench"],

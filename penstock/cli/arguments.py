@@ -5,21 +5,30 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from penstock.errors import InputError, PenstockError
 from penstock.loading import load, load_model, parse_input
+from penstock.weights import empty_weights
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
 def load_example(
-    model: str, inputs: Sequence[str], example: str | None, seed: int
+    model: str, inputs: Sequence[str], example: str | None, seed: int, empty: bool = False
 ) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     """The module, and the arguments to call it with.
+
+    Args:
+        model: its name.
+        inputs: the specifications of its arguments.
+        example: the name of what returns them.
+        seed: of torch's generator.
+        empty: build it without weights.
 
     Raises:
         InputError: the model, an input or the example is not what it must be.
@@ -32,7 +41,8 @@ def load_example(
             "argument, or --example package.module:callable"
         )
     torch.manual_seed(seed)
-    module = _made(model, lambda: load_model(model))
+    with empty_weights() if empty else nullcontext():
+        module = _made(model, lambda: load_model(model))
     if example is not None:
         return module, *_as_inputs(example, _made(example, lambda: load(example)()))
     return module, *_parsed(inputs)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
-from penstock.cli.options import model_options, reported, show
+from penstock.cli.options import empty_option, model_options, reported, show
 
 _ROWS = 4  # enough to see where the time goes
 
 
 @click.command("inspect")
 @model_options
+@empty_option
 @click.option("--calls", is_flag=True, help="Every call, instead of the tree of modules.")
 @click.option("--depth", type=click.IntRange(min=1), help="Levels of the tree; default: a screen.")
 @click.option("--no-time", is_flag=True, help="Do not measure how long calls take.")
@@ -20,6 +21,7 @@ def command(
     inputs: tuple[str, ...],
     example: str | None,
     seed: int,
+    empty: bool,
     calls: bool,
     depth: int | None,
     no_time: bool,
@@ -38,7 +40,7 @@ def command(
     from penstock.observe.progress import callback
     from penstock.profile.measure import profile
 
-    module, args, kwargs = load_example(model, inputs, example, seed)
+    module, args, kwargs = load_example(model, inputs, example, seed, empty)
     start = time.perf_counter()
     program = capture(module, args, kwargs)
     took = time.perf_counter() - start

@@ -56,6 +56,10 @@ def pipeline_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+empty_option = click.option(
+    "--empty", is_flag=True, help="Build MODEL without weights, for models that do not fit."
+)
+
 devices_option = click.option(
     "--devices",
     metavar="LIST",

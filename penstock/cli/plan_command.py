@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from penstock.cli.options import (
+    empty_option,
     make_directory,
     model_options,
     pipeline_options,
@@ -18,6 +19,7 @@ from penstock.cli.options import (
 
 @click.command("plan")
 @model_options
+@empty_option
 @pipeline_options
 @click.option(
     "--output",
@@ -30,6 +32,7 @@ def command(
     inputs: tuple[str, ...],
     example: str | None,
     seed: int,
+    empty: bool,
     devices: str | None,
     microbatches: str,
     schedule: str,
@@ -43,26 +46,29 @@ def command(
     """
     import msgspec
 
+    from penstock.capture import capture
     from penstock.cli.arguments import cut_list, device_list, load_example, microbatch_count
     from penstock.observe.progress import callback
-    from penstock.pipeline import Pipeline
+    from penstock.plan.search import check_schedule
+    from penstock.planning import plan_for
+    from penstock.workers.devices import existing_devices
 
-    module, args, kwargs = load_example(model, inputs, example, seed)
+    module, args, kwargs = load_example(model, inputs, example, seed, empty)
     if output is not None:
         make_directory(output.parent)
+    stages = existing_devices(device_list(devices))
+    count = microbatch_count(microbatches)
+    check_schedule(schedule)
     with callback("capturing") as progress:
-        pipe = Pipeline(
-            module,
-            args,
-            kwargs,
-            devices=device_list(devices),
-            num_microbatches=microbatch_count(microbatches),
+        found = plan_for(
+            capture(module, args, kwargs),
+            devices=stages,
+            num_microbatches=count,
             schedule=schedule,
             cuts=cut_list(cuts),
             progress=progress,
         )
-    pipe.close()
-    show(msgspec.to_builtins(pipe.plan), str(pipe.plan), as_json)
+    show(msgspec.to_builtins(found), str(found), as_json)
     if output is not None:
-        pipe.plan.save(output)
+        found.save(output)
         talk(f"wrote {output}")

@@ -31,6 +31,7 @@ class Team:
     def __init__(self, program: Program, device: torch.device, copies: int, threads: int) -> None:
         self.program = program
         self.threads = threads
+        copies = 1 if is_on_meta(program.model) else copies  # made-up weights are large
         self.members = [_member(program, device) for _ in range(copies)]
 
     def measure(self, leaves: Sequence[Any], sizes: Sizes) -> list[Timing]:
