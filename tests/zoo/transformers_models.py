@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -13,33 +12,8 @@ from torch import nn
 
 from penstock.loading import tolerate_missing_torchvision_operators
 from tests.zoo.entry import Entry, Inputs
+from tests.zoo.transformers_configs import FIRST_WORD, IMAGE, LENGTH, VOCABULARY, small
 
-VOCABULARY, LENGTH, IMAGE = 99, 16, 32
-
-# What a setting of this name becomes; the first rule that matches counts.
-_SIZES: list[tuple[str, Any]] = [
-    (r"vocab_size_per_layer_input|.*vocab_size", VOCABULARY),
-    (r"(num_)?(hidden_|encoder_|decoder_)?layers|n_layers?|num_hidden_layers", 2),
-    (
-        r"(encoder|decoder)_(num_)?(hidden_)?layers|num_(encoder|decoder)_layers|e_layers|d_layers",
-        2,
-    ),
-    (r"num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num", 2),
-    (r".*(attention_heads|n_heads?|num_heads|nhead|encoder_attention_heads)", 4),
-    (r".*head_dim|d_kv|kv_channels|attention_key_size|head_size", 8),
-    (r".*(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|mlp_dim|feed_forward_size)", 64),
-    (r"(decoder_|encoder_|text_|hidden_)?(hidden_size|d_model|n_embd|dim|embed_dim)", 32),
-    (r"embedding_size|word_embed_proj_dim|projection_dim|hidden_dim|pooler_hidden_size", 32),
-    (r".*max_position_embeddings|n_positions|max_seq_len|max_sequence_length|max_length", 64),
-    (r"num_(local_)?experts|n_routed_experts|moe_num_experts", 4),
-    (r"num_experts_per_tok|moe_topk|top_?k_experts|num_selected_experts", 2),
-    (r"image_size", IMAGE),
-    (r"patch_size", 8),
-    (r"(pad|bos|eos|sep|cls|mask|unk|decoder_start)_token_id", 1),
-    (r"q_lora_rank|kv_lora_rank|qk_rope_head_dim|qk_nope_head_dim|v_head_dim", 8),
-    (r"num_mel_bins|num_codebook_vectors", 16),
-    (r"max_source_positions|max_target_positions", 64),
-]
 _TOKENS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 _IMAGES = ("IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "IMAGE_SEGMENTATION")
 _AUDIO = ("CTC", "AUDIO_CLASSIFICATION", "SPEECH_SEQ_2_SEQ")
@@ -92,53 +66,17 @@ def _built(kind: str) -> nn.Module:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     chosen = getattr(transformers, kind)
-    model: nn.Module | None = None
-    problems = []
-    for config in _small(chosen.config_class):
-        try:
-            torch.manual_seed(0)
-            model = chosen(config)
-            break
-        except Exception as error:
-            problems.append(error)
-    if model is None:
-        raise problems[-1]
+    config = small(chosen.config_class)
+    torch.manual_seed(0)
+    model: nn.Module = chosen(config)
     return model
-
-
-def _small(kind: Any) -> Iterator[Any]:
-    """Configurations of this class: one with all rules applied, and more cautious ones."""
-    settings = kind().to_dict()
-    for rules in (_SIZES, [r for r in _SIZES if r[1] != 8], _SIZES[:2] + _SIZES[-5:]):
-        try:
-            config = kind(**_shrunk(settings, rules))
-        except Exception:
-            continue
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
-        yield config
-
-
-def _shrunk(settings: dict[str, Any], rules: list[tuple[str, Any]]) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for name, value in settings.items():
-        rule = next((r for pattern, r in rules if re.fullmatch(pattern, name)), None)
-        if isinstance(value, dict) and name.endswith("_config"):
-            changed[name] = {**value, **_shrunk(value, rules)}
-        elif rule is not None and (type(value) is int or (value is None and "token_id" in name)):
-            changed[name] = rule if "token_id" in name else min(rule, value or rule)
-        elif name == "layer_types" and isinstance(value, list):
-            changed[name] = [*dict.fromkeys(value)][:2] * 2
-    if isinstance(changed.get("layer_types"), list):
-        changed["layer_types"] = changed["layer_types"][:2]
-    return changed
 
 
 # -- inputs -----------------------------------------------------------------------------------
 
 
 def _tokens(kind: str, labels: bool, rows: int) -> Inputs:
-    ids = torch.randint(3, VOCABULARY, (rows, LENGTH))
+    ids = torch.randint(FIRST_WORD, VOCABULARY, (rows, LENGTH))
     given: dict[str, Any] = {"input_ids": ids}
     if labels:
         mask = torch.ones_like(ids)
@@ -167,7 +105,7 @@ def _sound(kind: str, rows: int) -> Inputs:
     if _takes(kind, "input_features"):
         given: dict[str, Any] = {"input_features": torch.randn(rows, 16, 128)}
         if _takes(kind, "decoder_input_ids"):
-            given["decoder_input_ids"] = torch.randint(3, VOCABULARY, (rows, LENGTH))
+            given["decoder_input_ids"] = torch.randint(FIRST_WORD, VOCABULARY, (rows, LENGTH))
     else:
         given = {"input_values": torch.randn(rows, 2000)}
     if _takes(kind, "use_cache"):
@@ -177,6 +115,6 @@ def _sound(kind: str, rows: int) -> Inputs:
 
 def _pairs(rows: int) -> Inputs:
     given = _pixels(rows)[1]
-    given["input_ids"] = torch.randint(3, VOCABULARY, (rows, LENGTH))
+    given["input_ids"] = torch.randint(FIRST_WORD, VOCABULARY, (rows, LENGTH))
     given["attention_mask"] = torch.ones(rows, LENGTH, dtype=torch.long)
     return (), given
