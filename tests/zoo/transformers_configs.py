@@ -29,7 +29,7 @@ _SIZES: list[tuple[str, int]] = [
     (_LAYER_COUNTS + "|num_kv_shared_layers", LAYERS),
     (r"first_k_dense_replace|num_dense_layers|n_group|num_expert_group|topk_group", 1),
     (r".*num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num|num_query_groups", 2),
-    (r"linear_num_key_heads|.*n_groups", 2),
+    (r"linear_num_key_heads|.*n_groups|index_kpool", 2),
     (r"qk_head_dim", 16),
     (r".*head_?dim|d_kv|(mamba_)?d_head|dim_head|kv_channels|attention_key_size|.*head_size", 8),
     (r".*heads?|.*nhead", HEADS),
@@ -48,13 +48,13 @@ _SIZES: list[tuple[str, int]] = [
     (r"(sliding|attention)_window(_size)?|sliding_window_size|local_attention.*", 8),
     (r".*chunk_size|block_size|index_topk\w*|context_size|index_block_size", 8),
     (r"mask_(time|feature)_length", 2),
-    (r"num_mel_bins|feature_size|n_mel_bins", 16),
+    (r"num_mel_bins|feature_size|n_mel_bins|input_feat_per_channel", 16),
     (r"num_conv_pos_embeddings|num_conv_pos_embedding_groups|conv_pos_kernel_size", 4),
     (r"num_queries|num_query_tokens|.*num_latents|.*n_latents|latent_query_num|num_denoising", 8),
     (r"num_embeddings|codebook_size|num_codevectors_per_group", 16),
     (r"train_num_points|two_stage_num_proposals|num_negatives", 16),
     (r"input_feat_size|feature_projection_input_dim|input_dim|hidden_size_global", WIDTH),
-    (r"n_embd|d_model|d_inner|.*_inplanes|\w*pos_feats|classifier_proj_size", WIDTH),
+    (r"upsample_groups|n_embd|d_model|d_inner|.*_inplanes|\w*pos_feats|classifier_proj_size", WIDTH),
     (r"(.*_)?(kernel|stride)_size", 7),
     (r"(.*_)?window_size", 2),
     (r"(.*_)?(size|dim|dims|channels|width|rank|dimension|d_ssm|d_latents)", WIDTH),
@@ -103,6 +103,8 @@ def shrunk_whole(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(settings: dict[str, Any]) -> int:
+    if isinstance(settings.get("depths"), list):  # its lists are about stages
+        return 0
     counts = [
         v for n, v in settings.items() if re.fullmatch(_LAYER_COUNTS, n) and type(v) is int
     ]
@@ -118,6 +120,8 @@ def _kept_layers(settings: dict[str, Any]) -> list[int]:
     for number in range(count):
         kinds.setdefault(str([values[number] for values in lists]), number)
     first = sorted(kinds.values())[:4]
+    if len(settings.get("out_indices") or ()) == 4 and "stage_names" in settings:
+        return list(range(4))  # a backbone that gives all of them
     first = first if len(first) > 1 else list(range(min(count, LAYERS)))
     return first * 2 if settings.get("num_kv_shared_layers") else first
 
@@ -126,7 +130,8 @@ def _shrunk_list(name: str, value: list[Any], kept: list[int], settings: dict[st
     count = _layers(settings)
     if name in ("eos_token_id", "bos_token_id"):
         return 2
-    if len(value) == count > LAYERS and not re.fullmatch(_INDEXES, name):
+    indexes = re.fullmatch(_INDEXES, name) and value == sorted(set(value))
+    if len(value) == count > LAYERS and not indexes:
         value = [value[number] for number in kept]
     numbers = bool(value) and all(type(v) is int for v in value)
     if numbers and name in ("image_size", "input_size"):
@@ -136,8 +141,10 @@ def _shrunk_list(name: str, value: list[Any], kept: list[int], settings: dict[st
     if name == "attention_window":
         return [8 for _ in value]
     if numbers and "stage_names" in settings and name == "out_indices":
-        return value if "depths" in settings else [len(kept)]
-    if numbers and re.fullmatch(_INDEXES, name) and count:
+        return value if "depths" in settings else list(range(1, 5))[-len(value) :] if (
+            len(kept) == 4
+        ) else [len(kept)]
+    if numbers and indexes and count:
         return [*dict.fromkeys(min(v, len(kept) - 1) for v in value)]
     scaled = "width_coefficient" in settings  # keeps the widths themselves
     if numbers and re.fullmatch(_WIDTHS, name) and max(value) >= 32 and not scaled:
@@ -151,7 +158,7 @@ def _shrunk_number(name: str, value: int | None, kept: list[int], settings: dict
         return value
     if value is None:
         return rule if re.fullmatch(_REQUIRED, name) else None
-    if "token" in name or name == "vocab_size":
+    if "token" in name or name in ("vocab_size", "image_size"):
         return rule
     if re.fullmatch(_LAYER_COUNTS, name):
         return min(max(len(kept), 1), value)
@@ -178,19 +185,24 @@ def _shrunk_rotation(value: dict[str, Any]) -> dict[str, Any]:
         if isinstance(inner, dict):
             changed[name] = _shrunk_rotation(inner)
         elif name == "mrope_section":
-            changed[name] = [2, 1, 1]
+            changed[name] = [1, 1, 0] if "partial_rotary_factor" in value else [2, 1, 1]
         elif name == "partial_rotary_factor":
-            changed[name] = max(inner, 0.5)
+            changed[name] = min(max(inner, 0.5), 1.0)
         else:
             changed[name] = inner
+    if "rope_theta" in value and "mrope_section" not in value:  # its default is for large heads
+        changed["mrope_section"] = [1, 1, 0] if "partial_rotary_factor" in value else [2, 1, 1]
     return changed
 
 
-def small(kind: Any) -> Any:
-    """A small configuration of this class."""
-    settings = kind(**_NEEDED.get(kind.__name__, {})).to_dict()
-    changed = {**_NEEDED.get(kind.__name__, {}), **shrunk(settings)}
-    config = kind(**_merged(changed, _SPECIAL.get(kind.__name__, {})))
+def small(model: Any) -> Any:
+    """A small configuration for this class of models."""
+    kind = model.config_class
+    needed = _NEEDED.get(kind.__name__, {})
+    changed = _merged(needed, shrunk(kind(**needed).to_dict()))
+    for name in (kind.__name__, model.__name__):
+        changed = _merged(changed, _SPECIAL.get(name, {}))
+    config = kind(**changed)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if getattr(config, "is_encoder_decoder", False):
@@ -209,34 +221,62 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 # Without these, a configuration cannot even be made with defaults.
 _NEEDED: dict[str, dict[str, Any]] = {
-    "Gemma4AssistantConfig": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "Gemma4AssistantConfig": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
 }
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+_SMALL_NET = {"architecture": "mobilenetv3_small_050", "model_args": {}}
 _ANGLES = {"rope_type": "default", "rope_theta": 10000.0}
 # What no rule about names can know.
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "AlignConfig": {
+        "projection_dim": 80,
+        "vision_config": {"width_coefficient": 0.25, "hidden_dim": 320},
+    },
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "BltConfig": {
         "encoder_hash_byte_group_vocab": 50,
         "encoder_config": {"hidden_size_global": 32},
         "decoder_config": {"hidden_size_global": 32},
     },
+    "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": IMAGE_TOKEN}},
+    "CohereCompassConfig": {"text_config": {"rope_parameters": {"full_attention": _ANGLES}}},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ANGLES}},
     "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "Data2VecVisionConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
-    "DbrxConfig": {"attn_config": {"rope_theta": 10000.0}},
+    "DbrxConfig": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "DeepseekOcr2Config": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "DetrConfig": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
+    "DiffusionGemmaConfig": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
+    "EfficientNetConfig": {"width_coefficient": 0.25, "hidden_dim": 320},
+    "Emu3Config": {"vocabulary_map": {"<image>": IMAGE_TOKEN, "<|extra_200|>": 4}},
+    "Ernie4_5_VLMoeConfig": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
+    "FastVlmConfig": {"vision_config": {"hidden_size": 3072}},
+    "Gemma3nConfig": {"vision_config": _SMALL_NET},
+    "Mask2FormerConfig": {"feature_size": WIDTH},
+    "Molmo2Config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "Pix2StructConfig": {"vision_config": {"patch_embed_hidden_size": 768}},
+    "Step3p7Config": {"text_config": {"sliding_window": 8}},
+    "FunAsrNanoConfig": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
+    "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "MoonshineStreamingConfig": {"num_key_value_heads": 4},
+    "Dots1Config": {"n_shared_experts": 1},
+    "Dots3NoteConfig": {"text_config": {"head_dim": 16}},
+    "Dots3NoteTextConfig": {"head_dim": 16},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "MobileViTConfig": {"hidden_sizes": [16, 24, 32]},
-    "PerceiverConfig": {"max_position_embeddings": LENGTH, "d_latents": WIDTH},
-    "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-    },
+    "PerceiverConfig": {"max_position_embeddings": LENGTH, "d_latents": WIDTH, "num_cross_attention_heads": 1},
+    "Qwen4ExpConfig": {"text_config": _INDEXER},
+    "Qwen4ExpTextConfig": _INDEXER,
+    "ReformerModelWithLMHead": {"is_decoder": True},
     "ReformerConfig": {
-        "is_decoder": True,
         "axial_pos_shape": [4, 4],
         "axial_pos_embds_dim": [16, 16],
         "local_attn_chunk_length": 8,
@@ -245,10 +285,14 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 16,
         "num_hidden_layers": 6,
         "layers_block_type": ["linear_attention"] * 2 + ["hybrid", "linear_attention"] * 2,
     },
     "Zamba2Config": {
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 16,
         "num_hidden_layers": 6,
         "layers_block_type": ["linear_attention"] * 2 + ["hybrid", "linear_attention"] * 2,
     },
