@@ -54,16 +54,19 @@ _SIZES: list[tuple[str, int]] = [
     (r"num_embeddings|codebook_size|num_codevectors_per_group", 16),
     (r"train_num_points|two_stage_num_proposals|num_negatives", 16),
     (r"input_feat_size|feature_projection_input_dim|input_dim|hidden_size_global", WIDTH),
-    (r"upsample_groups|n_embd|d_model|d_inner|.*_inplanes|\w*pos_feats|classifier_proj_size", WIDTH),
+    (
+        r"upsample_groups|n_embd|d_model|d_inner|.*_inplanes|\w*pos_feats|classifier_proj_size",
+        WIDTH,
+    ),
     (r"(.*_)?(kernel|stride)_size", 7),
-    (r"(.*_)?window_size", 2),
+    (r"(.*_)?window_size", 2),  # patches; where it is more, they are pixels
     (r"(.*_)?(size|dim|dims|channels|width|rank|dimension|d_ssm|d_latents)", WIDTH),
 ]
 # Names of lists whose elements are widths, and shrink with the widths of their neighbours.
 _WIDTHS = r".*(dims?|sizes|channels|hidden_size|dimensions|filters|out_channels)"
 # What has no default, but has to be a number.
 _REQUIRED = (
-    r"head_dim|.*token_id|n_routed_experts|num_experts_per_tok|num_key_value_heads|vocab_size"
+    r"head_dim|.*token_(id|index)|n_routed_experts|num_experts_per_tok|num_key_value_heads|vocab_size"
     r"|layer_norm_eps"
 )
 _INDEXES = r".*(indexes|indices|idxs|_layers|layer_ids)|out_indices|mlp_only_layers|spatial_target"
@@ -105,9 +108,7 @@ def shrunk_whole(settings: dict[str, Any]) -> dict[str, Any]:
 def _layers(settings: dict[str, Any]) -> int:
     if isinstance(settings.get("depths"), list):  # its lists are about stages
         return 0
-    counts = [
-        v for n, v in settings.items() if re.fullmatch(_LAYER_COUNTS, n) and type(v) is int
-    ]
+    counts = [v for n, v in settings.items() if re.fullmatch(_LAYER_COUNTS, n) and type(v) is int]
     return max(counts, default=0)
 
 
@@ -141,9 +142,8 @@ def _shrunk_list(name: str, value: list[Any], kept: list[int], settings: dict[st
     if name == "attention_window":
         return [8 for _ in value]
     if numbers and "stage_names" in settings and name == "out_indices":
-        return value if "depths" in settings else list(range(1, 5))[-len(value) :] if (
-            len(kept) == 4
-        ) else [len(kept)]
+        last = [len(kept)] if len(value) == 1 else list(range(1, len(kept) + 1))
+        return value if "depths" in settings else last
     if numbers and indexes and count:
         return [*dict.fromkeys(min(v, len(kept) - 1) for v in value)]
     scaled = "width_coefficient" in settings  # keeps the widths themselves
@@ -168,6 +168,8 @@ def _shrunk_number(name: str, value: int | None, kept: list[int], settings: dict
         return value // _DIVISOR
     if name == "num_key_value_heads" and value == settings.get("num_attention_heads"):
         return min(HEADS, value)
+    if name == "window_size" and value > 100:
+        return value
     if name == "head_dim" and value == _full_head(settings):
         return 16
     return min(rule, value) if value >= 0 else value
@@ -221,7 +223,9 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 # Without these, a configuration cannot even be made with defaults.
 _NEEDED: dict[str, dict[str, Any]] = {
-    "Gemma4AssistantConfig": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "Gemma4AssistantConfig": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
 }
 _INDEXER = {
     "indexer_n_heads": 2,
@@ -254,7 +258,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "DeepseekOcr2Config": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "DetrConfig": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
-    "DiffusionGemmaConfig": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
+    "DiffusionGemmaConfig": {
+        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    },
     "EfficientNetConfig": {"width_coefficient": 0.25, "hidden_dim": 320},
     "Emu3Config": {"vocabulary_map": {"<image>": IMAGE_TOKEN, "<|extra_200|>": 4}},
     "Ernie4_5_VLMoeConfig": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
@@ -272,7 +278,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "Dots3NoteTextConfig": {"head_dim": 16},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "MobileViTConfig": {"hidden_sizes": [16, 24, 32]},
-    "PerceiverConfig": {"max_position_embeddings": LENGTH, "d_latents": WIDTH, "num_cross_attention_heads": 1},
+    "PerceiverConfig": {
+        "max_position_embeddings": LENGTH,
+        "d_latents": WIDTH,
+        "num_cross_attention_heads": 1,
+    },
     "Qwen4ExpConfig": {"text_config": _INDEXER},
     "Qwen4ExpTextConfig": _INDEXER,
     "ReformerModelWithLMHead": {"is_decoder": True},
@@ -284,6 +294,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "num_buckets": 2,
     },
     "XmodConfig": {"default_language": "en_XX"},
+    "ZoeDepthConfig": {"bottleneck_features": WIDTH},
     "ZambaConfig": {
         "attention_hidden_size": 2 * WIDTH,
         "attention_head_dim": 16,
@@ -291,6 +302,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention"] * 2 + ["hybrid", "linear_attention"] * 2,
     },
     "Zamba2Config": {
+        "hybrid_layer_ids": [2, 4],
         "attention_hidden_size": 2 * WIDTH,
         "attention_head_dim": 16,
         "num_hidden_layers": 6,
