@@ -164,6 +164,23 @@ def _picture_as_words(_: Any, rows: int) -> dict[str, Any]:
     return {"input_ids": words(rows)}
 
 
+def _words_and_boxes(_: Any, rows: int) -> dict[str, Any]:
+    return {"bbox": torch.randint(0, 60, (rows, LENGTH, 4)).sort().values}
+
+
+def _document(_: Any, rows: int) -> dict[str, Any]:
+    return _pixels(_, rows) | _words_and_boxes(_, rows)
+
+
+def _words_and_pixels(_: Any, rows: int) -> dict[str, Any]:
+    return {"input_ids": words(rows)} | _pixels(_, rows)
+
+
+def _series(config: Any, rows: int) -> dict[str, Any]:
+    channels = getattr(config, "num_input_channels", 1)
+    return {"past_values": torch.randn(rows, config.context_length, channels)}
+
+
 # -- forms of sounds --------------------------------------------------------------------------
 
 
@@ -225,6 +242,19 @@ FORMS: dict[str, list[Form]] = {
 }
 
 
+FORMS["anything"] = [
+    _document,
+    _words_and_boxes,
+    _words_and_pixels,
+    *FORMS["picture"],
+    *FORMS["picture and text"],
+    *FORMS["sound"],
+    _frequencies("input_values", 1, 2000),
+    _frequencies("pixel_values", 16, 3 * PATCH * PATCH),
+    _series,
+]
+
+
 # -- choosing ---------------------------------------------------------------------------------
 
 
@@ -282,7 +312,9 @@ def _arguments(
     rows = len(given.get("image_grid_thw", next(iter(given.values()))))
     if what != "picture" and takes(kind, "input_ids"):
         ids = torch.cat([_places(given, rows, places), words(rows)], dim=1)
-        given |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        given["input_ids"] = ids
+        if takes(kind, "attention_mask"):
+            given["attention_mask"] = torch.ones_like(ids)
         if "mm_token_type_ids" in given:
             given["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
     if takes(kind, "decoder_input_ids"):

@@ -30,9 +30,16 @@ _OTHERS = {
     "ZERO_SHOT_IMAGE_CLASSIFICATION": ("picture and text", False),
     "IMAGE_TEXT_TO_TEXT": ("picture and text", True),
     "MULTIMODAL_LM": ("sound", True),
+    "": ("anything", False),  # models of types that none of these tasks has
 }
 # These fail without a picture, or with more than text alone.
 _NEVER_ALONE = ("GitForCausalLM",)
+# No rule makes these small.
+_LARGE = (
+    *("PeAudioVideoEncoder", "PeAudioVideoModel", "PeVideoEncoder", "PeVideoModel"),
+    *("UnivNetModel", "VibeVoiceForConditionalGeneration", "VitsModel"),
+    *("VibeVoiceAcousticTokenizerDecoderModel", "VibeVoiceAcousticTokenizerModel"),
+)
 
 
 def entries() -> list[Entry]:
@@ -42,7 +49,7 @@ def entries() -> list[Entry]:
         build = partial(_built, kind)
         if task not in _TOKENS:
             what, labels = _OTHERS[task]
-            name = kind if task not in ("IMAGE_TEXT_TO_TEXT",) else f"{kind} with pictures"
+            name = f"{kind} with pictures" if task == "IMAGE_TEXT_TO_TEXT" else kind
             inputs = partial(chosen, build, kind, what, labels)
             found.setdefault(name, Entry(name, "transformers", build, inputs, rows=3))
         elif kind not in _NEVER_ALONE:
@@ -60,12 +67,16 @@ def _classes() -> list[tuple[str, str]]:
 
     found = []
     served: set[str] = set()  # by a task that is not about text alone
+    types: set[str] = set()
     for task in (*_TOKENS, *_OTHERS):
-        names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
-        for kinds in names.values():
+        middle = f"_FOR_{task}" if task else ""
+        names = getattr(modeling_auto, f"MODEL{middle}_MAPPING_NAMES")
+        for model_type, kinds in names.items():
             for kind in (kinds,) if isinstance(kinds, str) else kinds:
-                if task in _TOKENS or kind not in served:
+                known = kind in served or not (task or model_type not in types)
+                if (task in _TOKENS or not known) and kind not in _LARGE:
                     found.append((task, kind))
+        types |= set(names)
         served |= {kind for served_by, kind in found if served_by not in _TOKENS}
     return list(dict.fromkeys(found))
 
