@@ -44,6 +44,8 @@ _SIZES: list[tuple[str, int]] = [
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts|num_expert|zero_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_topk|top_?k_experts|num_selected_experts|moe_(k|top_k)", 2),
     (r"(pretrain_)?image_size|resolution", IMAGE),
+    (r"image_embedding_size", IMAGE // PATCH),
+    (r"num_blocks", 1),
     (r"patch_size", PATCH),
     (r"(sliding|attention)_window(_size)?|sliding_window_size|local_attention.*", 8),
     (r".*chunk_size|block_size|index_topk\w*|context_size|index_block_size", 8),
@@ -63,7 +65,10 @@ _SIZES: list[tuple[str, int]] = [
     (r"(.*_)?(size|dim|dims|channels|width|rank|dimension|d_ssm|d_latents)", WIDTH),
 ]
 # Names of lists whose elements are widths, and shrink with the widths of their neighbours.
-_WIDTHS = r".*(dims?|sizes|channels|hidden_size|dimensions|filters|out_channels)"
+_WIDTHS = (
+    r".*(dims?|sizes|channels|dimensions|filters|hidden_size|embed_dim)"
+    r"|.*(channel_list|dim_per_stage)"
+)
 # What has no default, but has to be a number.
 _REQUIRED = (
     r"head_dim|.*token_(id|index)|n_routed_experts|num_experts_per_tok|num_key_value_heads|vocab_size"
@@ -106,10 +111,14 @@ def shrunk_whole(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(settings: dict[str, Any]) -> int:
-    if isinstance(settings.get("depths"), list):  # its lists are about stages
+    if _in_stages(settings):  # its lists are about these
         return 0
     counts = [v for n, v in settings.items() if re.fullmatch(_LAYER_COUNTS, n) and type(v) is int]
     return max(counts, default=0)
+
+
+def _in_stages(settings: dict[str, Any]) -> bool:
+    return isinstance(settings.get("depths"), list) or "embed_dim_per_stage" in settings
 
 
 def _kept_layers(settings: dict[str, Any]) -> list[int]:
@@ -164,7 +173,7 @@ def _shrunk_number(name: str, value: int | None, kept: list[int], settings: dict
         return min(max(len(kept), 1), value)
     if name == "num_kv_shared_layers":  # each kind of layer twice: one writes, one shares
         return len(kept) // 2 if value else 0
-    if isinstance(settings.get("depths"), list) and re.fullmatch(_WIDTHS, name) and value >= 32:
+    if _in_stages(settings) and re.fullmatch(_WIDTHS, name) and value >= 32:
         return value // _DIVISOR
     if name == "num_key_value_heads" and value == settings.get("num_attention_heads"):
         return min(HEADS, value)
@@ -223,6 +232,10 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 # Without these, a configuration cannot even be made with defaults.
 _NEEDED: dict[str, dict[str, Any]] = {
+    "AutoformerConfig": {"prediction_length": 8},
+    "InformerConfig": {"prediction_length": 8},
+    "TimeSeriesTransformerConfig": {"prediction_length": 8},
+    "TimmBackboneConfig": {"backbone": "resnet18"},
     "Gemma4AssistantConfig": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
@@ -234,6 +247,10 @@ _INDEXER = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }
+# Chameleon's names of the words that stand for pieces of a picture: digits as letters.
+_PIECES = {
+    f"IMGIMG{''.join(chr(ord('A') + int(digit)) for digit in str(n))}Z": 20 + n for n in range(16)
+}
 _SMALL_NET = {"architecture": "mobilenetv3_small_050", "model_args": {}}
 _ANGLES = {"rope_type": "default", "rope_theta": 10000.0}
 # What no rule about names can know.
@@ -243,13 +260,18 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "vision_config": {"width_coefficient": 0.25, "hidden_dim": 320},
     },
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "BridgeTowerConfig": {
+        "hidden_size": 64,
+        "text_config": {"hidden_size": 64},
+        "vision_config": {"hidden_size": 64},
+    },
     "BltConfig": {
         "encoder_hash_byte_group_vocab": 50,
         "encoder_config": {"hidden_size_global": 32},
         "decoder_config": {"hidden_size_global": 32},
     },
     "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
-    "ChameleonConfig": {"vocabulary_map": {"<image>": IMAGE_TOKEN}},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": IMAGE_TOKEN, **_PIECES}},
     "CohereCompassConfig": {"text_config": {"rope_parameters": {"full_attention": _ANGLES}}},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ANGLES}},
     "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
@@ -266,6 +288,17 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "Ernie4_5_VLMoeConfig": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
     "FastVlmConfig": {"vision_config": {"hidden_size": 3072}},
     "Gemma3nConfig": {"vision_config": _SMALL_NET},
+    "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4},
+    "LiltConfig": {"hidden_size": 96},
+    "Swin2SRConfig": {"embed_dim": 24},
+    "Sapiens2Config": {
+        "head_config": {
+            "upsample_out_channels": [16],
+            "upsample_kernel_sizes": [4],
+            "conv_out_channels": [16],
+            "conv_kernel_sizes": [1],
+        }
+    },
     "Mask2FormerConfig": {"feature_size": WIDTH},
     "Molmo2Config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "Pix2StructConfig": {"vision_config": {"patch_embed_hidden_size": 768}},

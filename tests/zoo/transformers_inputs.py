@@ -181,6 +181,40 @@ def _series(config: Any, rows: int) -> dict[str, Any]:
     return {"past_values": torch.randn(rows, config.context_length, channels)}
 
 
+def _numbers(config: Any, rows: int) -> dict[str, Any]:
+    return {"past_values": torch.randn(rows, config.context_length)}
+
+
+def _forecast(config: Any, rows: int) -> dict[str, Any]:
+    past, future = config.context_length + max(config.lags_sequence), config.prediction_length
+    return {
+        "past_values": torch.rand(rows, past),
+        "past_time_features": torch.rand(rows, past, config.num_time_features),
+        "past_observed_mask": torch.ones(rows, past),
+        "future_values": torch.rand(rows, future),
+        "future_time_features": torch.rand(rows, future, config.num_time_features),
+    }
+
+
+def _decisions(config: Any, rows: int) -> dict[str, Any]:
+    return {
+        "states": torch.randn(rows, LENGTH, config.state_dim),
+        "actions": torch.randn(rows, LENGTH, config.act_dim),
+        "rewards": torch.randn(rows, LENGTH, 1),
+        "returns_to_go": torch.randn(rows, LENGTH, 1),
+        "timesteps": torch.arange(LENGTH).expand(rows, LENGTH).clone(),
+    }
+
+
+def _regions(config: Any, rows: int) -> dict[str, Any]:
+    features = torch.randn(rows, 8, config.visual_feat_dim)
+    return {"visual_feats": features, "visual_pos": torch.rand(rows, 8, 4)}
+
+
+def _queries(config: Any, rows: int) -> dict[str, Any]:
+    return {"query_embeds": torch.randn(rows, 8, config.hidden_size)}
+
+
 # -- forms of sounds --------------------------------------------------------------------------
 
 
@@ -234,6 +268,7 @@ FORMS: dict[str, list[Form]] = {
         _frequencies("input_features", 128, 16),
         _frequencies("input_features", 128, 32),
         _frequencies("input_features", 128, 64),
+        _frequencies("input_features", 128, 112),
         _frequencies("input_values", 64, 16),
         _frequencies("input_values", 128, 16),
         _frequencies_and_mask(16, 128),
@@ -252,6 +287,11 @@ FORMS["anything"] = [
     _frequencies("input_values", 1, 2000),
     _frequencies("pixel_values", 16, 3 * PATCH * PATCH),
     _series,
+    _numbers,
+    _forecast,
+    _decisions,
+    _regions,
+    _queries,
 ]
 
 
