@@ -214,8 +214,9 @@ def small(model: Any) -> Any:
     for name in (kind.__name__, model.__name__):
         changed = _merged(changed, _SPECIAL.get(name, {}))
     config = kind(**changed)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+    for part in (config, *(getattr(config, n) for n in getattr(config, "sub_configs", {}))):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
     if getattr(config, "is_encoder_decoder", False):
         config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
     return config
@@ -319,7 +320,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "Qwen4ExpConfig": {"text_config": _INDEXER},
     "Qwen4ExpTextConfig": _INDEXER,
     "ReformerModelWithLMHead": {"is_decoder": True},
-    "ReformerConfig": {
+    "ReformerConfig": {  # it takes the seeds of dropout and hashing from the system
+        "hash_seed": 0,
+        "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
         "axial_pos_shape": [4, 4],
         "axial_pos_embds_dim": [16, 16],
         "local_attn_chunk_length": 8,
