@@ -46,6 +46,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"(pretrain_)?image_size|resolution", IMAGE),
     (r"image_embedding_size", IMAGE // PATCH),
     (r"num_blocks", 1),
+    (r"mm_tokens_per_image", (IMAGE // PATCH) ** 2),
     (r"patch_size", PATCH),
     (r"(sliding|attention)_window(_size)?|sliding_window_size|local_attention.*", 8),
     (r".*chunk_size|block_size|index_topk\w*|context_size|index_block_size", 8),
@@ -260,6 +261,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "projection_dim": 80,
         "vision_config": {"width_coefficient": 0.25, "hidden_dim": 320},
     },
+    "AriaConfig": {"projector_patch_to_query_dict": {(IMAGE // PATCH) ** 2: 8}},
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "BridgeTowerConfig": {
         "hidden_size": 64,

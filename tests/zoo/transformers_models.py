@@ -11,7 +11,7 @@ from torch import nn
 from penstock.loading import tolerate_missing_torchvision_operators
 from tests.zoo.entry import Entry
 from tests.zoo.transformers_configs import small
-from tests.zoo.transformers_inputs import chosen, tokens
+from tests.zoo.transformers_inputs import PatchesInRows, chosen, takes, tokens
 
 _TOKENS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 # A task, what its models take, and whether with labels.
@@ -49,7 +49,9 @@ def entries() -> list[Entry]:
         build = partial(_built, kind)
         if task not in _TOKENS:
             what, labels = _OTHERS[task]
-            name = f"{kind} with pictures" if task == "IMAGE_TEXT_TO_TEXT" else kind
+            name = kind
+            if task == "IMAGE_TEXT_TO_TEXT":
+                name, build = f"{kind} with pictures", partial(_for_pictures, kind)
             inputs = partial(chosen, build, kind, what, labels)
             found.setdefault(name, Entry(name, "transformers", build, inputs, rows=3))
         elif kind not in _NEVER_ALONE:
@@ -91,3 +93,8 @@ def _built(kind: str) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = model_class(config)
     return model
+
+
+def _for_pictures(kind: str) -> nn.Module:
+    model = _built(kind)
+    return PatchesInRows(model) if takes(kind, "image_grid_thw") else model
