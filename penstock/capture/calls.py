@@ -189,6 +189,7 @@ class Call:
             data, or `OPAQUE` when it is an object that only other calls understand.
         ambient: the modes it ran under, where they differ from those the forward began with.
         random: whether it draws random numbers.
+        draws_in_python: whether numpy's generator or Python's own gives some of them.
         mutates: the values that it changes in place.
         hidden: parameters and buffers inside a closed module.
         identity: a number made of its label and how often that occurred before. It seeds the
@@ -203,6 +204,7 @@ class Call:
     outputs: tuple[Any, ...] = ()
     ambient: Ambient | None = None
     random: bool = False
+    draws_in_python: bool = False
     mutates: tuple[Value, ...] = ()
     hidden: tuple[str, ...] = ()
     identity: int = 0

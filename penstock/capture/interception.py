@@ -26,14 +26,19 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
     """
     call_module = nn.Module.__call__
     apply = torch.autograd.Function.__dict__["apply"]
+    set_plainly = nn.Module.__setattr__
     hook = checkpointing._checkpoint_hook
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_module(module, call_module, args, kwargs)
 
-    def checked(function: type, *args: Any, **kwargs: Any) -> Any:
+    def checked(function: type, /, *args: Any, **kwargs: Any) -> Any:
         recorder.check_function(function)
         return apply.__get__(None, function)(*args, **kwargs)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        recorder.check_assignment(module, name)
+        set_plainly(module, name, value)
 
     def checkpoint_hook(frame: Any) -> Any:
         return nullcontext() if recorder.is_outside else hook(frame)
@@ -41,6 +46,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
     with _PATCH_LOCK, ExitStack() as stack:
         for owner, name, ours in (
             (nn.Module, "__call__", call),
+            (nn.Module, "__setattr__", set_attribute),
             (torch.autograd.Function, "apply", classmethod(checked)),
             (checkpointing, "_checkpoint_hook", checkpoint_hook),
         ):

@@ -28,7 +28,7 @@ from penstock.capture.calls import (
     Value,
     function_name,
 )
-from penstock.capture.randomness import draw
+from penstock.capture.randomness import draw, draw_in_python
 from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
 
 _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot
@@ -125,15 +125,16 @@ class _Lowering:
             function = self.graph.get_attr(_attribute_path(call.target))
         else:
             function = self._constant(_as_function(call.target))
+        drawing = draw_in_python if call.draws_in_python else draw
         if call.ambient is None:
             drawn = (self._key, call.identity, function, *args)
-            return self.graph.call_function(draw, drawn, kwargs)
+            return self.graph.call_function(drawing, drawn, kwargs)
         ambient = self._constant(call.ambient)
         if not call.random:
             return self.graph.call_function(under, (ambient, function, *args), kwargs)
         guard = self._constant(under)
         guarded = (self._key, call.identity, guard, ambient, function, *args)
-        return self.graph.call_function(draw, guarded, kwargs)
+        return self.graph.call_function(drawing, guarded, kwargs)
 
     def _function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         name = function_name(function)
@@ -231,7 +232,7 @@ class _Lowering:
         return self.graph.get_attr(name)
 
 
-def under(ambient: Ambient, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def under(ambient: Ambient, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run `function` under the modes that the model's own code had set for it."""
     grad = ambient.grad and torch.is_grad_enabled()
     contexts = [torch.autocast(d, enabled=on, dtype=dtype) for d, on, dtype in ambient.autocast]

@@ -143,7 +143,9 @@ class _Opening:
             for call in trace.calls
             if isinstance(call.target, str) and any(len(users[n]) > 1 for n in call.hidden)
         }
-        new = {p for p in shared if p not in self.closed and not self.is_open(p)}
+        # Those in a closed module stay closed even so, and keep what shares with them together.
+        able = (p for p in shared - self.forced if p not in self.closed)
+        new = {p for p in able if not self.is_open(p)}
         self.forced |= new
         return bool(new)
 

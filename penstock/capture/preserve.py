@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, held_tensors
-from penstock.capture.randomness import generators
+from penstock.capture.randomness import generators_kept
 from penstock.errors import CaptureError
 
 _CONTAINERS = (list, dict, set, OrderedDict)  # the last one holds hooks, for instance
@@ -61,11 +61,9 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
     compiled = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
     before = [dict(module.__dict__) for module in modules]
     registries = [{name: dict(module.__dict__[name]) for name in REGISTRIES} for module in modules]
-    drawn_from = generators({p.device for p in model.parameters()})
-    states = [generator.get_state() for generator in drawn_from]
     try:
         _swap_state(modules)
-        with _compiled_untouched(compiled):
+        with _compiled_untouched(compiled), generators_kept(p.device for p in model.parameters()):
             yield
     finally:
         for module, attributes, contents in zip(modules, before, registries, strict=True):
@@ -75,8 +73,6 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
                 registry = module.__dict__[name]
                 registry.clear()
                 registry.update(entries)
-        for generator, state in zip(drawn_from, states, strict=True):
-            generator.set_state(state)
         if parameters is not None:
             parameters.restore()
 

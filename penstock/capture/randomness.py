@@ -7,10 +7,13 @@ of stages, the schedule and the kind of worker, and the user's own random stream
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from penstock.capture.trees import flatten
@@ -40,8 +43,41 @@ class Key(NamedTuple):
         return state
 
 
+def draw_in_python(
+    key: Key | None, call: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """The same for a call that draws from numpy's global generator or Python's as well."""
+    if key is None:
+        return function(*args, **kwargs)
+    with _GENERATOR_LOCK, python_kept():
+        seed_python(key.for_call(call))
+        return draw(key, call, function, *args, **kwargs)
+
+
+@contextmanager
+def python_kept() -> Iterator[None]:
+    """Afterwards, numpy's global generator and Python's are as they were."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def seed_python(seed: int) -> None:
+    """Seed numpy's global generator and Python's."""
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+def next_in_python() -> tuple[float, float]:
+    """Draw the next number of each: so it shows whether any was drawn since they were seeded."""
+    return np.random.random_sample(), random.random()
+
+
 class Draws:
-    """While open, notes whether random numbers are drawn from these generators.
+    """While open, notes whether random numbers are drawn from these generators, or in Python.
 
     Args:
         drawn_from: the generators.
@@ -49,10 +85,12 @@ class Draws:
 
     Attributes:
         happened: whether there were any.
+        in_python: whether numpy's global generator or Python's gave some; known if there is a
+            seed, and not put back.
     """
 
     def __init__(self, drawn_from: Sequence[torch.Generator], seed: int | None) -> None:
-        self.happened = False
+        self.happened = self.in_python = False
         self._generators = drawn_from
         self._seed = seed
 
@@ -63,6 +101,9 @@ class Draws:
             for generator in self._generators:
                 generator.manual_seed(self._seed)
             self._start = [g.get_state() for g in self._generators]
+            seed_python(self._seed)
+            self._next = next_in_python()
+            seed_python(self._seed)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,11 +112,13 @@ class Draws:
         if self._seed is not None:
             for generator, state in zip(self._generators, self._before, strict=True):
                 generator.set_state(state)
+            self.in_python = next_in_python() != self._next
+            self.happened |= self.in_python
         _GENERATOR_LOCK.release()
 
 
 def draw(
-    key: Key | None, call: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+    key: Key | None, call: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run `function(*args, **kwargs)` with the generator seeded for this key and call.
 
@@ -105,6 +148,19 @@ def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """The generators of the CPU and of every CUDA device among `devices`."""
     cuda = sorted({d for d in devices if d.type == "cuda"}, key=str)
     return [torch.default_generator, *(default_generator(d) for d in cuda)]
+
+
+@contextmanager
+def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Afterwards, every generator is as it was: torch's on these devices, numpy's and Python's."""
+    drawn_from = generators(devices)
+    states = [generator.get_state() for generator in drawn_from]
+    try:
+        with python_kept():
+            yield
+    finally:
+        for generator, state in zip(drawn_from, states, strict=True):
+            generator.set_state(state)
 
 
 def _device_of(tree: Any) -> torch.device:

@@ -41,7 +41,14 @@ from penstock.capture.calls import (
 )
 from penstock.capture.interception import intercepted
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
-from penstock.capture.randomness import Draws, Key, generators
+from penstock.capture.randomness import (
+    Draws,
+    Key,
+    generators,
+    next_in_python,
+    python_kept,
+    seed_python,
+)
 from penstock.capture.trees import flatten, map_leaves
 from penstock.capture.watching import Contents, OpenAttributes, Watch, changed, compiled
 
@@ -89,7 +96,7 @@ def record(
         Unrecordable: something in an open module cannot be recorded.
     """
     recorder = Recorder(model, is_open, key)
-    with intercepted(recorder):
+    with intercepted(recorder), python_kept():
         trace = recorder.begin(args, kwargs)
         attributes = OpenAttributes(model, is_open)
         buffers = [(name, b, Contents(b)) for name, b in model.named_buffers()]
@@ -154,7 +161,7 @@ class Recorder(TorchFunctionMode):
         return self._record(path, partial(function, call, module), args, kwargs, hidden)
 
     def _without_mode(
-        self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+        self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a closed module: what is inside is not looked at."""
         with nullcontext() if _get_current_function_mode() is not self else _pop_mode_temporarily():
@@ -177,6 +184,12 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable(
                 self._open[-1], f"it applies {function.__name__}, an autograd.Function of its own"
             )
+
+    def check_assignment(self, module: nn.Module, name: str) -> None:
+        """Raise if an open module assigns to an attribute of one that will run by itself."""
+        path = self.paths.get(id(module))
+        if path is not None and self.is_outside and not self.is_open(path):
+            raise Unrecordable(self._open[-1], f"its forward assigns to {path}.{name}")
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -222,6 +235,10 @@ class Recorder(TorchFunctionMode):
         if self.weightless is not None:
             self.weightless.begin(leaves)
         self._ambient = ambient()
+        if self.key is not None:
+            seed_python(0)
+            self._unused = next_in_python()
+            seed_python(0)
         self.trace = Trace(
             inputs=tuple(
                 self._bind(leaf, Ref(INPUTS, k), Origin.INPUTS) for k, leaf in enumerate(leaves)
@@ -277,7 +294,7 @@ class Recorder(TorchFunctionMode):
         dynamic = dynamic or any(self._is_dynamic(value) for value in call.reads())
         number = len(self.trace.calls)
         if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
-            if origin is Origin.NOTHING:
+            if origin is Origin.NOTHING or self._only_passes_on(call, leaves):
                 return
             self._check_decision(call, origin, leaves)
             self.trace.decisions += (Ref(number, 0),)
@@ -290,6 +307,11 @@ class Recorder(TorchFunctionMode):
             self._bind(leaf, Ref(number, k), origin, dynamic) for k, leaf in enumerate(leaves)
         )
         self.trace.calls.append(call)
+
+    def _only_passes_on(self, call: Call, leaves: Sequence[Any]) -> bool:
+        """Whether a module was given no value, and gives what it was given: `Identity()(None)`."""
+        given = flatten((call.args, call.kwargs))[0]
+        return not call.reads() and all(any(x is y for y in given) for x in leaves)
 
     def _observe(
         self,
@@ -308,6 +330,8 @@ class Recorder(TorchFunctionMode):
         watch = Watch()
         seed = None if self.key is None else self.key.for_call(call.identity)
         watches = watch if self.weightless or not call.is_module else nullcontext()
+        if self.key is not None and next_in_python() != self._unused:
+            raise Unrecordable(call.path, "its Python draws random numbers by itself")
         with Draws(self.generators, seed) as draws, watches:
             if self.weightless is not None:
                 args = tuple(map(self._with_values, args)) if reads_values(call) else args
@@ -315,6 +339,9 @@ class Recorder(TorchFunctionMode):
             else:
                 result = function(*args, **kwargs)
         call.random = watch.draws if self.weightless else draws.happened
+        call.draws_in_python = draws.in_python
+        if self.key is not None:
+            seed_python(0)
         call.mutates = tuple(
             self._known[id(t)]
             for t, before in zip(tensors, contents, strict=True)

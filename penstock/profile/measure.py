@@ -11,6 +11,7 @@ import torch
 
 from penstock.capture import ROWS, Program, Sizes
 from penstock.capture.explain import weight_bytes
+from penstock.capture.randomness import generators_kept
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
 from penstock.profile.team import Team
@@ -75,7 +76,8 @@ def profile(
         smaller = {**given, ROWS: rows}
         return program.varying.resized(leaves, smaller), smaller
 
-    timings = _measured(teams, agenda, batch_of, progress)
+    with generators_kept(torch.device(kind) for kind in teams):
+        timings = _measured(teams, agenda, batch_of, progress)
     return Profile(
         fingerprint=program.fingerprint,
         batch_size=batch_size,
