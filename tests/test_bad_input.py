@@ -206,3 +206,53 @@ def test_a_result_without_a_batch_dimension() -> None:
             pipe(X)
         loss = pipe.train_step(X, loss_fn=lambda output: output["loss"])
         assert loss.ndim == 0
+
+
+CALLED = {"times": 0}
+
+
+class Counts(nn.Module):
+    """Does something else every other time, by what it keeps outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLED["times"] += 1
+        return self.b(self.a(x)) if CALLED["times"] % 2 else self.a(x)
+
+
+def test_a_forward_that_changes_from_run_to_run_is_named() -> None:
+    program = ps.capture(nn.Sequential(nn.Linear(4, 4), Counts()), (torch.randn(6, 4),))
+    assert "does not do the same every time" in program.closed["1"]
+
+
+class Reshapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).view(3, 7)
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Reshapes()])
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x) * scale
+
+
+def test_an_error_in_the_forward_names_module_and_line() -> None:
+    x = torch.randn(6, 4)
+    with pytest.raises(ps.CaptureError, match=r"missing 1 .*'scale'.*forward takes \(x, scale\)"):
+        ps.capture(Takes(), (x,))
+    with pytest.raises(
+        ps.CaptureError, match=r"\(in blocks.0, .*test_bad_input.py:\d+, in forward\)"
+    ):
+        ps.capture(Takes(), (x, x))
+    with pytest.raises(ps.CaptureError, match="on several devices, cpu and meta"):
+        ps.capture(nn.Linear(4, 4), (x.to("meta"),))

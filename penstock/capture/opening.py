@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.capture.blame import hint, where
 from penstock.capture.calls import Attribute, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
 from penstock.capture.meta import META, held_on_meta, is_on_meta
@@ -17,7 +18,7 @@ from penstock.capture.preserve import Parameters, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
-from penstock.capture.sizes import Undecided, adapted, generalise
+from penstock.capture.sizes import Undecided, adapted, differs_from, generalise
 from penstock.capture.trees import flatten, unflatten
 from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError, PenstockError
@@ -186,9 +187,10 @@ class _Capturer:
         except PenstockError:
             raise
         except Exception as error:
+            place, why = where(error, self.model), hint(error, self.model, self.leaves)
             raise CaptureError(
                 f"the forward of {type(self.model).__name__} raised {type(error).__name__} "
-                f"when it was run on the example: {error}"
+                f"when it was run on the example: {error}{f' ({place})' if place else ''}{why}"
             ) from error
 
     def run(self, points: Sequence[Sizes], last: bool) -> Program:
@@ -260,7 +262,20 @@ class _Capturer:
         while self.opening.force(first[0].pruned()):
             first = self._record(points[0], training)
         recorded = [first, *(self._record(sizes, training) for sizes in points[1:])]
-        return generalise([trace for trace, _ in recorded], points), recorded[0][1]
+        try:
+            return generalise([trace for trace, _ in recorded], points), recorded[0][1]
+        except Unrecordable:
+            self._check_repeats(first[0], points[0], training)
+            raise
+
+    def _check_repeats(self, first: Trace, sizes: Sizes, training: bool) -> None:
+        """Raise for the module that does not do the same every time, if that is the reason."""
+        again = self._record(sizes, training)[0]
+        problem = differs_from(again, first, sizes)
+        if problem is not None:
+            raise Unrecordable(
+                problem, "it does not do the same every time it is called with the same inputs"
+            )
 
     def _evaluation(self, points: Sequence[Sizes], train: Trace) -> tuple[Trace, list[Any]]:
         """The same for evaluation; one recording is enough where it does what training does."""

@@ -76,6 +76,21 @@ def adapted(general: Trace, one: Trace, sizes: Sizes) -> Trace | None:
         return None
 
 
+def differs_from(again: Trace, first: Trace, sizes: Sizes) -> str | None:
+    """The module that did something else in another recording of inputs of the same sizes.
+
+    `None` if none did.
+    """
+    try:
+        _check_same_calls([first, again], [sizes, sizes])
+        _Adapter(sizes).trace(first, again)
+    except Unrecordable as problem:
+        return problem.path
+    except _DifferentError:
+        return ""
+    return None
+
+
 class _DifferentError(Exception):
     """The other mode does something else."""
 

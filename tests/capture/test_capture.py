@@ -250,6 +250,23 @@ def test_stages_can_be_read_and_pickled() -> None:
     assert torch.equal(again({"B": 3}, None, x)[0], stage.module({"B": 3}, None, x)[0])
 
 
+def test_stages_can_be_compiled() -> None:
+    program = ps.capture(gpt2(), kwargs={"input_ids": torch.randint(0, 50, (3, 8))})
+    program.model.eval()
+    cut = next(k for k in range(len(program) // 2, len(program)) if not program.cuts.forbidden(k))
+    first, second = program.stages((cut,), training=False)
+    for rows in (3, 5):
+        values = [torch.randint(0, 50, (rows, 8))]
+        sizes = {"B": rows}
+        compiled = [torch.compile(s.module, backend="aot_eager") for s in (first, second)]
+        with torch.no_grad():
+            expected = second.module(sizes, None, *first.module(sizes, None, *values))
+            given = compiled[1](sizes, None, *compiled[0](sizes, None, *values))
+        assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    assert "sizes['B']" in first.module.code
+    assert "transformer.h.0" in str(first.module)
+
+
 def test_boundaries_are_counted_in_bytes() -> None:
     program = ps.capture(mlp(4, 8, 2), (torch.randn(3, 4),))
     assert [program.cuts.num_bytes(k, {"B": 10}) for k in range(3)] == [160, 320, 320]
