@@ -254,5 +254,5 @@ def test_an_error_in_the_forward_names_module_and_line() -> None:
         ps.CaptureError, match=r"\(in blocks.0, .*test_bad_input.py:\d+, in forward\)"
     ):
         ps.capture(Takes(), (x, x))
-    with pytest.raises(ps.CaptureError, match="on several devices, cpu and meta"):
+    with pytest.raises(ps.CaptureError, match="on several devices, meta and cpu"):
         ps.capture(nn.Linear(4, 4), (x.to("meta"),))
