@@ -55,16 +55,21 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "crossvit_tiny_240": {"img_size": 240},  # whatever comes, it scales to sizes of its own
     "deepseek_vit_412m": {"depth": 4, "embed_dim": 128, "num_heads": 4},
     "gemma4_vit_167m": {
-        **{"depth": 4, "embed_dim": 128, "num_heads": 4},
-        **{"intermediate_size": 256, "position_embedding_size": 64},
+        "depth": 4,
+        "embed_dim": 128,
+        "num_heads": 4,
+        "intermediate_size": 256,
+        "position_embedding_size": 64,
     },
     "mobilenetv5_base": {"channel_multiplier": 0.25},
     "naflexvit_base_patch16_gap": {"depth": 4},
     "nasnetalarge": {"num_features": 384, "stem_size": 32},
     "qwen3_vit_88m": {"depth": 4, "embed_dim": 192, "num_heads": 4},
     "samvit_base_patch16_224": {
-        **{"depth": 4, "embed_dim": 192, "num_heads": 4},
-        **{"global_attn_indexes": (1, 3)},
+        "depth": 4,
+        "embed_dim": 192,
+        "num_heads": 4,
+        "global_attn_indexes": (1, 3),
     },
     "vgg11": {"mlp_ratio": 0.0625},
 }
