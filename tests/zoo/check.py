@@ -35,7 +35,7 @@ class Result:
         family: the table.
         status: `exact`; `coarse` (exact, but with fewer possible cuts than two stages need);
             `refused` (an error at capture); `wrong`; `does not run` (without Penstock either).
-        line: an exception's reason, in one line.
+        line: an exception's reason, or what was not compared, in one line.
         calls: of the program.
         closed: why modules that have children stayed closed.
         stages: into how many it was cut.
@@ -97,6 +97,8 @@ def _check(entry: Entry, result: Result) -> None:
         result.line = next(iter(program.closed.values()), "it is one call")
     state = copy.deepcopy(model.state_dict())
     modes = {True: True, False: _learns_in_evaluation(model, batches[0])}
+    if not modes[False]:
+        result.line = result.line or "evaluation compared without gradients: PyTorch has them once"
     for stages in result.stages or [1]:
         _compare(program, _plan(profile, stages), batches, state, modes)
 

@@ -1,4 +1,7 @@
-"""torchvision: classification, segmentation, video."""
+"""torchvision: classification, segmentation, video.
+
+Every model that it lists, on small images; the largest made shallower or narrower, as said here.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def _classifier(name: str) -> Entry:
     if name.startswith("vit"):
         options["image_size"] = size
     if name in ("inception_v3", "googlenet"):
-        options["init_weights"] = False  # theirs, of scipy, takes minutes
+        options["init_weights"] = False  # else it warns that theirs is slow
     if name == "inception_v3":
         options["aux_logits"] = False  # it would need 299 pixels
     return Entry(name, "torchvision", partial(_built, name, options), partial(_images, size))
@@ -84,8 +87,7 @@ def _segmenter(name: str) -> Entry:
 
 def _video(name: str) -> Entry:
     frames, size = _FILMS.get(name, _FILM)
-    options: dict[str, Any] = {"num_classes": 10}
-    build = partial(_built, name, options)
+    build = partial(_built, name, {"num_classes": 10})
     return Entry(name, "torchvision", build, partial(_film, frames, size))
 
 
@@ -125,7 +127,7 @@ def _narrow_regnet(num_classes: int) -> nn.Module:
 
 
 def _make_shallow(model: nn.Module) -> None:
-    """Of the blocks that follow one of the same kind and the same sizes, keep none."""
+    """Leave out the blocks that follow one of the same kind and sizes."""
     for sequence in [m for m in model.modules() if isinstance(m, nn.Sequential)]:
         children = list(sequence.named_children())
         for (_, before), (name, block) in pairwise(children):
