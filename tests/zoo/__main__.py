@@ -34,7 +34,8 @@ def markdown(results: Sequence[Result]) -> str:
         if counts:
             cells = [counts[s] for s in ("exact", "coarse", "refused", "wrong", "does not run")]
             lines.append(f"| {family} | {running} | " + " | ".join(map(str, cells)) + " |")
-    exceptions = [r for r in results if r.status not in ("exact", "does not run")]
+    runs = (r for r in results if r.status != "does not run")
+    exceptions = [r for r in runs if r.line or r.status != "exact"]
     if exceptions:
         lines += ["", "| exception | family | what | why |", "|---|---|---|---|"]
         lines += [f"| {r.name} | {r.family} | {r.status} | {r.line} |" for r in exceptions]

@@ -35,7 +35,7 @@ class Result:
         family: the table.
         status: `exact`; `coarse` (exact, but with fewer possible cuts than two stages need);
             `refused` (an error at capture); `wrong`; `does not run` (without Penstock either).
-        line: an exception's reason, in one line.
+        line: an exception's reason, or what was not compared, in one line.
         calls: of the program.
         closed: why modules that have children stayed closed.
         stages: into how many it was cut.
@@ -96,8 +96,11 @@ def _check(entry: Entry, result: Result) -> None:
         result.status = "coarse"
         result.line = next(iter(program.closed.values()), "it is one call")
     state = copy.deepcopy(model.state_dict())
+    modes = {True: True, False: _learns_in_evaluation(model, batches[0])}
+    if not modes[False]:
+        result.line = result.line or "evaluation compared without gradients: PyTorch has them once"
     for stages in result.stages or [1]:
-        _compare(program, _plan(profile, stages), batches, state)
+        _compare(program, _plan(profile, stages), batches, state, modes)
 
 
 def _plan(profile: ps.Profile, stages: int) -> ps.Plan:
@@ -122,6 +125,26 @@ def _built(entry: Entry) -> tuple[nn.Module, list[Inputs]]:
     except Exception as error:
         raise DoesNotRunError(f"{type(error).__name__}: {error}") from error
     return model, batches
+
+
+def _learns_in_evaluation(model: nn.Module, batch: Inputs) -> bool:
+    """Whether it can go backward more than once in evaluation mode.
+
+    Models that keep there what they made of their parameters, as levit its attention biases, keep
+    its graph as well: plain PyTorch fails the second time.
+    """
+    twin = copied(model).eval()
+    try:
+        for _ in range(2):
+            args, kwargs = copy.deepcopy(batch)
+            loss = mean_square(twin(*args, **kwargs))
+            if loss.requires_grad:
+                loss.backward()
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        return False
+    return True
 
 
 class _Snapshot:
@@ -152,14 +175,20 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _compare(
-    program: ps.Program, plan: ps.Plan, batches: Sequence[Inputs], state: dict[str, Any]
+    program: ps.Program,
+    plan: ps.Plan,
+    batches: Sequence[Inputs],
+    state: dict[str, Any],
+    modes: dict[bool, bool],
 ) -> None:
+    """Compare in training and evaluation mode; `modes` says in which with gradients."""
     model = program.model
-    for training in (True, False):
+    for training, learns in modes.items():
         model.load_state_dict(state)
         model.train(training)
         twin = copied(model)
-        with ps.Pipeline(model, plan=plan, program=program, devices=plan.devices) as pipe:
+        pipe = ps.Pipeline(model, plan=plan, program=program, devices=plan.devices)
+        with pipe, torch.set_grad_enabled(learns):
             for step, (args, kwargs) in enumerate(batches):
                 where = f"{len(plan.stages)} stages, {'train' if training else 'eval'}, step {step}"
                 key = Key(torch.initial_seed(), step, 0)
