@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,11 @@ from penstock.capture.calls import ROWS, Sizes
 from penstock.capture.trees import flatten
 from penstock.errors import InputError
 
-BatchDim = int | Mapping[str | int, int | None]
-"""One dimension for every input, or one per argument (by position or name); `None`: not split."""
+Dim = int | tuple[int, int] | None
+"""A dimension that counts the rows; or that and how many entries each row has; `None`: no rows."""
+
+BatchDim = int | Mapping[str | int, Dim]
+"""One dimension for every input, or one per argument (by position or name)."""
 
 Dynamic = Mapping[str | int, Mapping[int, str]]
 """For an argument (by position or name) the dimensions that vary, each with a name of its own."""
@@ -23,39 +26,56 @@ Dynamic = Mapping[str | int, Mapping[int, str]]
 _SMALL_BATCHES = (2, 3, 4)
 
 
+class Axis(NamedTuple):
+    """A dimension that varies: what it counts, and how many entries there are for each of these."""
+
+    name: str
+    per: int = 1
+
+
 @dataclass(frozen=True)
 class Varying:
     """The dimensions of a program's inputs that vary.
 
     Attributes:
-        axes: for every leaf of the inputs the names of its dimensions that vary; `"B"` is the one
-            that counts the rows, along which micro-batches are split.
+        axes: for every leaf of the inputs its dimensions that vary; `"B"` names the one that
+            counts the rows, along which micro-batches are split.
     """
 
-    axes: tuple[Mapping[int, str], ...]
+    axes: tuple[Mapping[int, Axis], ...]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """All that vary, the rows first."""
-        return tuple(dict.fromkeys([ROWS, *(name for axes in self.axes for name in axes.values())]))
+        return tuple(dict.fromkeys([ROWS, *(a.name for axes in self.axes for a in axes.values())]))
 
     @cached_property
-    def batch_dims(self) -> tuple[int | None, ...]:
-        """For every leaf the dimension to split, or `None` for one that is passed whole."""
+    def batch_dims(self) -> tuple[Dim, ...]:
+        """For every leaf the dimension to split."""
         return tuple(
-            next((dim for dim, name in axes.items() if name == ROWS), None) for axes in self.axes
+            next(
+                ((dim, a.per) if a.per > 1 else dim for dim, a in axes.items() if a.name == ROWS),
+                None,
+            )
+            for axes in self.axes
         )
 
     def sizes(self, leaves: Sequence[Any]) -> Sizes:
         """How large everything that varies is in these inputs.
 
         Raises:
-            InputError: two inputs disagree.
+            InputError: two inputs disagree, or one does not divide into rows.
         """
         found: dict[str, list[tuple[int, int]]] = {name: [] for name in self.names}
         for k, (leaf, axes) in enumerate(zip(leaves, self.axes, strict=True)):
-            for dim, name in axes.items():
-                found[name].append((k, leaf.shape[dim]))
+            for dim, (name, per) in axes.items():
+                count, rest = divmod(leaf.shape[dim], per)
+                if rest:
+                    raise InputError(
+                        f"input {k} has {leaf.shape[dim]} entries in dimension {dim}, which are "
+                        f"not {per} for each row"
+                    )
+                found[name].append((k, count))
         for name, sizes in found.items():
             if len({n for _, n in sizes}) > 1:
                 listed = ", ".join(f"input {k} has {n}" for k, n in sizes)
@@ -68,8 +88,8 @@ class Varying:
         for leaf, axes in zip(leaves, self.axes, strict=True):
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf.detach().clone() if not axes else leaf.detach()
-                for dim, name in axes.items():
-                    index = torch.arange(sizes[name], device=leaf.device) % leaf.shape[dim]
+                for dim, (name, per) in axes.items():
+                    index = torch.arange(sizes[name] * per, device=leaf.device) % leaf.shape[dim]
                     leaf = leaf.index_select(dim, index)
             result.append(leaf)
         return result
@@ -113,7 +133,7 @@ def varying(
     """
     named: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
     _check_names(dict(named), batch_dim, dynamic)
-    axes: list[Mapping[int, str]] = []
+    axes: list[Mapping[int, Axis]] = []
     for name, argument in named:
         dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
         for leaf in flatten(argument)[0]:
@@ -121,7 +141,7 @@ def varying(
                 axes.append(_axes_of(leaf, len(axes), dim, dynamic.get(name, {})))
             else:
                 axes.append({})
-    if not any(ROWS in leaf.values() for leaf in axes):
+    if not any(axis.name == ROWS for leaf in axes for axis in leaf.values()):
         raise InputError(
             "no input can be split into micro-batches: none is a tensor with a batch dimension"
         )
@@ -129,10 +149,11 @@ def varying(
 
 
 def _axes_of(
-    leaf: torch.Tensor, number: int, dim: int | None, named: Mapping[int, str]
-) -> Mapping[int, str]:
-    axes: dict[int, str] = {}
-    for axis, name in [*([] if dim is None else [(dim, ROWS)]), *named.items()]:
+    leaf: torch.Tensor, number: int, dim: Dim, named: Mapping[int, str]
+) -> Mapping[int, Axis]:
+    axes: dict[int, Axis] = {}
+    rows, per = dim if isinstance(dim, tuple) else (dim, 1)
+    for axis, name in [*([] if rows is None else [(rows, ROWS)]), *named.items()]:
         if not -leaf.ndim <= axis < leaf.ndim:
             setting = f"batch_dim={axis}" if name == ROWS else f"dynamic: dimension {axis} ({name})"
             raise InputError(
@@ -142,9 +163,9 @@ def _axes_of(
         if axis % leaf.ndim in axes:
             raise InputError(
                 f"dynamic: dimension {axis} ({name}) of input {number} already is "
-                f"{axes[axis % leaf.ndim]!r}, with B for the rows of the batch"
+                f"{axes[axis % leaf.ndim].name!r}, with B for the rows of the batch"
             )
-        axes[axis % leaf.ndim] = name
+        axes[axis % leaf.ndim] = Axis(name, per if name == ROWS else 1)
     return axes
 
 
@@ -167,5 +188,6 @@ def _disagreement(name: str, listed: str) -> str:
         return f"the inputs disagree on the dimension {name!r}: {listed}"
     return (
         f"the inputs have different batch sizes: {listed}; an input that every micro-batch "
-        "needs whole is named with batch_dim={argument: None}"
+        "needs whole is named with batch_dim={argument: None}, and one that has 4 entries in "
+        "dimension 0 for each row with batch_dim={argument: (0, 4)}"
     )

@@ -49,7 +49,8 @@ def capture(
         kwargs: example keyword arguments.
         batch_dim: the dimension that counts the rows of every tensor input; or a mapping from an
             argument's position or name to its dimension, `None` for one that every micro-batch
-            gets whole. Arguments not named are split along 0.
+            gets whole, and `(0, 16)` for one that has 16 entries in dimension 0 for each row, like
+            the patches of equal images. Arguments not named are split along 0.
         dynamic: other dimensions that vary from batch to batch: for an argument (by position or
             name) its dimensions, each with a name. Those of the same name are as large as each
             other: `{"input_ids": {1: "length"}, "attention_mask": {1: "length"}}`.
@@ -269,12 +270,20 @@ class _Capturer:
             raise
 
     def _check_repeats(self, first: Trace, sizes: Sizes, training: bool) -> None:
-        """Raise for the module that does not do the same every time, if that is the reason."""
+        """Raise for the module that does not do the same every time, if that is the reason.
+
+        Raises:
+            CaptureError: it is.
+        """
         again = self._record(sizes, training)[0]
-        problem = differs_from(again, first, sizes)
-        if problem is not None:
-            raise Unrecordable(
-                problem, "it does not do the same every time it is called with the same inputs"
+        path = differs_from(again, first, sizes)
+        if path is not None:
+            kind = type(self.model.get_submodule(path)).__name__
+            raise CaptureError(
+                f"the forward of {path or 'the model'} ({kind}) does something else every time it "
+                "is called with the same inputs. What it does may depend on its inputs, its "
+                "weights, and the random numbers of torch, numpy and Python; keep_closed="
+                f"[{path!r}] takes it as one call, whose results nobody can repeat"
             )
 
     def _evaluation(self, points: Sequence[Sizes], train: Trace) -> tuple[Trace, list[Any]]:

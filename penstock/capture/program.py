@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value
 from penstock.capture.cuts import Cuts
-from penstock.capture.dims import Varying
+from penstock.capture.dims import Axis, Varying
 from penstock.capture.explain import Explanation, explain
 from penstock.capture.lowering import assemble, lower
 from penstock.capture.meta import META, is_on_meta
@@ -338,7 +338,7 @@ def _input(value: Value) -> int:
     return value.leaf if isinstance(value, Ref) else -1
 
 
-def _mismatch(leaf: Any, expected: Any, axes: Mapping[int, str]) -> str:
+def _mismatch(leaf: Any, expected: Any, axes: Mapping[int, Axis]) -> str:
     """How a leaf of the batch differs from what was captured, or an empty string."""
     if not isinstance(expected, TensorInfo):
         same = type(leaf) is type(expected) and (leaf is expected or leaf == expected)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from penstock.capture import Origin, Sizes, TensorInfo, Trace, Value
+from penstock.capture.dims import Dim
 from penstock.errors import InputError
 
 
-def split(
-    leaves: Sequence[Any], dims: Sequence[int | None], num_microbatches: int
-) -> list[list[Any]]:
-    """The leaves of every micro-batch, by `torch.tensor_split` along each leaf's dimension.
+def split(leaves: Sequence[Any], dims: Sequence[Dim], num_microbatches: int) -> list[list[Any]]:
+    """The leaves of every micro-batch, as `torch.tensor_split` divides each leaf's dimension.
 
     Sizes differ by one at most, and no row is added or repeated. What has no dimension to split
     along is in every micro-batch whole.
@@ -26,13 +26,18 @@ def split(
     return [list(group) for group in zip(*parts, strict=True)]
 
 
-def _slices(leaf: torch.Tensor, num_microbatches: int, dim: int) -> list[torch.Tensor]:
+def _slices(
+    leaf: torch.Tensor, num_microbatches: int, dim: int | tuple[int, int]
+) -> list[torch.Tensor]:
     """Views of a tensor, each with a version counter of its own.
 
     A model that changes its input in place then changes one micro-batch, and autograd does not
     take the others, which are in flight, for changed as well.
     """
-    views = leaf.tensor_split(num_microbatches, dim)
+    axis, per = dim if isinstance(dim, tuple) else (dim, 1)
+    rows = split_rows(leaf.shape[axis] // per, num_microbatches)
+    stops = list(accumulate(rows, initial=0))
+    views = [leaf.narrow(axis, a * per, (b - a) * per) for a, b in pairwise(stops)]
     return [view if view.requires_grad else view.data for view in views]
 
 

@@ -163,3 +163,49 @@ def test_what_is_not_marked_may_not_vary() -> None:
 def test_names_that_do_not_fit(dynamic: Any, message: str) -> None:
     with pytest.raises(ps.InputError, match=message):
         ps.capture(Mixer(), example(), dynamic=dynamic)
+
+
+class Patches(nn.Module):
+    """Patches of all images in one dimension, four for each, and a text for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Linear(6, 5), nn.Linear(5, 5)
+        self.text, self.head = nn.Embedding(9, 5), nn.Linear(5, 3)
+
+    def forward(self, ids: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
+        images = self.mix(self.embed(patches).relu()).view(len(ids), -1, 5).mean(1)
+        return self.head(self.text(ids).mean(1) + images)
+
+
+def pictured(rows: int, each: int = 4) -> dict[str, torch.Tensor]:
+    return {"ids": torch.randint(9, (rows, 3)), "patches": torch.randn(rows * each, 6)}
+
+
+def test_several_entries_for_each_row() -> None:
+    model, twin = Patches(), Patches()
+    twin.load_state_dict(model.state_dict())
+    options: Any = {"batch_dim": {"patches": (0, 4)}}
+    with ps.Pipeline(
+        model, kwargs=pictured(5), devices=["cpu", "cpu"], num_microbatches=3, **options
+    ) as pipe:
+        assert "4Bx6" in str(pipe.program.train.inputs[1])
+        batch = pictured(7)
+        pipe.train_step(**batch, loss_fn=lambda out: out.square().mean())
+
+        def alone() -> None:
+            parts = zip((3, 2, 2), (0, 3, 5), strict=True)
+            for rows, start in parts:
+                patches = batch["patches"][4 * start : 4 * (start + rows)]
+                out = twin(batch["ids"][start : start + rows], patches)
+                (out.square().mean() * (rows / 7)).backward()
+
+        run_with_threads(alone, pipe.threads_per_worker)
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)
+        with pytest.raises(ps.InputError, match="has 27 entries in dimension 0, which are not 4"):
+            pipe(ids=batch["ids"], patches=batch["patches"][:27])
+    with pytest.raises(ps.InputError, match=r"input 0 has 5, input 1 has 20.*\(0, 4\)"):
+        ps.capture(model, kwargs=pictured(5))
