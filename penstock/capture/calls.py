@@ -25,6 +25,10 @@ class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a
         self.why = why
 
 
+class Assigned(Unrecordable):
+    """The forward of the open module `path` assigns to an attribute of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref(Leaf):
     """A value: leaf `leaf` of the result of call `call`, or of the inputs if that is `INPUTS`."""

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from penstock.capture.blame import hint, where
-from penstock.capture.calls import Attribute, Sizes, Trace, Unrecordable
+from penstock.capture.calls import Assigned, Attribute, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
 from penstock.capture.meta import META, held_on_meta, is_on_meta
-from penstock.capture.preserve import Parameters, untouched
+from penstock.capture.preserve import Parameters, settle, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
@@ -169,6 +169,7 @@ class _Capturer:
         self.varying = varying
         self.opening = opening
         self.parameters: Parameters | None = Parameters(model)
+        self._settled: bool | None = None
 
     def first_that_works(self, attempts: Sequence[list[Sizes]]) -> Program:
         """The program, recorded at the first of these choices of sizes that the model takes.
@@ -215,9 +216,23 @@ class _Capturer:
             except Unrecordable as problem:
                 if isinstance(problem, Undecided) and not last:
                     raise
+                if isinstance(problem, Assigned) and self.settle(points[0]):
+                    continue
                 if problem.path in self.opening.closed:
                     raise CaptureError(f"the forward cannot be recorded: {problem}") from problem
                 self.opening.close(problem.path, problem.why)
+
+    def settle(self, sizes: Sizes) -> bool:
+        """Run the forward a first time, if that makes the next ones assign to nothing."""
+        if self._settled is None:
+            args, kwargs = self._batch(sizes)
+            flags = [module.training for module in self.model.modules()]
+            self.model.eval()
+            self._settled = settle(self.model, lambda: self.model(*args, **kwargs))
+            for module, flag in zip(self.model.modules(), flags, strict=True):
+                module.training = flag
+            return self._settled
+        return False
 
     def _program(self, train: Trace, evaluation: Trace) -> Program:
         return Program(
@@ -246,6 +261,8 @@ class _Capturer:
         with untouched(model), torch.enable_grad():
             try:
                 points = self.varying.attempts(sizes)[1]
+                if self._settled:
+                    other.settle(sizes)
                 trace, expected = other._trace(points, training)
                 trace = trace.pruned()
                 other._check(program, trace, points[0], expected, training)

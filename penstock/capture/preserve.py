@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,14 +67,65 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
             yield
     finally:
         for module, attributes, contents in zip(modules, before, registries, strict=True):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, entries in contents.items():
-                registry = module.__dict__[name]
-                registry.clear()
-                registry.update(entries)
+            _put_back(module, attributes, contents)
         if parameters is not None:
             parameters.restore()
+
+
+def settle(model: nn.Module, forward: Callable[[], Any]) -> bool:
+    """Run a forward and let the marks stay that a first one makes, if they are flags and hooks.
+
+    Some models install hooks when they are first called, and note that they have. Anything else
+    that this forward has changed is put back, and so are the marks then.
+
+    Returns:
+        whether they stay.
+    """
+    modules = list(model.modules())
+    before = [_attributes(module) for module in modules]
+    with torch.no_grad():
+        forward()
+    if all(_only_marks(old, _attributes(m)) for old, m in zip(before, modules, strict=True)):
+        return True
+    for module, (attributes, contents) in zip(modules, before, strict=True):
+        _put_back(module, attributes, contents)
+    return False
+
+
+_Attributes = tuple[dict[str, Any], dict[str, dict[Any, Any]]]
+
+
+def _attributes(module: nn.Module) -> _Attributes:
+    """A module's attributes, and what its registries and hooks hold."""
+    own = dict(module.__dict__)
+    held = {n: dict(v) for n, v in own.items() if n in REGISTRIES or _is_hooks(n, v)}
+    return own, held
+
+
+def _is_hooks(name: str, value: Any) -> bool:
+    return name.endswith("_hooks") and isinstance(value, dict)
+
+
+def _only_marks(before: _Attributes, now: _Attributes) -> bool:
+    plain = (bool, int, float, str, type(None))
+    changed = [v for name, v in now[0].items() if name not in before[0] or v is not before[0][name]]
+    kept = all(_same_items(before[1][name], now[1][name]) for name in REGISTRIES)
+    return kept and all(type(value) in plain for value in changed)
+
+
+def _same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+
+
+def _put_back(
+    module: nn.Module, attributes: dict[str, Any], contents: dict[str, dict[Any, Any]]
+) -> None:
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
+    for name, entries in contents.items():
+        holder = module.__dict__[name]
+        holder.clear()
+        holder.update(entries)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.attributes import REGISTRIES
-from penstock.capture.calls import Unrecordable
+from penstock.capture.calls import Assigned, Unrecordable
 
 
 class Watch(TorchDispatchMode):
@@ -127,7 +127,7 @@ class OpenAttributes:
             for name, now in attributes.items():
                 old = self._before[path].get(name, [])
                 if len(old) != len(now) or any(a is not b for a, b in zip(old, now, strict=True)):
-                    raise Unrecordable(path, f"its forward assigns to self.{name}")
+                    raise Assigned(path, f"its forward assigns to self.{name}")
 
 
 def _with_contents(name: str, value: Any) -> list[Any]:

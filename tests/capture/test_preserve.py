@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from contextvars import ContextVar
+
 import pytest
 import torch
 from torch import nn
@@ -98,3 +101,61 @@ def test_large_parameters_that_the_forward_writes_are_noticed(
     ps.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(6, 4),))
     with pytest.raises(ps.CaptureError, match="writes parameters, which are too large"):
         ps.capture(Rescaled(), (torch.randn(6, WIDTH),))
+
+
+class Installs(nn.Module):
+    """Hooks its layers when it is first called, and returns what they gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.installed = False
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not self.installed:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda m, a, out: SEEN.get([]).append(out))
+            self.installed = True
+        token = SEEN.set([])
+        for layer in self.layers:
+            x = layer(x).relu()
+        seen = SEEN.get()
+        SEEN.reset(token)
+        return x, *seen
+
+
+SEEN: ContextVar[list[torch.Tensor]] = ContextVar("SEEN")
+
+
+def test_hooks_that_a_first_forward_installs_do_not_close_the_module() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Installs()), torch.randn(6, 4)
+    program = ps.capture(model, (x,))
+    assert program.labels == ("0", "1.layers.0", "1.relu()", "1.layers.1", "1.relu()")
+    assert not program.closed
+    assert not model[1].installed
+    assert not any(layer._forward_hooks for layer in model[1].layers)
+    expected = copy.deepcopy(model)(x)
+    assert all(torch.equal(a, b) for a, b in zip(program(x), expected, strict=True))
+    assert len(expected) == 3
+
+
+class Caches(nn.Module):
+    """Makes a tensor when it is first called, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        return self.inner(x) + self.table
+
+
+def test_tensors_that_a_first_forward_keeps_do() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Caches()), torch.randn(6, 4)
+    program = ps.capture(model, (x,))
+    assert program.closed == {"1": "its forward assigns to self.table"}
+    assert model[1].table is None
+    assert torch.equal(program(x), model(x))
