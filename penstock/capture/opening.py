@@ -244,6 +244,7 @@ class _Capturer:
             self.opening.closed,
             self.opening.is_open,
             self.way,
+            frozenset(self.parameters.written) if self.parameters is not None else frozenset(),
         )
 
     def way(self, program: Program, leaves: Sequence[Any], training: bool) -> Trace:

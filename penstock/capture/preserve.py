@@ -24,9 +24,14 @@ class Parameters:
     """Copies of a model's parameters, for forwards that write them (few do).
 
     Models of more than 4 GiB are not copied: it is noticed if one is written.
+
+    Attributes:
+        written: the names of those that were.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.written: set[str] = set()
+        self._names = {id(p): name for name, p in model.named_parameters()}
         parameters = list(model.parameters())
         small = sum(p.nbytes for p in parameters) <= _MOST_BYTES
         self._kept = [(p, p._version, p.detach().clone() if small else None) for p in parameters]
@@ -45,6 +50,7 @@ class Parameters:
                     "the forward writes parameters, which are too large to be put back afterwards; "
                     "load them again, and close the module that does with keep_closed="
                 )
+            self.written.add(self._names[id(parameter)])
             parameter.detach().copy_(copied)
             torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
 

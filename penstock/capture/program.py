@@ -45,6 +45,7 @@ class Program:
         example: the inputs' leaves that were captured with.
         closed: why the program does not look inside these modules, by qualified name.
         is_open: whether it looks inside the module of this name.
+        written: the parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
 
     Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
     may lead another way. Every way that a mode can go is a trace of its own, recorded when inputs
@@ -61,6 +62,7 @@ class Program:
         closed: Mapping[str, str],
         is_open: Callable[[str], bool],
         record_way: Callable[[Program, Sequence[Any], bool], Trace],
+        written: frozenset[str] = frozenset(),
     ) -> None:
         self.model = model
         self.train = train
@@ -71,6 +73,7 @@ class Program:
         self.example = tuple(example)
         self.closed = dict(closed)
         self.is_open = is_open
+        self.written = written
         self._was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
 

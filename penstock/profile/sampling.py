@@ -38,7 +38,7 @@ class Sampler:
     def __init__(self, program: Program, device: torch.device) -> None:
         self.program = program
         self.device = device
-        self.model = shadow(program.model, device)
+        self.model = shadow(program.model, device, program.written)
         if not self.model.training:
             self.model.train()
 

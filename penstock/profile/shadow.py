@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from copy import copy, deepcopy
 from typing import Any
 
@@ -12,14 +13,23 @@ from torch import nn
 from penstock.capture.attributes import REGISTRIES, held_tensors
 
 
-def shadow(model: nn.Module, device: torch.device) -> nn.Module:
+def shadow(model: nn.Module, device: torch.device, written: Iterable[str] = ()) -> nn.Module:
     """Modules like those of `model`, whose parameters share memory with the originals.
 
     Gradients, buffers, attributes and hooks are the shadow's own (it has no hooks), so running it
     forward and backward does not reach the user's model. Weights are copied only for another
     device, and out of modules that torch.jit compiled.
+
+    Args:
+        model: the user's.
+        device: where the shadow is.
+        written: the parameters that a forward changes; they are copied.
     """
-    return _shadow(model, device, {})
+    made: dict[int, Any] = {}
+    for name in written:
+        old = model.get_parameter(name)
+        made[id(old)] = nn.Parameter(_moved(old, device), requires_grad=old.requires_grad)
+    return _shadow(model, device, made)
 
 
 def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn.Module:

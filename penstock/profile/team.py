@@ -74,7 +74,7 @@ class Team:
 def _member(program: Program, device: torch.device) -> _Member | Sampler:
     if is_on_meta(program.model):
         return Sampler(program, device)
-    return _Member(program, shadow(program.model, device), device)
+    return _Member(program, shadow(program.model, device, program.written), device)
 
 
 class _Pace:

@@ -118,3 +118,13 @@ class _Twice(nn.Module):
         x = self.layer(x)
         self.count.add_(1)
         return x
+
+
+def test_parameters_that_a_forward_writes_are_not_those_of_the_user() -> None:
+    words = nn.Embedding(9, 4, max_norm=0.1)
+    model = nn.Sequential(words, nn.Linear(4, 4))
+    before = words.weight.detach().clone()
+    program = ps.capture(model, (torch.arange(6),))
+    assert program.written == {"0.weight"}
+    ps.profile(program, devices=["cpu"], num_microbatches=1)
+    assert torch.equal(words.weight, before)
