@@ -30,8 +30,9 @@ from penstock.schedule import Event, Timeline
 from penstock.train.backup import Backup
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
-from penstock.workers.assembly import Assembly, Pass, place
+from penstock.workers.assembly import Assembly, Pass
 from penstock.workers.devices import existing_devices, threads_per_worker
+from penstock.workers.placement import place
 from penstock.workers.threads import ThreadWorkers
 
 

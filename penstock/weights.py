@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.capture.attributes import find, named_tensors, put
 from penstock.capture.meta import META, is_on_meta
@@ -28,13 +29,17 @@ def empty_weights() -> Iterator[None]:
     its own parameters. For one thread at a time: `nn.Module` itself is changed meanwhile.
     """
     register = nn.Module.register_parameter
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # tied ones are registered twice
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
+            return
+        if id(parameter) not in made:
             empty = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
             empty.__dict__.update(parameter.__dict__)
-            module._parameters[name] = empty
+            made[id(parameter)] = parameter, empty
+        module._parameters[name] = made[id(parameter)][1]
 
     nn.Module.register_parameter = register_on_meta  # type: ignore
     try:
@@ -58,6 +63,9 @@ class Weights(Protocol):
 class SeededWeights:
     """Initialises every module as its own `reset_parameters` does, and the model's `_init_weights`.
 
+    A tied weight is initialised by the first module that holds it. Parameters that neither method
+    sets, such as those of `nn.ParameterList`, cannot be initialised.
+
     The random numbers depend on the seed and the module's name alone, so the weights are the same
     for any number of stages.
 
@@ -71,21 +79,27 @@ class SeededWeights:
         """Initialise the modules that hold these tensors."""
         for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
             module = model.get_submodule(path)
-            empty = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
+            own = {n: p for n, p in module._parameters.items() if p is not None}
+            empty = {n: p for n, p in own.items() if p.is_meta}
+            if not empty:
+                continue
+            made = {n: p.detach().clone() for n, p in own.items() if n not in empty}
             for old in empty.values():
                 put_everywhere(model, old, torch.full(old.shape, torch.nan, dtype=old.dtype))
             digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
             identity = int.from_bytes(digest, "little")
             draw(Key(self.seed, 0, 0), identity, _initialise, model, module)
+            for name, value in made.items():  # tied, and initialised by another module
+                own[name].data.copy_(value)
             for name in empty:
-                made = module._parameters[name]
-                if made is None or bool(made.isnan().any()):
+                new = module._parameters[name]
+                if new is None or bool(new.isnan().any()):
                     raise InputError(
                         f"{path}.{name} was not initialised: {type(module).__name__} has no "
                         "reset_parameters() that sets it, and the model no _init_weights(module). "
                         "Give weights= a file or a dictionary instead"
                     )
-                put_everywhere(model, made, made.detach().to(device))
+                put_everywhere(model, new, new.detach().to(device))
 
 
 def _initialise(model: nn.Module, module: nn.Module) -> None:
@@ -115,19 +129,19 @@ class StoredWeights:
         self._what = what
 
     def materialise(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
-        """Read these tensors."""
+        """Read these tensors, and those that have values already if the state dict has others."""
         others = _aliases(model)
+        found: dict[str, str | None] = {}
         for name in names:
             old = find(model, name)
-            if not old.is_meta:
-                continue  # it is another name of one that is there by now
-            stored = next((n for n in (name, *others[id(old)]) if n in self._names), None)
-            if stored is None:
-                raise InputError(
-                    f"{self._what} has no {name!r}, which is on the meta device. A buffer that no "
-                    "state dict holds keeps its values if the model is built within "
-                    "penstock.empty_weights()"
-                )
+            known = (n for n in (name, *others[id(old)]) if n in self._names)
+            found[name] = next(known, None)
+            if found[name] is None and old.is_meta:
+                raise InputError(self._missing(name, isinstance(old, nn.Parameter)))
+        for name, stored in found.items():
+            old = find(model, name)
+            if stored is None or (isinstance(old, nn.Parameter) and not old.is_meta):
+                continue  # another name of one that is there by now
             tensor = self._read(stored)
             if tensor.shape != old.shape:
                 raise InputError(
@@ -135,6 +149,17 @@ class StoredWeights:
                     f"has {tuple(old.shape)}"
                 )
             put_everywhere(model, old, tensor.detach().to(device, old.dtype, copy=True))
+
+    def _missing(self, name: str, is_parameter: bool) -> str:
+        names = sorted(self._names)
+        listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+        text = f"{self._what} has no {name!r}, which is on the meta device; it has {listed}"
+        if is_parameter:
+            return text
+        return (
+            f"{text}. A buffer that no state dict holds keeps its values if the model is built "
+            "within penstock.empty_weights()"
+        )
 
 
 def put_everywhere(model: nn.Module, old: torch.Tensor, tensor: torch.Tensor) -> None:

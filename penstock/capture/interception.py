@@ -11,10 +11,13 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
+from penstock.errors import CaptureError
+
 if TYPE_CHECKING:
     from penstock.capture.recorder import Recorder
 
 _PATCH_LOCK = threading.Lock()
+_RECORDING = threading.local()
 
 
 @contextmanager
@@ -43,7 +46,13 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
     def checkpoint_hook(frame: Any) -> Any:
         return nullcontext() if recorder.is_outside else hook(frame)
 
+    if getattr(_RECORDING, "model", None) is not None:
+        raise CaptureError(
+            f"the forward of {_RECORDING.model} captures another model while it is captured itself"
+        )
     with _PATCH_LOCK, ExitStack() as stack:
+        _RECORDING.model = type(recorder.model).__name__
+        stack.callback(setattr, _RECORDING, "model", None)
         for owner, name, ours in (
             (nn.Module, "__call__", call),
             (nn.Module, "__setattr__", set_attribute),

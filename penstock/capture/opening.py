@@ -18,7 +18,7 @@ from penstock.capture.preserve import Parameters, settle, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
-from penstock.capture.sizes import Undecided, adapted, differs_from, generalise
+from penstock.capture.sizes import Undecided, adapted, differs_from, generalise, shown
 from penstock.capture.trees import flatten, unflatten
 from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError, PenstockError
@@ -71,6 +71,7 @@ def capture(
     dims = varying(args, kwargs, batch_dim, dynamic or {})
     attempts = dims.attempts(dims.sizes(leaves))
     capturer = _Capturer(model, leaves, structure, dims, _Opening(model, keep_closed))
+    capturer.parameters = Parameters(model)
     try:
         with untouched(model), torch.enable_grad():
             return capturer.first_that_works(attempts)
@@ -168,7 +169,7 @@ class _Capturer:
         self.structure = structure
         self.varying = varying
         self.opening = opening
-        self.parameters: Parameters | None = Parameters(model)
+        self.parameters: Parameters | None = None
         self._settled: bool | None = None
 
     def first_that_works(self, attempts: Sequence[list[Sizes]]) -> Program:
@@ -209,7 +210,7 @@ class _Capturer:
                 train, evaluation = train.pruned(), evaluation.pruned()
                 if self.opening.force(train) or self.opening.force(evaluation):
                     continue
-                program = self._program(train, evaluation)
+                program = self._program(train, evaluation, points)
                 self._check(program, program.train, points[0], trained, training=True)
                 self._check(program, program.eval, points[-1], evaluated, training=False)
                 return program
@@ -234,7 +235,7 @@ class _Capturer:
             return self._settled
         return False
 
-    def _program(self, train: Trace, evaluation: Trace) -> Program:
+    def _program(self, train: Trace, evaluation: Trace, points: Sequence[Sizes]) -> Program:
         return Program(
             self.model,
             train,
@@ -243,7 +244,8 @@ class _Capturer:
             self.leaves,
             self.opening.closed,
             self.opening.is_open,
-            self.way,
+            self,
+            points,
             frozenset(self.parameters.written) if self.parameters is not None else frozenset(),
         )
 
@@ -253,27 +255,64 @@ class _Capturer:
         Raises:
             CaptureError: it cannot be recorded with the modules that are open already.
         """
-        model, leaves = self.model, list(leaves)
-        if len({p.device for p in model.parameters()}) > 1:  # placed on the pipeline's devices
-            model = copy.deepcopy(model).cpu()
-            leaves = [x.cpu() if isinstance(x, torch.Tensor) else x for x in leaves]
-        sizes = self.varying.sizes(leaves)
+        model, leaves = self._at_home(leaves)
         other = _Capturer(model, leaves, self.structure, self.varying, self.opening)
+        sizes = self.varying.sizes(leaves)
         with untouched(model), torch.enable_grad():
-            try:
-                points = self.varying.attempts(sizes)[1]
-                if self._settled:
-                    other.settle(sizes)
-                trace, expected = other._trace(points, training)
-                trace = trace.pruned()
-                other._check(program, trace, points[0], expected, training)
-            except Unrecordable as problem:
-                raise CaptureError(
-                    "on this batch the model decides otherwise than on the example, and goes a "
-                    f"way that cannot be recorded: {problem}. Capture with this batch as example, "
-                    "or with keep_closed= for the module that decides"
-                ) from problem
+            if self._settled:
+                other.settle(sizes)
+            problems = []
+            for points in self.varying.attempts(sizes)[1:]:
+                try:
+                    return other._one_way(program, points, training)
+                except Exception as problem:
+                    problems.append(problem)
+        if not isinstance(problems[0], Unrecordable):
+            raise problems[0]
+        raise CaptureError(
+            "on this batch the model decides otherwise than on the example, and goes a way that "
+            f"cannot be recorded: {problems[0]}. Capture with this batch as example, or with "
+            "keep_closed= for the module that decides"
+        ) from problems[0]
+
+    def _one_way(self, program: Program, points: Sequence[Sizes], training: bool) -> Trace:
+        trace, expected = self._trace(points, training)
+        trace = trace.pruned()
+        self._check(program, trace, points[0], expected, training)
         return trace
+
+    def check_at(
+        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool
+    ) -> None:
+        """Record the forward at the size of these inputs, and compare.
+
+        What was captured without weights is not compared: the devices would differ.
+
+        Raises:
+            CaptureError: the model does something else than the trace says.
+        """
+        if program.was_on_meta:
+            return
+        sizes = self.varying.sizes(leaves)
+        model, leaves = self._at_home(leaves)
+        other = _Capturer(model, leaves, self.structure, self.varying, self.opening)
+        other.parameters = Parameters(model) if program.written else None
+        with untouched(model), torch.enable_grad():
+            recorded = other._record(sizes, training, strict=False)[0].pruned()
+        path = differs_from(recorded, trace, sizes)
+        if path is not None:
+            raise CaptureError(
+                f"with {shown(sizes)} the model does something else than with the sizes that it "
+                f"was captured at: {path or 'its own forward'} decides on them. Capture with an "
+                "example of this size" + (f", or with keep_closed=[{path!r}]" if path else "")
+            )
+
+    def _at_home(self, leaves: Sequence[Any]) -> tuple[nn.Module, list[Any]]:
+        """The model and the inputs, on one device: copies if it is placed on several."""
+        if len({p.device for p in self.model.parameters()}) <= 1:
+            return self.model, list(leaves)
+        model = copy.deepcopy(self.model).cpu()
+        return model, [x.cpu() if isinstance(x, torch.Tensor) else x for x in leaves]
 
     def _trace(self, points: Sequence[Sizes], training: bool) -> tuple[Trace, list[Any]]:
         """The forward in this mode, generalised; and the leaves of its result at the first."""
@@ -317,11 +356,13 @@ class _Capturer:
         middle = [self._record(sizes, training=False)[0] for sizes in points[1:-1]]
         return generalise([both[0][1], *middle, both[1][1]], points), both[1][2]
 
-    def _record(self, sizes: Sizes, training: bool) -> tuple[Trace, list[Any]]:
+    def _record(self, sizes: Sizes, training: bool, strict: bool = True) -> tuple[Trace, list[Any]]:
         args, kwargs = self._batch(sizes)
         with untouched(self.model, self.parameters):
             self._set_mode(training)
-            trace, result = record(self.model, self.opening.is_open, args, kwargs, _KEY)
+            trace, result = record(
+                self.model, self.opening.is_open, args, kwargs, _KEY, strict=strict
+            )
             return trace, [_without_history(leaf) for leaf in flatten(result)[0]]
 
     def _check(

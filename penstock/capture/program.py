@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -34,6 +34,18 @@ class StageProgram:
     outputs: tuple[Value, ...]
 
 
+class Source(Protocol):
+    """Where more of a program comes from, when inputs show that it is needed."""
+
+    def way(self, program: Program, leaves: Sequence[Any], training: bool) -> Trace:
+        """The trace that these inputs take."""
+
+    def check_at(
+        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool
+    ) -> None:
+        """Raise unless the model does on these inputs what the trace says."""
+
+
 class Program:
     """What `penstock.capture` returns. `program(*args, **kwargs)` replays the model's forward.
 
@@ -45,6 +57,7 @@ class Program:
         example: the inputs' leaves that were captured with.
         closed: why the program does not look inside these modules, by qualified name.
         is_open: whether it looks inside the module of this name.
+        was_on_meta: whether it was captured without weights.
         written: the parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
 
     Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
@@ -61,20 +74,24 @@ class Program:
         example: Sequence[Any],
         closed: Mapping[str, str],
         is_open: Callable[[str], bool],
-        record_way: Callable[[Program, Sequence[Any], bool], Trace],
+        source: Source,
+        points: Sequence[Sizes],
         written: frozenset[str] = frozenset(),
     ) -> None:
         self.model = model
         self.train = train
         self.eval = evaluation
-        self._record_way = record_way
-        self._ways = {True: [_Way(model, train)], False: [_Way(model, evaluation)]}
+        self._source = source
+        self._ways = {
+            True: [_Way(model, train, varying, points)],
+            False: [_Way(model, evaluation, varying, points)],
+        }
         self.varying = varying
         self.example = tuple(example)
         self.closed = dict(closed)
         self.is_open = is_open
         self.written = written
-        self._was_on_meta = is_on_meta(model)
+        self.was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
 
     def __len__(self) -> int:
@@ -101,17 +118,19 @@ class Program:
         """The trace that these inputs take in this mode; recorded if they are the first to.
 
         Raises:
-            CaptureError: it cannot be recorded with the modules that are open.
+            CaptureError: it cannot be recorded with the modules that are open; or at this size
+                the model does something else than at those that it was captured at.
         """
         ways = self._ways[training]
-        if ways[0].trace.questions is None:
-            return ways[0].trace
         sizes = self.varying.sizes(leaves)
         for way in ways:
             if way.fits(leaves, sizes):
+                if not way.has_seen(sizes):
+                    self._source.check_at(self, way.trace, leaves, training)
+                    way.see(sizes)
                 return way.trace
-        trace = self._record_way(self, leaves, training)
-        ways.append(_Way(self.model, trace))
+        trace = self._source.way(self, leaves, training)
+        ways.append(_Way(self.model, trace, self.varying, [sizes]))
         return trace
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +298,7 @@ class Program:
 
     def _home(self) -> torch.device | None:
         """Where a model runs that was captured without its weights, and has them now."""
-        if not self._was_on_meta or is_on_meta(self.model):
+        if not self.was_on_meta or is_on_meta(self.model):
             return None
         return next(self.model.parameters()).device
 
@@ -309,12 +328,34 @@ class Program:
 
 
 class _Way:
-    """A trace, and whether inputs take it."""
+    """A trace, whether inputs take it, and at which sizes it was compared with the model.
 
-    def __init__(self, model: nn.Module, trace: Trace) -> None:
+    Rows between those seen are taken to be like them. Other dimensions often are padded to
+    multiples of something, so each of their sizes is a matter of its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, trace: Trace, varying: Varying, points: Sequence[Sizes]
+    ) -> None:
         self.trace = trace
+        self._names = varying.names[1:]
+        self._rows = min(p[ROWS] for p in points), max(p[ROWS] for p in points)
+        self._others = {self._named(p) for p in points}
         self._model = model
         self._asked: fx.GraphModule | None = None
+
+    def _named(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(sizes[name] for name in self._names)
+
+    def has_seen(self, sizes: Sizes) -> bool:
+        """Whether it was compared with the model at such sizes."""
+        least, most = self._rows
+        return least <= sizes[ROWS] <= most and self._named(sizes) in self._others
+
+    def see(self, sizes: Sizes) -> None:
+        """It was compared at these."""
+        self._rows = min(self._rows[0], sizes[ROWS]), max(self._rows[1], sizes[ROWS])
+        self._others.add(self._named(sizes))
 
     def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the model's Python reads off these inputs what it read in the recording."""

@@ -18,11 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode_temporarily,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from penstock.capture.attributes import named_tensors
 from penstock.capture.calls import (
@@ -253,6 +249,7 @@ class Recorder(TorchFunctionMode):
 
     def end(self, result: Any) -> None:
         """Finish the trace with what the model returned."""
+        self._check_draws("")
         leaves, structure = flatten(result)
         self.trace.outputs = tuple(self._encode(leaf) for leaf in leaves)
         self.trace.output_structure = structure
@@ -334,8 +331,7 @@ class Recorder(TorchFunctionMode):
         watch = Watch()
         seed = None if self.key is None else self.key.for_call(call.identity)
         watches = watch if self.weightless or not call.is_module else nullcontext()
-        if self.key is not None and next_in_python() != self._unused:
-            raise Unrecordable(call.path, "its Python draws random numbers by itself")
+        self._check_draws(call.path)
         with Draws(self.generators, seed) as draws, watches:
             if self.weightless is not None:
                 args = tuple(map(self._with_values, args)) if reads_values(call) else args
@@ -352,6 +348,11 @@ class Recorder(TorchFunctionMode):
             if before.differs_from(t)
         )
         return result, watch.reads_values
+
+    def _check_draws(self, path: str) -> None:
+        """Raise if Python has drawn random numbers since the last call."""
+        if self.key is not None and next_in_python() != self._unused:
+            raise Unrecordable(path, "its Python draws random numbers by itself")
 
     def _with_values(self, leaf: Any) -> Any:
         """A tensor on `meta` with its values, if it is made of nothing but the inputs."""

@@ -14,6 +14,8 @@ from itertools import combinations, zip_longest
 from math import prod
 from typing import Any
 
+import torch
+
 from penstock.capture.calls import (
     ROWS,
     Call,
@@ -83,16 +85,20 @@ def differs_from(again: Trace, first: Trace, sizes: Sizes) -> str | None:
     """
     try:
         _check_same_calls([first, again], [sizes, sizes])
-        _Adapter(sizes).trace(first, again)
+        _Comparison(sizes).trace(first, again)
     except Unrecordable as problem:
         return problem.path
-    except _DifferentError:
-        return ""
+    except _DifferentError as difference:
+        return difference.path
     return None
 
 
 class _DifferentError(Exception):
-    """The other mode does something else."""
+    """The other mode does something else, in the open module `path`."""
+
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.path = path
 
 
 class _Adapter:
@@ -120,13 +126,19 @@ class _Adapter:
         )
 
     def call(self, general: Call, one: Call) -> Call:
+        try:
+            return self._call(general, one)
+        except _DifferentError:
+            raise _DifferentError(general.path) from None
+
+    def _call(self, general: Call, one: Call) -> Call:
         mine, structure = flatten((general.args, general.kwargs))
         theirs, other = flatten((one.args, one.kwargs))
         _demand(
             structure == other
             and general.result == one.result
-            and (general.target, general.path, general.ambient, general.hidden)
-            == (one.target, one.path, one.ambient, one.hidden)
+            and (general.target, general.path, general.ambient)
+            == (one.target, one.path, one.ambient)
         )
         args, kwargs = unflatten(structure, self.leaves(mine, theirs))
         outputs = self.leaves(general.outputs, one.outputs)
@@ -142,13 +154,49 @@ class _Adapter:
             return general
         if isinstance(general, TensorInfo) and isinstance(one, TensorInfo):
             _demand(general.dynamic == one.dynamic)
-            _demand(general.dynamic or general.at(self.sizes) == one.shape)
+            _demand(general.dynamic or self.fits(general, one))
             return replace(one, shape=general.shape)
-        kind = type(one)
-        switched_off = kind is bool or (kind is float and one == 0.0)  # training=, dropout_p=
-        same = general is one or switched_off or bool(general == one)
-        _demand(type(general) is kind and same)
+        _demand(type(general) is type(one) and self.alike(general, one))
         return one
+
+    def fits(self, general: TensorInfo, one: TensorInfo) -> bool:
+        """Whether a tensor has the shape that it is said to have, as far as that is known."""
+        sizes = zip(general.shape, general.at(self.sizes), one.shape, strict=False)
+        return len(general.shape) == len(one.shape) and all(
+            said == n or isinstance(known, Irregular) for known, said, n in sizes
+        )
+
+    def alike(self, general: Any, one: Any) -> bool:
+        """Whether a constant may have become another: `training=False`, `dropout_p=0.0`."""
+        switched_off = type(one) is bool or (type(one) is float and one == 0.0)
+        return switched_off or same_constant(general, one)
+
+
+class _Comparison(_Adapter):
+    """The same, where nothing may have changed.
+
+    But a length of a result may be another than it was said to be: what uses it is compared by
+    itself, and only the rows of a result are ever needed.
+    """
+
+    def fits(self, general: TensorInfo, one: TensorInfo) -> bool:
+        """Whether a tensor has the rows that it is said to have."""
+        sizes = zip(general.shape, general.at(self.sizes), one.shape, strict=False)
+        return len(general.shape) == len(one.shape) and all(
+            said == n or not (isinstance(known, Size) and known.grows_with(ROWS))
+            for known, said, n in sizes
+        )
+
+    def alike(self, general: Any, one: Any) -> bool:
+        """Whether it is the same constant, or a device, for the model may have been moved."""
+        return isinstance(one, torch.device) or same_constant(general, one)
+
+
+def same_constant(one: Any, other: Any) -> bool:
+    """Whether both are equal, or not a number."""
+    if one is other or (type(one) is float and one != one and other != other):
+        return True
+    return type(one) is type(other) and bool(one == other)
 
 
 def _demand(same: bool) -> None:
@@ -178,7 +226,7 @@ def _check_same_calls(traces: Sequence[Trace], points: Sequence[Sizes]) -> None:
                 raise Unrecordable(
                     path,
                     "what it calls depends on the size of the inputs: "
-                    f"with {_shown(point)} it is not what it is with {_shown(points[0])}",
+                    f"with {shown(point)} it is not what it is with {shown(points[0])}",
                 )
     for group in zip(*(trace.calls for trace in traces), strict=True):
         if len({(call.path, call.target) for call in group}) > 1:
@@ -197,7 +245,8 @@ def _calls_by_path(trace: Trace) -> dict[str, list[tuple[Any, ...]]]:
     return made
 
 
-def _shown(point: Sizes) -> str:
+def shown(point: Sizes) -> str:
+    """Sizes as people write them."""
     return ", ".join(f"{name}={size}" for name, size in point.items())
 
 
@@ -234,15 +283,15 @@ class _Merge:
                 return first
             dims = zip(*(g.shape for g in group), strict=True)
             return replace(first, shape=tuple(self._dimension(sizes, path, what) for sizes in dims))
-        if all(type(g) is type(first) and (g is first or g == first) for g in group):
+        if all(same_constant(g, first) for g in group):
             return first
         if all(type(g) is int for g in group):
             return self._size(group, path, what)
-        other = next(k for k, g in enumerate(group) if type(g) is not type(first) or g != first)
+        other = next(k for k, g in enumerate(group) if not same_constant(g, first))
         raise Unrecordable(
             path,
-            f"{what} is {first!r} with {_shown(self.points[0])}, {group[other]!r} with "
-            f"{_shown(self.points[other])}, and that is not an integer that grows with them",
+            f"{what} is {first!r} with {shown(self.points[0])}, {group[other]!r} with "
+            f"{shown(self.points[other])}, and that is not an integer that grows with them",
         )
 
     def _dimension(self, group: Sequence[int], path: str, what: str) -> int | Size | Irregular:
@@ -260,7 +309,7 @@ class _Merge:
         size = self._fitted(group)
         if size is None:
             seen = ", ".join(
-                f"{g} with {_shown(p)}" for g, p in zip(group, self.points, strict=True)
+                f"{g} with {shown(p)}" for g, p in zip(group, self.points, strict=True)
             )
             raise Unrecordable(path, f"{what} does not grow evenly with the inputs: {seen}")
         return size

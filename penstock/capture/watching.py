@@ -55,7 +55,20 @@ class Contents:
         """Whether `tensor`, the same one, holds something else now."""
         if _version(tensor) != self._version:
             return True
-        return self._copy is not None and not torch.equal(self._copy, tensor)
+        return self._copy is not None and not _same_numbers(self._copy, tensor)
+
+
+def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both hold the same numbers, or none in the same places."""
+    if torch.equal(one, other):
+        return True
+    floating = one.is_floating_point() or one.is_complex()
+    return (
+        floating
+        and one.shape == other.shape
+        and torch.equal(one.isnan(), other.isnan())
+        and (torch.equal(one.nan_to_num(), other.nan_to_num()))
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:

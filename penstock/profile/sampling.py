@@ -103,8 +103,8 @@ class Sampler:
         if not (dtype.is_floating_point or dtype.is_complex):
             return torch.zeros(shape, dtype=dtype, device=self.device)
         made = torch.full(shape, _FILL, dtype=dtype, device=self.device)
-        # Not a leaf, which could not be changed in place.
-        return made.requires_grad_().view(shape) if info.requires_grad else made
+        # A leaf, and a view of one, could not be changed in place.
+        return made.requires_grad_().clone() if info.requires_grad else made
 
     @contextmanager
     def _made_up_weights(self, call: Call) -> Iterator[None]:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
-from penstock.capture.attributes import find, named_tensors, put
 from penstock.capture.calls import Ambient
 from penstock.capture.lowering import assemble
 from penstock.engine.compile import Run, compile_actions, recorded
@@ -22,7 +21,6 @@ from penstock.engine.stage import Held, MicroBatch, Sink, Source, Stage
 from penstock.errors import InputError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.schedule import Action, Event, Kind, build, check
-from penstock.weights import Weights
 
 Pass = Literal["train", "forward", "backward", "infer"]
 """What a run does: both directions interleaved, or one of them, or forwards without gradients."""
@@ -216,57 +214,6 @@ class Assembly:
         """Empty the links after an abort."""
         for link in self._links:
             link.reset()
-
-
-def place(
-    program: Program,
-    cuts: Sequence[int],
-    devices: Sequence[torch.device],
-    weights: Weights | None = None,
-) -> None:
-    """Move every parameter and buffer to the device of the first stage that uses it.
-
-    Parameters stay the same objects; only their memory moves. Those on `meta` are new objects.
-
-    Args:
-        program: its model is moved.
-        cuts: between the stages.
-        devices: of the stages.
-        weights: where parameters that are on `meta` come from.
-    """
-    model = program.model
-    edges = [0, *cuts, len(program)]
-    seen: set[str] = set()
-    for device, (start, stop) in zip(devices, pairwise(edges), strict=True):
-        names: list[str] = []
-        for call in program.train.calls[start:stop]:
-            read = (v.name for v in call.reads() if isinstance(v, Attribute))
-            names += [name for name in (*call.hidden, *read) if name not in seen]
-            seen.update(names)
-        _materialise(model, names, device, weights)
-        for name in names:
-            _move(model, name, device)
-    _materialise(model, [name for name, _ in named_tensors(model)], devices[0], weights)
-
-
-def _materialise(
-    model: nn.Module, names: Iterable[str], device: torch.device, weights: Weights | None
-) -> None:
-    absent = [n for n in dict.fromkeys(names) if (t := find(model, n)) is not None and t.is_meta]
-    if absent and weights is not None:
-        weights.materialise(model, absent, device)
-
-
-def _move(model: nn.Module, name: str, device: torch.device) -> None:
-    tensor = find(model, name)  # what a forward stores may not be there yet
-    if tensor is None or tensor.device == device:
-        return
-    if isinstance(tensor, nn.Parameter):
-        tensor.data = tensor.data.to(device)
-        if tensor.grad is not None:
-            tensor.grad = tensor.grad.to(device)
-    else:
-        put(model, name, tensor.to(device))
 
 
 def _run(runs: Sequence[Run], actions: Sequence[Action], modes: Ambient) -> None:

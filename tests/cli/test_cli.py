@@ -214,6 +214,26 @@ def test_plan_shows_the_table() -> None:
     assert "gpipe, 2 micro-batches of up to 3 rows" in result.stdout
 
 
+def test_plan_of_a_model_without_weights_cut_as_asked() -> None:
+    options = ("--devices", "cpu,cpu", "--microbatches", "2", "--cuts", "2", "--empty", "--json")
+    result = run("plan", *SMALL, *options)
+    assert result.exit_code == 0, result.output
+    stages = json.loads(result.stdout)["stages"]
+    assert [stage["calls"] for stage in stages] == [[0, 2], [2, 3]]
+    shown = run("inspect", *SMALL, "--empty", "--depth", "1").stdout
+    assert shown.splitlines()[1].split()[:6] == [
+        "Sequential",
+        "Sequential",
+        "3",
+        "160",
+        "B",
+        "100%",
+    ]
+    wrong = run("plan", *SMALL, "--devices", "cpu,cpu", "--cuts", "3")
+    assert wrong.exit_code == 1
+    assert "no call of the program is in a module named '3'; there are '0'" in wrong.stderr
+
+
 def test_a_file_in_the_way_is_noticed_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = run("plan", *SMALL, "--output", str(tmp_path / "file" / "plan.json"))

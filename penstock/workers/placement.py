@@ -1,0 +1,96 @@
+"""Bringing a model's parameters and buffers to the devices of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from penstock.capture import Attribute, Program
+from penstock.capture.attributes import find, named_tensors, put
+from penstock.errors import InputError
+from penstock.weights import Weights
+
+
+def place(
+    program: Program,
+    cuts: Sequence[int],
+    devices: Sequence[torch.device],
+    weights: Weights | None = None,
+) -> None:
+    """Move every parameter and buffer to the device of the first stage that uses it.
+
+    Parameters stay the same objects; only their memory moves. Those on `meta` are new objects, and
+    on `meta` again if anything fails.
+
+    Args:
+        program: its model is moved.
+        cuts: between the stages.
+        devices: of the stages.
+        weights: where parameters that are on `meta` come from.
+    """
+    model = program.model
+    empty = [(name, t) for name, t in named_tensors(model) if t.is_meta]
+    try:
+        _place_stages(program, cuts, devices, weights)
+    except BaseException:
+        for name, tensor in empty:
+            put(model, name, tensor)
+        raise
+
+
+def _place_stages(
+    program: Program,
+    cuts: Sequence[int],
+    devices: Sequence[torch.device],
+    weights: Weights | None,
+) -> None:
+    model = program.model
+    edges = [0, *cuts, len(program)]
+    seen: set[str] = set()
+    for device, (start, stop) in zip(devices, pairwise(edges), strict=True):
+        names: list[str] = []
+        for call in program.train.calls[start:stop]:
+            read = (v.name for v in call.reads() if isinstance(v, Attribute))
+            names += [name for name in (*call.hidden, *read) if name not in seen]
+            seen.update(names)
+        _materialise(model, names, device, weights)
+        for name in names:
+            _move(model, name, device)
+    _materialise(model, [name for name, _ in named_tensors(model)], devices[0], weights)
+
+
+def _materialise(
+    model: nn.Module, names: Iterable[str], device: torch.device, weights: Weights | None
+) -> None:
+    """Give these tensors values: those on `meta`, and the buffers that a state dict may have."""
+    if weights is None:
+        return
+    stored = dict(model.named_buffers()).keys() & model.state_dict().keys()
+    wanted = []
+    for name in dict.fromkeys(names):
+        tensor = find(model, name)
+        is_derived = tensor is not None and tensor.grad_fn is not None  # hooks make it anew
+        if tensor is not None and not is_derived and (tensor.is_meta or name in stored):
+            wanted.append(name)
+    weights.materialise(model, wanted, device)
+    for name in wanted:
+        if find(model, name).is_meta:
+            raise InputError(
+                f"{name!r} is on the meta device, and nothing gives it values; it keeps those that "
+                "it has if the model is built within penstock.empty_weights()"
+            )
+
+
+def _move(model: nn.Module, name: str, device: torch.device) -> None:
+    tensor = find(model, name)  # what a forward stores may not be there yet
+    if tensor is None or tensor.device == device or tensor.is_meta:
+        return
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = tensor.data.to(device)
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.to(device)
+    else:
+        put(model, name, tensor.to(device))
