@@ -109,6 +109,16 @@ class Irregular(Leaf):
         return "?"
 
 
+@dataclass(frozen=True, slots=True)
+class Submodule(Leaf):
+    """A submodule of the model, given to a call as an argument."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
 class Origin(IntEnum):
     """What a value is made of, the most that is mixed into it."""
 

@@ -24,11 +24,13 @@ from penstock.capture.calls import (
     Ref,
     Size,
     Sizes,
+    Submodule,
     Trace,
     Value,
     function_name,
 )
 from penstock.capture.randomness import draw, draw_in_python
+from penstock.capture.stage import Stage
 from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
 
 _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot
@@ -50,7 +52,7 @@ def lower(
     inputs: Sequence[Value],
     outputs: Sequence[Value],
     device: torch.device | None = None,
-) -> fx.GraphModule:
+) -> Stage:
     """The module that runs `trace.calls[calls]`.
 
     Args:
@@ -67,7 +69,7 @@ def lower(
     for number in calls:
         lowering.call(number, trace.calls[number])
     lowering.graph.output(tuple(lowering.value(value) for value in outputs))
-    module = fx.GraphModule(lowering.leaves, lowering.graph, class_name="Stage")
+    module = Stage(lowering.leaves, lowering.graph, class_name="Stage")
     module.training = model.training  # its own flag only: the user may have frozen submodules
     return module
 
@@ -196,6 +198,9 @@ class _Lowering:
             return self.value(leaf)
         if isinstance(leaf, Size):
             return self._size(leaf)
+        if isinstance(leaf, Submodule):
+            self._add_module(leaf.path)
+            return self.graph.get_attr(_attribute_path(leaf.path))
         if isinstance(leaf, torch.device) and self.device is not None:
             return self.device
         if type(leaf) in _LITERALS:

@@ -76,6 +76,8 @@ def capture(
         with untouched(model), torch.enable_grad():
             return capturer.first_that_works(attempts)
     finally:
+        if capturer.parameters is not None:
+            capturer.parameters.restore(thoroughly=True)
         capturer.parameters = None  # the program holds on to the capturer
 
 
@@ -236,6 +238,8 @@ class _Capturer:
         return False
 
     def _program(self, train: Trace, evaluation: Trace, points: Sequence[Sizes]) -> Program:
+        if self.parameters is not None:
+            self.parameters.compare()
         return Program(
             self.model,
             train,

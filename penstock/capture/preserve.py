@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, held_tensors
 from penstock.capture.randomness import generators_kept
+from penstock.capture.watching import same_numbers
 from penstock.errors import CaptureError
 
 _CONTAINERS = (list, dict, set, OrderedDict)  # the last one holds hooks, for instance
@@ -36,14 +40,28 @@ class Parameters:
         small = sum(p.nbytes for p in parameters) <= _MOST_BYTES
         self._kept = [(p, p._version, p.detach().clone() if small else None) for p in parameters]
 
-    def restore(self) -> None:
+    def compare(self) -> None:
+        """Note what was written without a version to show it, through `.data` for instance."""
+        for parameter, _, copied in self._kept:
+            if copied is None or copied.is_meta:
+                continue
+            if not same_numbers(parameter.detach(), copied):
+                self.written.add(self._names[id(parameter)])
+
+    def restore(self, thoroughly: bool = False) -> None:
         """Put back what was written since.
+
+        Args:
+            thoroughly: also what has no version to show that it was.
 
         Raises:
             CaptureError: there is no copy of it.
         """
+        if thoroughly:
+            self.compare()
         for parameter, version, copied in self._kept:
-            if parameter._version == version:
+            noted = thoroughly and self._names[id(parameter)] in self.written
+            if parameter._version == version and not noted:
                 continue
             if copied is None:
                 raise CaptureError(
@@ -69,7 +87,8 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
     registries = [{name: dict(module.__dict__[name]) for name in REGISTRIES} for module in modules]
     try:
         _swap_state(modules)
-        with _compiled_untouched(compiled), generators_kept(p.device for p in model.parameters()):
+        devices = (p.device for p in model.parameters())
+        with _compiled_untouched(compiled), generators_kept(devices), own_generators_kept(modules):
             yield
     finally:
         for module, attributes, contents in zip(modules, before, registries, strict=True):
@@ -132,6 +151,27 @@ def _put_back(
         holder = module.__dict__[name]
         holder.clear()
         holder.update(entries)
+
+
+@contextmanager
+def own_generators_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards, the generators that modules hold as attributes are as they were."""
+    held = [value for module in modules for value in vars(module).values()]
+    states: list[tuple[Callable[[Any], Any], Any]] = []
+    for value in held:
+        if isinstance(value, torch.Generator):
+            states.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            states.append((value.setstate, value.getstate()))
+        elif isinstance(value, (np.random.Generator, np.random.RandomState)):
+            bits: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
+            bits = getattr(bits, "_bit_generator", bits)
+            states.append((partial(setattr, bits, "state"), bits.state))
+    try:
+        yield
+    finally:
+        for put, state in states:
+            put(state)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from penstock.capture.calls import (
     Call,
     Origin,
     Ref,
+    Submodule,
     TensorInfo,
     Trace,
     Unrecordable,
@@ -153,9 +154,11 @@ class Recorder(TorchFunctionMode):
                 return call(module, *args, **kwargs)
             finally:
                 self._open.pop()
+        given = (m for m in flatten((args, kwargs))[0] if id(m) in self.paths)
         hidden = tuple(  # a tensor that an earlier call has put there is known by its place
-            str(self._known.get(id(tensor), f"{path}.{name}"))
-            for name, tensor in named_tensors(module)
+            str(self._known.get(id(tensor), f"{self.paths[id(held)]}.{name}"))
+            for held in (module, *given)
+            for name, tensor in named_tensors(held)
         )
         function = self._undisturbed if path in self.compiled else self._without_mode
         return self._record(path, partial(function, call, module), args, kwargs, hidden)
@@ -176,10 +179,7 @@ class Recorder(TorchFunctionMode):
             return self._without_mode(*args, **kwargs)
 
     def check_function(self, function: type) -> None:
-        """Raise if an open module applies a custom `autograd.Function`.
-
-        The torch calls inside it could be recorded, but its own backward would be lost.
-        """
+        """Raise if an open module applies a custom `autograd.Function`, for its own backward."""
         if self.is_outside:
             raise Unrecordable(
                 self._open[-1], f"it applies {function.__name__}, an autograd.Function of its own"
@@ -429,6 +429,8 @@ class Recorder(TorchFunctionMode):
             )
         if _is_plain(leaf):
             return leaf
+        if isinstance(leaf, nn.Module) and id(leaf) in self.paths:
+            return Submodule(self.paths[id(leaf)])
         hint = "; do without it (use_cache=False)" if "Cache" in type(leaf).__name__ else ""
         raise Unrecordable(
             self._open[-1], f"it passes a {type(leaf).__name__}, which is not plain data{hint}"

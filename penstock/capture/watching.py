@@ -55,10 +55,10 @@ class Contents:
         """Whether `tensor`, the same one, holds something else now."""
         if _version(tensor) != self._version:
             return True
-        return self._copy is not None and not _same_numbers(self._copy, tensor)
+        return self._copy is not None and not same_numbers(self._copy, tensor)
 
 
-def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both hold the same numbers, or none in the same places."""
     if torch.equal(one, other):
         return True

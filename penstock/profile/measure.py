@@ -11,6 +11,7 @@ import torch
 
 from penstock.capture import ROWS, Program, Sizes
 from penstock.capture.explain import weight_bytes
+from penstock.capture.preserve import own_generators_kept
 from penstock.capture.randomness import generators_kept
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
@@ -76,7 +77,8 @@ def profile(
         smaller = {**given, ROWS: rows}
         return program.varying.resized(leaves, smaller), smaller
 
-    with generators_kept(torch.device(kind) for kind in teams):
+    own = own_generators_kept(program.model.modules())
+    with own, generators_kept(torch.device(kind) for kind in teams):
         timings = _measured(teams, agenda, batch_of, progress)
     return Profile(
         fingerprint=program.fingerprint,

@@ -250,6 +250,64 @@ def test_stages_can_be_read_and_pickled() -> None:
     assert torch.equal(again({"B": 3}, None, x)[0], stage.module({"B": 3}, None, x)[0])
 
 
+class Guarded(nn.Module):
+    """Random calls, calls without gradients and under autocast, properties and methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.a(x))
+        with torch.no_grad():
+            scale = x.mul(2).T.mean(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.dropout(self.b(x), 0.3, self.training)
+        return y.float() * scale.sum()
+
+
+def test_random_and_guarded_calls_are_pickled_too() -> None:
+    program = ps.capture(Guarded(), (torch.randn(6, 4),))
+    (stage,) = program.stages((), training=True)
+    again = pickle.loads(pickle.dumps(stage.module))
+    x, sizes = torch.randn(5, 4), {"B": 5}
+    assert torch.equal(again(sizes, KEY, x)[0], stage.module(sizes, KEY, x)[0])
+    assert again.code == stage.module.code
+    assert {n.meta.get("call") for n in again.graph.nodes} == {
+        n.meta.get("call") for n in stage.module.graph.nodes
+    }
+
+
+class TakesModule(nn.Module):
+    """A closed module that is given another as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.tied = nn.Linear(4, 3), Transposed()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.tied(self.table(x), self.table))
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor, table: nn.Linear) -> torch.Tensor:
+        return F.linear(x, table.weight.T, self.bias)
+
+
+def test_a_module_as_an_argument() -> None:
+    model, x = TakesModule(), torch.randn(6, 4)
+    program = ps.capture(model, (x,))
+    assert not program.closed
+    assert torch.equal(program(x), model(x))
+    ps.profile(program, devices=["cpu"], num_microbatches=1)
+    assert program.cuts.forbidden(program.labels.index("last")) is None
+
+
 def test_stages_can_be_compiled() -> None:
     program = ps.capture(gpt2(), kwargs={"input_ids": torch.randint(0, 50, (3, 8))})
     program.model.eval()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from contextvars import ContextVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,34 @@ def test_tensors_that_a_first_forward_keeps_do() -> None:
     assert program.closed == {"1": "its forward assigns to self.table"}
     assert model[1].table is None
     assert torch.equal(program(x), model(x))
+
+
+class Writes(nn.Module):
+    """Changes a weight where no version counter shows it, and draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.numpy = np.random.default_rng(1)
+        self.python = random.Random(1)
+        self.torch = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.weight.data.clamp_(-0.1, 0.1)
+        noise = self.numpy.random() + self.python.random() + torch.rand(1, generator=self.torch)
+        return self.inner(x + 0 * noise)
+
+
+def test_data_that_is_written_and_generators_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Writes())
+    weight = model[1].inner.weight.detach().clone()
+    assert weight.abs().max() > 0.1
+    program = ps.capture(model, (torch.randn(6, 4),))
+    assert torch.equal(model[1].inner.weight, weight)
+    assert program.written == {"1.inner.weight"}
+    ps.profile(program, devices=["cpu"], num_microbatches=1)
+    assert torch.equal(model[1].inner.weight, weight)
+    assert model[1].numpy.random() == np.random.default_rng(1).random()
+    assert model[1].python.random() == random.Random(1).random()
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(torch.rand(1, generator=model[1].torch), expected)
