@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import is_zipfile
 
 import torch
 from torch import nn
@@ -205,7 +206,7 @@ def source_of(model: nn.Module, given: Any) -> Weights | None:
         return StoredWeights(given, given.__getitem__, "the state dict")
     if isinstance(given, (str, Path)):
         return _from_path(Path(given))
-    if callable(getattr(given, "materialise", None)):
+    if callable(getattr(given, "materialise", None)) and not isinstance(given, type):
         return given  # type: ignore[no-any-return]
     raise InputError(
         f"weights={given!r} is neither a state dict, nor the name of a file, nor "
@@ -231,7 +232,12 @@ def _from_path(path: Path) -> Weights:
     if path.suffix == ".safetensors":
         handle = _safe_open(path)
         return StoredWeights(handle.keys(), handle.get_tensor, str(path))
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+    except Exception as error:
+        raise InputError(f"{path} is no state dict that torch.load can read: {error}") from error
+    if not isinstance(state, Mapping):
+        raise InputError(f"{path} holds a {type(state).__name__}, not a state dict")
     return StoredWeights(state, state.__getitem__, str(path))
 
 
@@ -257,4 +263,7 @@ def _safe_open(path: Path) -> Any:
         raise InputError(
             f"reading {path.name} needs safetensors: pip install 'penstock[weights]'"
         ) from error
-    return safe_open(path, framework="pt")
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:
+        raise InputError(f"{path} is no safetensors file: {error}") from error

@@ -259,3 +259,39 @@ def test_an_error_in_the_forward_names_module_and_line() -> None:
         ps.capture(Takes(), (x, x))
     with pytest.raises(ps.CaptureError, match="on several devices, meta and cpu"):
         ps.capture(nn.Linear(4, 4), (x.to("meta"),))
+
+
+FOUR = torch.randn(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cuts": "b"}, r"cuts='b' is no list; write cuts="),
+        ({"cuts": 3}, "cuts=3 is no list"),
+        ({"cuts": [None]}, "None is neither a module's name nor"),
+        ({"cuts": [True]}, "True is neither"),
+        ({"keep_closed": "a"}, "keep_closed='a' is no list"),
+        ({"keep_closed": 3}, "keep_closed=3 is no list"),
+        ({"dynamic": {0: 1}}, "0 has 1, not a dictionary of dimensions"),
+        ({"dynamic": {0: {1: None}}}, "0 has {1: None}, not a dictionary"),
+        ({"dynamic": {0: {"a": "b"}}}, "not a dictionary of dimensions"),
+    ],
+)
+def test_lists_and_names_of_another_kind(options: dict[str, Any], words: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ps.InputError, match=words):
+        ps.Pipeline(model, (FOUR,), devices=["cpu", "cpu"], num_microbatches=1, **options)
+
+
+def test_examples_without_anything_in_them() -> None:
+    with pytest.raises(ps.InputError, match="the example has no rows"):
+        ps.capture(nn.Linear(4, 4), (FOUR[:0],))
+    with pytest.raises(ps.InputError, match="the dimension 'length' is empty"):
+        ps.capture(nn.Linear(4, 4), (torch.randn(6, 0, 4),), dynamic={0: {1: "length"}})
+
+
+def test_a_module_kept_closed_by_its_other_name() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    model.add_module("again", model[0])
+    assert set(ps.capture(model, (FOUR,), keep_closed=["again"]).closed) == {"0"}

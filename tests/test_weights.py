@@ -209,6 +209,15 @@ def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
         build(tmp_path)
     with pytest.raises(ps.InputError, match="weights=3 is neither a state dict"):
         build(3)
+    with pytest.raises(ps.InputError, match="SeededWeights'> is neither a state dict"):
+        build(ps.SeededWeights)
+    for name in ("no.pt", "no.safetensors"):
+        (tmp_path / name).write_text("nothing of the kind")
+        with pytest.raises(ps.InputError, match=f"{name} is no"):
+            build(tmp_path / name)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(ps.InputError, match="holds a list, not a state dict"):
+        build(tmp_path / "list.pt")
     with torch.device("meta"):
         model = Net()
     with pytest.raises(ps.InputError, match="the state dict has no 'scale'"):
@@ -284,3 +293,58 @@ def test_the_inputs_values_can_be_read_on_the_meta_device() -> None:
     ) as pipe:
         for x in (X, X + 1000):
             assert torch.equal(pipe(x), model(x))
+
+
+class Tied(nn.Module):
+    """A weight that is registered twice, and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(9, 4), nn.BatchNorm1d(4), nn.Linear(4, 9)
+        shared = nn.Parameter(torch.randn(9, 4))
+        self.words.weight = shared
+        self.head.weight = shared
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.words(ids)))
+
+
+def test_a_weight_that_is_registered_twice_stays_one() -> None:
+    with ps.empty_weights():
+        model = Tied()
+    assert model.words.weight is model.head.weight
+    ids, full = torch.randint(9, (6,)), Tied()
+    full.norm.running_mean += 5
+    state = {name: t.clone() for name, t in full.state_dict().items()}
+    with ps.Pipeline(
+        model, (ids,), devices=["cpu", "cpu"], num_microbatches=1, weights=state
+    ) as pipe:
+        assert model.words.weight is model.head.weight
+        assert model.norm.running_mean[0] == 5, "buffers come from the state dict as well"
+        pipe.eval()
+        assert torch.equal(pipe(ids), full.eval()(ids))
+
+
+def test_seeded_weights_initialise_a_tied_one_once() -> None:
+    with ps.empty_weights():
+        model = Tied()
+    seeded(2, 0, model, args=(torch.randint(9, (6,)),))
+    assert 0.6 < model.words.weight.std() < 1.6, "as the embedding, and not as the linear layer"
+
+
+def test_what_fails_half_way_leaves_the_model_as_it_was() -> None:
+    with ps.empty_weights():
+        model = Bare()
+    for weights in (ps.SeededWeights(), {"weight": torch.ones(8), "inner.weight": torch.ones(8)}):
+        with pytest.raises(ps.InputError):
+            ps.Pipeline(model, (X,), devices=["cpu"], num_microbatches=1, weights=weights)
+        assert all(p.is_meta for p in model.parameters())
+    state = Bare().state_dict()
+    with ps.Pipeline(model, (X,), devices=["cpu"], num_microbatches=1, weights=state) as pipe:
+        assert torch.equal(pipe.state_dict()["inner.weight"], state["inner.weight"])
+
+
+def test_lazy_modules_can_be_built() -> None:
+    with ps.empty_weights():
+        model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    assert model[1].weight.is_meta

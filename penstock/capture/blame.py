@@ -14,6 +14,8 @@ from torch import nn
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
+_ROOT = "the model itself"
+_OF_THE_MODEL = f"in {_ROOT}"
 
 
 def where(error: BaseException, model: nn.Module) -> str:
@@ -27,7 +29,7 @@ def where(error: BaseException, model: nn.Module) -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = paths.get(id(frame.f_locals.get("self")))
         if path is not None:
-            module = path or "the model itself"
+            module = path or _ROOT
         if not _is_foreign(frame):
             found = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
     in_module = f"in {module}" if module else ""
@@ -36,7 +38,8 @@ def where(error: BaseException, model: nn.Module) -> str:
 
 def hint(error: BaseException, model: nn.Module, leaves: Sequence[Any]) -> str:
     """What about the inputs may be the reason: the arguments' names, or their devices."""
-    if isinstance(error, TypeError) and "argument" in str(error):
+    place = where(error, model)
+    if isinstance(error, TypeError) and "argument" in str(error) and place == _OF_THE_MODEL:
         taken = inspect.signature(model.forward).parameters.values()
         shown = ", ".join(str(p.replace(annotation=p.empty)) for p in taken)
         return f"; its forward takes ({shown})"

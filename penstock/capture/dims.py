@@ -77,8 +77,10 @@ class Varying:
                     )
                 found[name].append((k, count))
         for name, sizes in found.items():
+            if name != ROWS and any(n == 0 for _, n in sizes):
+                raise InputError(f"the dimension {name!r} is empty: there is nothing to compute")
             if len({n for _, n in sizes}) > 1:
-                listed = ", ".join(f"input {k} has {n}" for k, n in sizes)
+                listed = ", ".join(f"input {k} has {n}" for k, n in dict.fromkeys(sizes))
                 raise InputError(_disagreement(name, listed))
         return {name: sizes[0][1] for name, sizes in found.items()}
 
@@ -170,6 +172,13 @@ def _axes_of(
 
 
 def _check_names(arguments: Mapping[Any, Any], batch_dim: BatchDim, dynamic: Dynamic) -> None:
+    for name, axes in dynamic.items():
+        pairs = axes.items() if isinstance(axes, Mapping) else [(axes, None)]
+        if not all(isinstance(dim, int) and isinstance(named, str) for dim, named in pairs):
+            raise InputError(
+                f"dynamic: {name!r} has {axes!r}, not a dictionary of dimensions and their names, "
+                'like {1: "length"}'
+            )
     given = {"dynamic": dynamic} | ({} if isinstance(batch_dim, int) else {"batch_dim": batch_dim})
     for setting, mapping in given.items():
         for name in mapping:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.capture.blame import hint, where
-from penstock.capture.calls import Assigned, Attribute, Sizes, Trace, Unrecordable
+from penstock.capture.calls import ROWS, Assigned, Attribute, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
 from penstock.capture.meta import META, held_on_meta, is_on_meta
 from penstock.capture.preserve import Parameters, settle, untouched
@@ -69,7 +69,10 @@ def capture(
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, structure = flatten((args, kwargs))
     dims = varying(args, kwargs, batch_dim, dynamic or {})
-    attempts = dims.attempts(dims.sizes(leaves))
+    sizes = dims.sizes(leaves)
+    if not sizes[ROWS]:
+        raise InputError("the example has no rows; give one of the size that is usual")
+    attempts = dims.attempts(sizes)
     capturer = _Capturer(model, leaves, structure, dims, _Opening(model, keep_closed))
     capturer.parameters = Parameters(model)
     try:
@@ -96,16 +99,20 @@ class _Opening:
 
     def __init__(self, model: nn.Module, keep_closed: Iterable[str]) -> None:
         self.modules = dict(model.named_modules())
+        names = {id(module): name for name, module in self.modules.items()}
+        aliases = {n: names[id(m)] for n, m in model.named_modules(remove_duplicate=False)}
         self.closed: dict[str, str] = {}
         self.forced: set[str] = set()
+        if isinstance(keep_closed, str) or not isinstance(keep_closed, Iterable):
+            raise InputError(f'keep_closed={keep_closed!r} is no list of names; write ["layer1"]')
         for path in keep_closed:
-            if path not in self.modules:
+            if path not in aliases:
                 known = ", ".join(list(self.modules)[1:6])
                 raise CaptureError(
                     f"keep_closed names {path!r}, but the model has no such module; "
                     f"its modules are {known}, …"
                 )
-            self.closed[path] = "kept closed as asked"
+            self.closed[aliases[path]] = "kept closed as asked"
         for path, module in self.modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.closed[path] = "it is compiled by torch.jit"
@@ -195,7 +202,8 @@ class _Capturer:
             place, why = where(error, self.model), hint(error, self.model, self.leaves)
             raise CaptureError(
                 f"the forward of {type(self.model).__name__} raised {type(error).__name__} "
-                f"when it was run on the example: {error}{f' ({place})' if place else ''}{why}"
+                f"when it was run on the example, with {shown(attempts[-1][0])}: {error}"
+                f"{f' ({place})' if place else ''}{why}"
             ) from error
 
     def run(self, points: Sequence[Sizes], last: bool) -> Program:

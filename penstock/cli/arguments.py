@@ -135,7 +135,7 @@ def device_list(text: str | None) -> list[str]:
 
 def cut_list(text: str | None) -> list[str] | None:
     """The modules of --cuts; `None` to choose."""
-    return None if text is None else [name.strip() for name in text.split(",")]
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def microbatch_count(text: str) -> Any:

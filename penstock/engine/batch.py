@@ -53,6 +53,11 @@ class Batch:
         Raises:
             InputError: there is none, or one does not fit the example.
         """
+        if not isinstance(microbatches, (list, tuple)):
+            raise InputError(
+                f"the micro-batches are a {type(microbatches).__name__}, not a list with a tuple "
+                "or a dict of arguments for each"
+            )
         if not microbatches:
             raise InputError("there are no micro-batches in the list")
         parts = []
@@ -113,6 +118,8 @@ def given_targets(
     """
     if targets is None:
         return [()] * microbatches
+    if not isinstance(targets, (list, tuple)):
+        raise InputError(f"the targets are a {type(targets).__name__}, not a list of one for each")
     if len(targets) != microbatches:
         raise InputError(f"{len(targets)} targets were given for {microbatches} micro-batches")
     moved = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import index
+from typing import Any
 
-from penstock.errors import PlanError
+from penstock.errors import InputError, PlanError
 
 Cut = int | str
 """A cut before the call of this number, or before the first call of the module of this name."""
@@ -24,9 +26,11 @@ def positions(
         cuts: one fewer, in the order of the program.
 
     Raises:
+        InputError: they are no list of names and numbers.
         PlanError: a cut is not possible, or they are too many, too few or not in order.
     """
-    found = tuple(cut if isinstance(cut, int) else _before(labels, cut) for cut in cuts)
+    _check_kinds(cuts)
+    found = tuple(_before(labels, cut) if isinstance(cut, str) else index(cut) for cut in cuts)
     if len(cuts) != devices - 1:
         raise PlanError(
             f"{len(cuts)} cuts make {len(cuts) + 1} stages, but there are {devices} devices: "
@@ -44,6 +48,14 @@ def positions(
         listed = ", ".join(f"{name!r} at call {k}" for name, k in zip(cuts, found, strict=True))
         raise PlanError(f"the cuts are not in the order of the program: {listed}")
     return found
+
+
+def _check_kinds(cuts: Any) -> None:
+    if not isinstance(cuts, (list, tuple)):
+        raise InputError(f'cuts={cuts!r} is no list; write cuts=["layer2", "layer4"]')
+    for cut in cuts:
+        if isinstance(cut, bool) or not (isinstance(cut, str) or hasattr(cut, "__index__")):
+            raise InputError(f"cuts: {cut!r} is neither a module's name nor the number of a call")
 
 
 def _before(labels: Sequence[str], name: str) -> int:
@@ -74,4 +86,4 @@ def _modules(labels: Sequence[str]) -> list[str]:
 
 
 def _shown(cut: Cut) -> str:
-    return f"call {cut}" if isinstance(cut, int) else repr(cut)
+    return repr(cut) if isinstance(cut, str) else f"call {cut}"
