@@ -331,7 +331,9 @@ class _Capturer:
         first = self._record(points[0], training)
         while self.opening.force(first[0].pruned()):
             first = self._record(points[0], training)
-        recorded = [first, *(self._record(sizes, training) for sizes in points[1:])]
+        recorded = [first]
+        for k, sizes in enumerate(points[1:], start=1):  # what random numbers decide may show
+            recorded.append(self._record(sizes, training, _KEY._replace(microbatch=k)))
         try:
             return generalise([trace for trace, _ in recorded], points), recorded[0][1]
         except Unrecordable:
@@ -368,12 +370,14 @@ class _Capturer:
         middle = [self._record(sizes, training=False)[0] for sizes in points[1:-1]]
         return generalise([both[0][1], *middle, both[1][1]], points), both[1][2]
 
-    def _record(self, sizes: Sizes, training: bool, strict: bool = True) -> tuple[Trace, list[Any]]:
+    def _record(
+        self, sizes: Sizes, training: bool, key: Key = _KEY, strict: bool = True
+    ) -> tuple[Trace, list[Any]]:
         args, kwargs = self._batch(sizes)
         with untouched(self.model, self.parameters):
             self._set_mode(training)
             trace, result = record(
-                self.model, self.opening.is_open, args, kwargs, _KEY, strict=strict
+                self.model, self.opening.is_open, args, kwargs, key, strict=strict
             )
             return trace, [_without_history(leaf) for leaf in flatten(result)[0]]
 
