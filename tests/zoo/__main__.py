@@ -59,7 +59,11 @@ def main() -> int:
         check_here(options.child[0], options.child[1:])
         return 0
     earlier = _read(options.output) if options.output else []
-    chosen = {r.name for r in earlier if r.status != "exact"} if options.exceptions else set()
+    chosen = (
+        {r.name for r in earlier if r.status not in ("exact", "does not run")}
+        if options.exceptions
+        else set()
+    )
     chosen |= set(options.only or ())
     found = [
         entry
