@@ -35,6 +35,8 @@ bench: $(READY)
 	@mkdir -p out
 	$(BIN)/penstock bench
 	$(BIN)/python -m benchmarks.compare --json out/compare.json
+	$(BIN)/python -W ignore -m benchmarks.capture_time --json out/capture.json
+	$(BIN)/python -W ignore -m benchmarks.large --json out/large.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -157,8 +157,12 @@ class _Lowering:
     # -- values ---------------------------------------------------------------------------
 
     def _attribute(self, attribute: Attribute) -> fx.Node:
-        self.leaves[attribute.name] = find(self.model, attribute.name)
-        return self.graph.get_attr(attribute.name)
+        path, _, last = attribute.name.rpartition(".")
+        name = attribute.name
+        if hasattr(nn.Module, last):  # a key of a dictionary, such as "cpu"
+            name = f"{path}.{last}_"
+        self.leaves[name] = find(self.model, attribute.name)
+        return self.graph.get_attr(name)
 
     def _result(self, ref: Ref) -> fx.Node:
         node, structure = self._results[ref.call]

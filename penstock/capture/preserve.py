@@ -121,20 +121,27 @@ _Attributes = tuple[dict[str, Any], dict[str, dict[Any, Any]]]
 
 
 def _attributes(module: nn.Module) -> _Attributes:
-    """A module's attributes, and what its registries and hooks hold."""
+    """A module's attributes, and what its registries, hooks and other containers hold."""
     own = dict(module.__dict__)
-    held = {n: dict(v) for n, v in own.items() if n in REGISTRIES or _is_hooks(n, v)}
-    return own, held
+    return own, {name: _items(value) for name, value in own.items() if _holds(value)}
 
 
-def _is_hooks(name: str, value: Any) -> bool:
-    return name.endswith("_hooks") and isinstance(value, dict)
+def _holds(value: Any) -> bool:
+    return isinstance(value, (dict, list))
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    return dict(value if isinstance(value, dict) else enumerate(value))
 
 
 def _only_marks(before: _Attributes, now: _Attributes) -> bool:
     plain = (bool, int, float, str, type(None))
     changed = [v for name, v in now[0].items() if name not in before[0] or v is not before[0][name]]
-    kept = all(_same_items(before[1][name], now[1][name]) for name in REGISTRIES)
+    kept = all(
+        _same_items(items, now[1].get(name, {}))
+        for name, items in before[1].items()
+        if not name.endswith("_hooks")
+    )
     return kept and all(type(value) in plain for value in changed)
 
 
@@ -150,7 +157,10 @@ def _put_back(
     for name, entries in contents.items():
         holder = module.__dict__[name]
         holder.clear()
-        holder.update(entries)
+        if isinstance(holder, list):
+            holder.extend(entries.values())
+        else:
+            holder.update(entries)
 
 
 @contextmanager

@@ -349,7 +349,7 @@ def test_tensors_in_containers_are_read_by_their_places() -> None:
     assert not program.closed
     names = {v.name for c in program.train.calls for v in c.reads() if isinstance(v, Attribute)}
     assert names == {
-        *("anchors.0", "anchors.1", "tables.scale", "tables.shift", "pair.0"),
+        *("anchors.0", "anchors.1", "tables.scale", "tables.cpu", "pair.0"),
         *(f"layers.scales.{k}" for k in range(3)),
     }
     first = model.anchors[0]

@@ -192,3 +192,29 @@ def test_data_that_is_written_and_generators_of_the_model() -> None:
     assert model[1].python.random() == random.Random(1).random()
     expected = torch.rand(1, generator=torch.Generator().manual_seed(1))
     assert torch.equal(torch.rand(1, generator=model[1].torch), expected)
+
+
+class CachesInADictionary(nn.Module):
+    """Keeps what it made of a parameter, in evaluation, by the name of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.bias = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return self.inner(x) + self.bias * 2
+        if "cpu" not in self.kept:
+            self.kept["cpu"] = self.bias * 2
+        return self.inner(x) + self.kept["cpu"]
+
+
+def test_what_a_first_forward_keeps_in_a_dictionary() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), CachesInADictionary()), torch.randn(6, 4)
+    program = ps.capture(model, (x,))
+    assert program.closed == {"1": "its forward assigns to self.kept"}
+    assert not model[1].kept
+    for training in (True, False):
+        model.train(training)
+        assert torch.equal(program(x), model(x))

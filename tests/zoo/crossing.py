@@ -122,14 +122,14 @@ class HeldTensors(Zoo):
     def __init__(self) -> None:
         super().__init__()
         self.anchors = [torch.randn(WIDTH), torch.randn(WIDTH)]
-        self.tables = {"scale": torch.rand(WIDTH), "shift": torch.randn(WIDTH)}
+        self.tables = {"scale": torch.rand(WIDTH), "cpu": torch.randn(WIDTH)}
         self.pair = (torch.randn(WIDTH), 3)
         self.layers.scales = [torch.rand(1) for _ in range(3)]  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer, scale in zip(self.layers, self.layers.scales, strict=True):  # type: ignore[arg-type]
             x = layer(x).tanh() * scale
-        x = x * self.tables["scale"] + self.tables["shift"]
+        x = x * self.tables["scale"] + self.tables["cpu"]
         return x + self.anchors[0] * self.anchors[1] + self.pair[0] * self.pair[1]
 
 
