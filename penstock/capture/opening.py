@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.capture.blame import hint, where
-from penstock.capture.calls import ROWS, Assigned, Attribute, Sizes, Trace, Unrecordable
+from penstock.capture.calls import ROWS, Assigned, Attribute, Call, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
 from penstock.capture.meta import META, held_on_meta, is_on_meta
 from penstock.capture.preserve import Parameters, settle, untouched
@@ -26,6 +26,7 @@ from penstock.errors import CaptureError, InputError, PenstockError
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 _KEY = Key(0, 0, 0)
+_MORE = 16  # recordings where random numbers may decide
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -335,10 +336,25 @@ class _Capturer:
         for k, sizes in enumerate(points[1:], start=1):  # what random numbers decide may show
             recorded.append(self._record(sizes, training, _KEY._replace(microbatch=k)))
         try:
-            return generalise([trace for trace, _ in recorded], points), recorded[0][1]
+            trace = generalise([trace for trace, _ in recorded], points)
         except Unrecordable:
             self._check_repeats(first[0], points[0], training)
             raise
+        if any(self._may_vary(call) for call in trace.calls):
+            self._check_more(first[0], points[0], training)
+        return trace, recorded[0][1]
+
+    def _may_vary(self, call: Call) -> bool:
+        """Whether random numbers may decide what a closed module gives: layers that are dropped."""
+        return call.random and call.result is not None and call.target in self.opening.closed
+
+    def _check_more(self, first: Trace, sizes: Sizes, training: bool) -> None:
+        """Raise for a module that does something else with other random numbers."""
+        for k in range(_MORE):
+            other = self._record(sizes, training, _KEY._replace(step=1, microbatch=k))[0]
+            path = differs_from(other, first, sizes)
+            if path is not None:
+                raise Unrecordable(path, "what it is given depends on random numbers")
 
     def _check_repeats(self, first: Trace, sizes: Sizes, training: bool) -> None:
         """Raise for the module that does not do the same every time, if that is the reason.

@@ -206,3 +206,36 @@ def test_what_a_module_passes_on_without_a_value_does_not_close_its_owner() -> N
             return self.b(x) if self.pass_on(mask) is None else x
 
     assert ps.capture(Optional(), (X,)).labels == ("a", "b")
+
+
+class DropsLayers(nn.Module):
+    """Gives as many results as it has not dropped layers: LayerDrop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = [x]
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 0.1:
+                given.append(layer(given[-1]))
+        return tuple(given)
+
+
+class TakesTheLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.encoder, self.head = nn.Linear(4, 4), DropsLayers(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.first(x))[-1])
+
+
+def test_results_whose_number_random_numbers_decide() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), TakesTheLast())
+    program = ps.capture(model, (X,))
+    assert program.closed["1"] == "what it is given depends on random numbers"
+    for step in range(20):
+        key = Key(3, step, 0)
+        assert torch.equal(program.replay((X,), {}, key), program.reference((X,), {}, key))
