@@ -26,7 +26,7 @@ from penstock.errors import CaptureError, InputError, PenstockError
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 _KEY = Key(0, 0, 0)
-_MORE = 16  # recordings where random numbers may decide
+_MORE = 32  # recordings where random numbers may decide
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
