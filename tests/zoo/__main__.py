@@ -24,7 +24,10 @@ def markdown(results: Sequence[Result]) -> str:
     lines = [
         "# The zoo",
         "",
-        "Written by `make zoo`. *Exact*: cut into two and four stages, forward and gradients",
+        "Written by `make zoo`. The models are small ones of their kind, with random weights:",
+        "shallow or narrow, where the library lets them be.",
+        "",
+        "*Exact*: cut into two and four stages, forward and gradients",
         "have the bits of the unsplit model, in training and evaluation, at three batch sizes.",
         "*Coarse*: exact, but it cannot be cut. *Does not run*: not without Penstock either.",
         "",
