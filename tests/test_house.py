@@ -14,7 +14,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "loading", "cores"],
+    ["errors", "loading", "cores", "units"],
     ["capture"],
     ["weights"],
     ["profile"],

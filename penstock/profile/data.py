@@ -13,6 +13,18 @@ from penstock.errors import InputError
 Seconds = NDArray[np.float64]
 
 
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What it costs to send values from one device to another.
+
+    Attributes:
+        latency_seconds: one way, for the smallest message.
+        bytes_per_second: how fast a large one travels; 0 where values are handed over for free.
+    """
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+
+
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of every call on one kind of device.
 
@@ -23,6 +35,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
         backward: seconds of its backward, gradient accumulation included.
         spread: how far repeated measurements of the whole program lie apart, relative to their
             median.
+        weight: `weight[k][i]`, the part of `backward[k][i]` that computes the gradients of weights
+            and can be put off (`W`); 0 where a backward cannot be halved. Empty means not measured.
     """
 
     kind: str
@@ -30,6 +44,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     forward: tuple[tuple[float, ...], ...]
     backward: tuple[tuple[float, ...], ...]
     spread: float
+    weight: tuple[tuple[float, ...], ...] = ()
 
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
@@ -52,6 +67,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         weights: bytes of the parameters that each call is the first to use.
         boundary: `boundary[k]`, bytes per row that cross the cut before call `k`.
         forbidden: cuts that are not possible, with the reason.
+        saved: bytes per row that each call is the first to hold for its backward. Empty means not
+            measured.
+        links: between devices, by `"cpu>cpu"`, the kinds of sender and receiver.
+        capacity: bytes of memory of each kind of device, where it is known.
     """
 
     fingerprint: str
@@ -62,6 +81,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[int, ...]
     boundary: tuple[float, ...]
     forbidden: dict[int, str]
+    saved: tuple[float, ...] = ()
+    links: dict[str, Link] = msgspec.field(default_factory=dict)
+    capacity: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def num_calls(self) -> int:

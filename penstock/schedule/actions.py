@@ -15,10 +15,16 @@ from penstock.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action computes."""
+    """What an action computes.
+
+    A backward is whole (`B`), or it is two halves: `I`, the gradients of the stage's inputs, which
+    the stage before waits for, and later `W`, those of its weights, which nobody waits for.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
 
 
 class Action(NamedTuple):
