@@ -25,7 +25,7 @@ def test_times_and_speeds() -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "8 gallons", "-3MB", "1e999", "nan"])
 def test_anything_else_is_an_error(text: str) -> None:
-    with pytest.raises(InputError, match="write it like 8GiB|not finite"):
+    with pytest.raises(InputError, match=r"write it like 8GiB|not finite"):
         parse_bytes(text)
 
 
