@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from penstock.capture import ROWS, Program, Sizes
+from penstock.capture import ROWS, Program, Sizes, TensorInfo
 from penstock.capture.explain import weight_bytes
 from penstock.capture.preserve import own_generators_kept
 from penstock.capture.randomness import generators_kept
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
 from penstock.profile.team import Team
-from penstock.profile.timing import Timing
+from penstock.profile.timing import Timing, spread
 
 Progress = Callable[[int, int, str], None]
 """Called with how much is done, of how much, and what is being done."""
 
 _Timings = dict[int, list[Timing]]  # by rows
+
+_MANY = 64  # rows, so many that what does not depend on them does not matter
 
 
 def profile(
@@ -39,7 +41,8 @@ def profile(
 
     Every call is timed on its own to see how the work is divided; the whole forward and backward
     are timed as they will run, and the calls are scaled to add up to that. All CPU workers are
-    measured at the same time, because they share memory and caches when they train as well.
+    measured at the same time, because they share memory and caches when they train as well. How
+    backwards divide into halves, and what is held for them, is measured beside it.
     Parameters, buffers, gradients, hooks and random generators of the user's model are untouched.
     Sizes that are too small for the model are left out, and so are plans that would need them.
 
@@ -80,6 +83,8 @@ def profile(
     own = own_generators_kept(program.model.modules())
     with own, generators_kept(torch.device(kind) for kind in teams):
         timings = _measured(teams, agenda, batch_of, progress)
+        most = max(timings[devices[0]])
+        saved = teams[devices[0]].saved_bytes(*batch_of(most))
     return Profile(
         fingerprint=program.fingerprint,
         batch_size=batch_size,
@@ -89,6 +94,9 @@ def profile(
         weights=weight_bytes(program),
         boundary=_boundary(program),
         forbidden=dict(program.cuts.reasons),
+        saved=tuple(count / most for count in saved),
+        outputs=_outputs(program),
+        capacity=_capacity(teams),
     )
 
 
@@ -133,40 +141,59 @@ def _measured(
 
 
 def _whole(passes: Sequence[Timing]) -> tuple[float, float]:
-    """Seconds of the whole program, forward and backward.
-
-    Of runs in a row the fastest counts: memory that is still new only makes them slower.
-    """
-    wholes = [min(timing.wholes, key=sum) for timing in passes]
-    return statistics.median(f for f, _ in wholes), statistics.median(b for _, b in wholes)
+    """Seconds of the whole program, forward and backward."""
+    forwards, backwards = zip(*(timing.whole for timing in passes), strict=True)
+    return statistics.median(forwards), statistics.median(backwards)
 
 
 def _device_profile(kind: str, timings: Mapping[int, Sequence[Timing]]) -> DeviceProfile:
-    forward, backward, spreads = [], [], []
+    forward, backward, weight = [], [], []
     for passes in timings.values():
         whole_forward, whole_backward = _whole(passes)
         forward.append(_scaled([t.forward for t in passes], whole_forward))
         backward.append(_scaled([t.backward for t in passes], whole_backward))
-        totals = sorted(sum(min(timing.wholes, key=sum)) for timing in passes)
-        spreads.append((totals[-1] - totals[0]) / (whole_forward + whole_backward))
+        shares = _medians([t.shares for t in passes if t.shares is not None])
+        weight.append(tuple(b * share for b, share in zip(backward[-1], shares, strict=True)))
     return DeviceProfile(
         kind=kind,
         rows=tuple(timings),
         forward=tuple(forward),
         backward=tuple(backward),
-        spread=statistics.median(spreads),
+        weight=tuple(weight),
+        spread=statistics.median(spread(passes) for passes in timings.values()),
     )
 
 
 def _scaled(passes: Sequence[Sequence[float]], total: float) -> tuple[float, ...]:
-    medians = [statistics.median(call) for call in zip(*passes, strict=True)]
+    medians = _medians(passes)
     scale = total / sum(medians) if sum(medians) > 0 else 1.0
     return tuple(seconds * scale for seconds in medians)
 
 
+def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(call) for call in zip(*passes, strict=True)]
+
+
 def _boundary(program: Program) -> tuple[float, ...]:
-    """Bytes per row across every cut, at a batch large enough for constants not to matter."""
-    rows = 64
-    return tuple(
-        program.cuts.num_bytes(k, program.sizes(rows)) / rows for k in range(len(program) + 1)
-    )
+    """Bytes per row across every cut."""
+    sizes = program.sizes(_MANY)
+    return tuple(program.cuts.num_bytes(k, sizes) / _MANY for k in range(len(program) + 1))
+
+
+def _outputs(program: Program) -> tuple[float, ...]:
+    """Bytes per row of the memory that every call's results are the first to occupy."""
+    trace, sizes = program.train, program.sizes(_MANY)
+    known = [*trace.inputs, *trace.attributes.values()]
+    seen = {info.storage for info in known if isinstance(info, TensorInfo)}
+    found = []
+    for call in trace.calls:
+        new = {o.storage: o for o in reversed(call.outputs) if isinstance(o, TensorInfo)}
+        found.append(sum(o.num_bytes(sizes) for k, o in new.items() if k not in seen) / _MANY)
+        seen.update(new)
+    return tuple(found)
+
+
+def _capacity(kinds: Iterable[str]) -> dict[str, int]:
+    """Bytes of memory of the GPUs. Workers on CPUs share theirs."""
+    gpus = [kind for kind in kinds if torch.device(kind).type == "cuda"]
+    return {kind: torch.cuda.get_device_properties(kind).total_memory for kind in gpus}

@@ -6,25 +6,57 @@ that are alike, those of equal layers above all, are measured once.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.capture import Attribute, Call, Program, Ref, Sizes, TensorInfo
-from penstock.capture.attributes import find, put
+from penstock.capture.attributes import find, named_tensors, put
 from penstock.capture.calls import INPUTS
 from penstock.capture.lowering import lower
-from penstock.capture.randomness import Key
 from penstock.capture.trees import flatten
+from penstock.profile.halving import may_be_halved, trained_weights, weight_share
+from penstock.profile.saving import Saved, address
 from penstock.profile.shadow import shadow
+from penstock.profile.stepping import KEY
 from penstock.profile.timing import Timing, now, timed_backward
 
 _FILL = 0.01  # what made-up weights and activations are; kernels take as long for any number
 _REPEATS = 3
 _SECONDS = 0.2  # after which a call is not repeated
+
+
+class _Sample(NamedTuple):
+    """Seconds of one call, and the share of its backward that can be put off."""
+
+    forward: float
+    backward: float
+    share: float
+
+
+class _Single(NamedTuple):
+    """One call as a module, with the values that it takes and gives."""
+
+    module: nn.Module
+    inputs: tuple[Ref, ...]
+    outputs: list[Ref]
+
+
+class _Holding(NamedTuple):
+    """What one call saves for its backward.
+
+    Attributes:
+        reads: the values that it reads, by their place among them.
+        outputs: its results, by leaf.
+        inside: bytes of anything else.
+    """
+
+    reads: list[int]
+    outputs: list[int]
+    inside: int
 
 
 class Sampler:
@@ -39,23 +71,56 @@ class Sampler:
         self.program = program
         self.device = device
         self.model = shadow(program.model, device, program.written)
+        self._halved = may_be_halved(program.train, program.model)
         if not self.model.training:
             self.model.train()
 
     def passes(self, leaves: Sequence[Any], sizes: Sizes) -> Generator[Timing]:
         """Time every kind of call, again and again."""
-        moved = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
+        moved, is_first = self._moved(leaves), True
         with torch.enable_grad():
             while True:
-                known: dict[Any, tuple[float, float]] = {}
-                times = []
+                known: dict[Any, _Sample] = {}
                 for number, call in enumerate(self.program.train.calls):
                     kind = self._kind(call)
                     if kind not in known:
-                        known[kind] = self._measured(number, call, moved, sizes)
-                    times.append(known[kind])
-                forward, backward = ([t[k] for t in times] for k in (0, 1))
-                yield Timing(forward, backward, [(sum(forward), sum(backward))])
+                        known[kind] = self._measured(number, moved, sizes, is_first)
+                samples = [known[self._kind(call)] for call in self.program.train.calls]
+                forward, backward, shares = map(list, zip(*samples, strict=True))
+                wholes = [(sum(forward), sum(backward))]
+                yield Timing(forward, backward, wholes, shares if is_first else None)
+                is_first = False
+
+    def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
+        """The bytes that every call is the first to hold for its backward."""
+        moved, trace = self._moved(leaves), self.program.train
+        known: dict[Any, _Holding] = {}
+        memory = self._memory(sizes)
+        found = []
+        for number, call in enumerate(trace.calls):
+            kind = self._kind(call)
+            if kind not in known:
+                with torch.enable_grad():
+                    known[kind] = self._held(number, moved, sizes)
+            holding = known[kind]
+            infos = [trace.info(call.reads()[k]) for k in holding.reads]
+            infos += [call.outputs[k] for k in holding.outputs]
+            new = sum(memory.pop(info.storage, 0) for info in infos)  # 0 if it was held before
+            found.append(holding.inside + new)
+        return found
+
+    def _memory(self, sizes: Sizes) -> dict[int, int]:
+        """The bytes of all memory that values share, which are those of the largest."""
+        trace = self.program.train
+        found: dict[int, int] = {}
+        for info in (*trace.inputs, *(o for call in trace.calls for o in call.outputs)):
+            if isinstance(info, TensorInfo):
+                found[info.storage] = max(found.get(info.storage, 0), info.num_bytes(sizes))
+        return found
+
+    def _moved(self, leaves: Sequence[Any]) -> list[Any]:
+        """Copies of the inputs, which may be views of a larger batch."""
+        return [x.to(self.device, copy=True) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     def _kind(self, call: Call) -> Any:
         """Equal for calls that take as long."""
@@ -72,31 +137,66 @@ class Sampler:
         info = self.program.train.info(leaf)
         return f"{info} {info.requires_grad}" if isinstance(info, TensorInfo) else repr(info)
 
-    def _measured(
-        self, number: int, call: Call, leaves: Sequence[Any], sizes: Sizes
-    ) -> tuple[float, float]:
-        """Forward and backward seconds of one call; nothing for one of unknown objects."""
-        inputs = tuple(dict.fromkeys(v for v in call.reads() if isinstance(v, Ref)))
-        infos = [self.program.train.info(value) for value in inputs]
-        if not all(isinstance(info, TensorInfo) for info in infos):
-            return 0.0, 0.0
-        outputs = [Ref(number, k) for k, o in enumerate(call.outputs) if isinstance(o, TensorInfo)]
-        calls = range(number, number + 1)
-        found = []
-        with self._made_up_weights(call):
-            module = lower(self.model, self.program.train, calls, inputs, outputs, self.device)
+    def _measured(self, number: int, leaves: Sequence[Any], sizes: Sizes, halves: bool) -> _Sample:
+        """Times one call; nothing for one of unknown objects."""
+        found: list[_Sample] = []
+        with self._alone(number) as single:
+            if single is None:
+                return _Sample(0.0, 0.0, 0.0)
+            share = 0.0
             for _ in range(_REPEATS):
-                values = [
-                    leaves[value.leaf] if value.call == INPUTS else self._made_up(info, sizes)
-                    for value, info in zip(inputs, infos, strict=True)
-                ]
+                values = self._values(single, leaves, sizes)
                 start = now(self.device)
-                results = module(sizes, Key(0, 0, 0), *values)
+                results = single.module(sizes, KEY, *values)
                 forward = now(self.device) - start
-                found.append((forward, timed_backward(results, self.device)))
-                if sum(map(sum, found)) > _SECONDS:
+                divides = halves and self._halved[number] and not found
+                backward = timed_backward(results, self.device, again=divides)
+                if divides:
+                    weights = trained_weights(self.program.train.calls[number], self.model)
+                    share = weight_share(results, values, weights, self.device)
+                found.append(_Sample(forward, backward, share))
+                if sum(forward + backward for forward, backward, _ in found) > _SECONDS:
                     break
-        return min(found, key=sum)
+        return min(found, key=lambda sample: sample.forward + sample.backward)
+
+    def _held(self, number: int, leaves: Sequence[Any], sizes: Sizes) -> _Holding:
+        """What one call saves for its backward; nothing for one of unknown objects."""
+        call = self.program.train.calls[number]
+        with self._alone(number) as single:
+            if single is None:
+                return _Holding([], [], 0)
+            values = self._values(single, leaves, sizes)
+            with Saved(t for _, t in named_tensors(self.model)) as saved:
+                results = single.module(sizes, KEY, *values)
+                held = saved.take()
+        given = dict(zip(single.inputs, values, strict=True))
+        reads = {k: given[v] for k, v in enumerate(call.reads()) if v in given}
+        made = {ref.leaf: r for ref, r in zip(single.outputs, results, strict=True)}
+        of_outputs, of_reads = _taken(made, held), _taken(reads, held)
+        return _Holding(of_reads, of_outputs, sum(held.values()))
+
+    def _values(self, single: _Single, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
+        """What a call is given: the model's inputs, or something like what other calls make."""
+        infos = map(self.program.train.info, single.inputs)
+        return [
+            leaves[value.leaf] if value.call == INPUTS else self._made_up(info, sizes)
+            for value, info in zip(single.inputs, infos, strict=True)
+        ]
+
+    @contextmanager
+    def _alone(self, number: int) -> Iterator[_Single | None]:
+        """While open, one call can run, on made-up weights; `None` if it reads unknown objects."""
+        trace = self.program.train
+        call = trace.calls[number]
+        inputs = tuple(dict.fromkeys(v for v in call.reads() if isinstance(v, Ref)))
+        if not all(isinstance(trace.info(value), TensorInfo) for value in inputs):
+            yield None
+            return
+        outputs = [Ref(number, k) for k, o in enumerate(call.outputs) if isinstance(o, TensorInfo)]
+        with self._made_up_weights(call):
+            calls = range(number, number + 1)
+            module = lower(self.model, trace, calls, inputs, outputs, self.device)
+            yield _Single(module, inputs, outputs)
 
     def _made_up(self, info: TensorInfo, sizes: Sizes) -> torch.Tensor:
         shape, dtype = info.at(sizes), info.dtype
@@ -122,3 +222,12 @@ class Sampler:
         finally:
             for name, tensor in absent.items():
                 put(self.model, name, tensor)
+
+
+def _taken(tensors: Mapping[int, Any], held: dict[int, int]) -> list[int]:
+    """Which of the tensors are held; they are taken out of `held`."""
+    places = {k: address(t) for k, t in tensors.items() if isinstance(t, torch.Tensor)}
+    found = [k for k, place in places.items() if place in held]
+    for k in found:
+        held.pop(places[k], None)
+    return found

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from penstock.capture import Program, Ref, Sizes
-from penstock.capture.lowering import lower
+from penstock.capture import Program, Sizes
 from penstock.capture.meta import is_on_meta
-from penstock.capture.randomness import Key
 from penstock.cores import use_threads
 from penstock.profile.sampling import Sampler
 from penstock.profile.shadow import shadow
-from penstock.profile.timing import Timing, now, timed_backward
+from penstock.profile.stepping import KEY, Steps
+from penstock.profile.timing import Timing, now, spread, timed_backward
 
 _SECONDS = 1.0  # after which no further pass begins
-_MOST_PASSES = 3
+_FEWEST_PASSES, _MOST_PASSES = 3, 9  # in that time
+_STEADY = 0.02  # spread at which it is enough
 _MOST_WARM_UPS, _NO_FASTER = 5, 0.97
 _WHOLES = 2  # in each pass
 
@@ -38,7 +38,7 @@ class Team:
         """The passes of all members over one micro-batch, a second of them or the fewest."""
         results: list[list[Timing]] = [[] for _ in self.members]
         errors: list[BaseException] = []
-        pace = _Pace()
+        pace = _Pace(results)
         barrier = threading.Barrier(len(self.members), action=pace.next)
 
         def work(index: int) -> None:
@@ -70,6 +70,10 @@ class Team:
             raise errors[0]
         return [timing for result in results for timing in result]
 
+    def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
+        """The bytes that every call is the first to hold for its backward."""
+        return self.members[0].saved_bytes(leaves, sizes)
+
 
 def _member(program: Program, device: torch.device) -> _Member | Sampler:
     if is_on_meta(program.model):
@@ -80,43 +84,39 @@ def _member(program: Program, device: torch.device) -> _Member | Sampler:
 class _Pace:
     """Decides for all members whether they make another pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, results: Sequence[Sequence[Timing]]) -> None:
         self.goes_on = True
-        self._passes = 0
+        self._results = results
         self._start = time.perf_counter()
 
     def next(self) -> None:
         """Called when all members are ready for it."""
+        passes = len(self._results[0])
         late = time.perf_counter() - self._start > _SECONDS
-        self.goes_on = self._passes < 1 or (self._passes < _MOST_PASSES and not late)
-        self._passes += 1
+        self.goes_on = passes < 1 or not (late or passes >= _MOST_PASSES or self._is_steady(passes))
+
+    def _is_steady(self, passes: int) -> bool:
+        timings = [timing for result in self._results for timing in result]
+        return passes >= _FEWEST_PASSES and spread(timings) < _STEADY
 
 
 class _Member:
     """Runs the whole program, and its calls one by one, on modules of its own."""
 
     def __init__(self, program: Program, model: nn.Module, device: torch.device) -> None:
-        self.device = device
-        self.num_calls = len(program)
-        self.inputs = program.cuts.boundary(0)
-        outputs = program.cuts.results
         if not model.training:
             model.train()
-        everything = range(len(program))
-        self.module = lower(model, program.train, everything, self.inputs, outputs, device)
-        self.calls = _by_call(self.module, self.num_calls)
-        self.last_used = _last_used(self.calls)
-        self.mutating = {i for i, c in enumerate(program.train.calls) if c.mutates}
+        self.device = device
+        self.steps = Steps(program, model, device)
 
     def passes(self, leaves: Sequence[Any], sizes: Sizes) -> Generator[Timing]:
         """Time the whole, then every call, again and again; results are thrown away."""
-        moved = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
-        values = [moved[ref.leaf] for ref in self.inputs if isinstance(ref, Ref)]
+        values = self.steps.values(leaves)
         with torch.enable_grad():
-            wholes = self._settled(values, sizes)
+            wholes, is_first = self._settled(values, sizes), True
             while True:
-                yield Timing(*_Stepper(self, values, sizes).run(), wholes)
-                wholes = [self._whole(values, sizes) for _ in range(_WHOLES)]
+                yield self.steps.timed(values, sizes, wholes, halves=is_first)
+                wholes, is_first = [self._whole(values, sizes) for _ in range(_WHOLES)], False
 
     def _settled(self, values: Sequence[Any], sizes: Sizes) -> list[tuple[float, float]]:
         """The last passes of those that it takes to become no faster.
@@ -134,87 +134,9 @@ class _Member:
 
     def _whole(self, values: Sequence[Any], sizes: Sizes) -> tuple[float, float]:
         start = now(self.device)
-        outputs = self.module(sizes, Key(0, 0, 0), *values)
+        outputs = self.steps.module(sizes, KEY, *values)
         return now(self.device) - start, timed_backward(outputs, self.device)
 
-
-class _Stepper:
-    """One pass over the program, call by call, each cut off from the others."""
-
-    def __init__(self, member: _Member, values: Sequence[Any], sizes: Sizes) -> None:
-        self.member = member
-        self.results: dict[fx.Node, Any] = {}
-        placeholders = [n for n in member.module.graph.nodes if n.op == "placeholder"]
-        self.results.update(zip(placeholders, [sizes, Key(0, 0, 0), *values], strict=True))
-
-    def run(self) -> tuple[list[float], list[float]]:
-        """Forward and backward seconds of every call."""
-        forward, backward = [], []
-        for index, nodes in enumerate(self.member.calls):
-            seconds = self._call(nodes, clone=index in self.member.mutating)
-            for done in self.member.last_used[index]:  # memory fresh from the kernel is slow
-                self.results.pop(done, None)
-            forward.append(seconds[0])
-            backward.append(seconds[1])
-        return forward, backward
-
-    def _call(self, nodes: Sequence[fx.Node], clone: bool) -> tuple[float, float]:
-        own = set(nodes)
-        entering = {a for n in nodes for a in n.all_input_nodes if a not in own}
-        scope = {node: _severed(self.results[node], clone) for node in entering}
-        device = self.member.device
-        start = now(device)
-        for node in nodes:
-            scope[node] = _run(self.member.module, node, scope)
-        forward = now(device) - start
-        backward = timed_backward([scope[n] for n in nodes], device)
-        self.results.update({n: scope[n] for n in nodes})
-        if clone:  # later calls read what was changed
-            self.results.update({n: scope[n] for n in entering})
-        return forward, backward
-
-
-def _severed(value: Any, clone: bool) -> Any:
-    """The value without its history; a copy where the call will change it in place."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
-        return value
-    fresh = value.detach().requires_grad_(value.requires_grad)
-    return fresh.clone() if clone else fresh
-
-
-def _run(module: fx.GraphModule, node: fx.Node, scope: Mapping[fx.Node, Any]) -> Any:
-    args = fx.map_arg(node.args, lambda n: scope[n])
-    kwargs = fx.map_arg(node.kwargs, lambda n: scope[n])
-    if node.op == "get_attr":
-        return _lookup(module, str(node.target))
-    if node.op == "call_module":
-        return _lookup(module, str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _lookup(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
-
-
-def _by_call(module: fx.GraphModule, num_calls: int) -> list[list[fx.Node]]:
-    calls: list[list[fx.Node]] = [[] for _ in range(num_calls)]
-    for node in module.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            calls[min(node.meta["call"], num_calls - 1)].append(node)
-    return calls
-
-
-def _last_used(calls: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
-    """For every call the values that no later call needs."""
-    last: dict[fx.Node, int] = {}
-    for index, nodes in enumerate(calls):
-        for node in nodes:
-            last.update(dict.fromkeys((node, *node.all_input_nodes), index))
-    done: list[list[fx.Node]] = [[] for _ in calls]
-    for node, index in last.items():
-        done[index].append(node)
-    return done
+    def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
+        """The bytes that every call is the first to hold for its backward."""
+        return self.steps.saved_bytes(leaves, sizes)

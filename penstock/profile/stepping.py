@@ -1,0 +1,159 @@
+"""Walking through a program call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.capture import Program, Ref, Sizes
+from penstock.capture.attributes import named_tensors
+from penstock.capture.lowering import lower
+from penstock.capture.randomness import Key
+from penstock.profile.halving import may_be_halved, trained_weights, weight_share
+from penstock.profile.saving import Saved
+from penstock.profile.timing import Timing, now, timed_backward
+
+KEY = Key(0, 0, 0)
+"""Where everything that is measured draws its random numbers."""
+
+
+class Steps:
+    """A program on modules of its own, whole and as the nodes of every call.
+
+    Attributes:
+        module: the whole program.
+        inputs: the values that it is given.
+        calls: the nodes of every call.
+        last_used: for every call the nodes whose values no later call needs.
+        mutating: the calls that change a value in place.
+        weights: the parameters of every call whose backward can be halved.
+    """
+
+    def __init__(self, program: Program, model: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.model = model
+        self.inputs = program.cuts.boundary(0)
+        everything, outputs = range(len(program)), program.cuts.results
+        self.module = lower(model, program.train, everything, self.inputs, outputs, device)
+        self.calls = _by_call(self.module, len(program))
+        self.last_used = _last_used(self.calls)
+        self.mutating = {i for i, c in enumerate(program.train.calls) if c.mutates}
+        halved = may_be_halved(program.train, program.model)
+        self.weights = {
+            i: trained_weights(c, model) for i, c in enumerate(program.train.calls) if halved[i]
+        }
+
+    def values(self, leaves: Sequence[Any]) -> list[Any]:
+        """The program's inputs out of those of a batch, on its device."""
+        moved = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return [moved[ref.leaf] for ref in self.inputs if isinstance(ref, Ref)]
+
+    def start(self, values: Sequence[Any], sizes: Sizes) -> dict[fx.Node, Any]:
+        """What is known before the first call."""
+        placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        return dict(zip(placeholders, [sizes, KEY, *values], strict=True))
+
+    def timed(
+        self, values: Sequence[Any], sizes: Sizes, wholes: list[tuple[float, float]], halves: bool
+    ) -> Timing:
+        """Time every call, each cut off from the others.
+
+        Args:
+            values: the program's inputs.
+            sizes: how large they are.
+            wholes: what the whole program took, for the record.
+            halves: also measure how the backwards divide.
+        """
+        results = self.start(values, sizes)
+        timing = Timing([], [], wholes, [] if halves else None)
+        for index in range(len(self.calls)):
+            self._step(index, results, timing)
+            for done in self.last_used[index]:  # memory fresh from the kernel is slow
+                results.pop(done, None)
+        return timing
+
+    def _step(self, index: int, results: dict[fx.Node, Any], timing: Timing) -> None:
+        nodes, clone = self.calls[index], index in self.mutating
+        own = set(nodes)
+        entering = {a for n in nodes for a in n.all_input_nodes if a not in own}
+        scope = {node: _severed(results[node], clone) for node in entering}
+        given = [v for v in scope.values() if not isinstance(v, nn.Parameter)]
+        start = now(self.device)
+        for node in nodes:
+            scope[node] = _run(self.module, node, scope)
+        timing.forward.append(now(self.device) - start)
+        made = [scope[n] for n in nodes]
+        halves = timing.shares is not None and index in self.weights
+        timing.backward.append(timed_backward(made, self.device, again=halves))
+        if timing.shares is not None:
+            weights = self.weights.get(index, ())
+            timing.shares.append(weight_share(made, given, weights, self.device))
+        results.update({n: scope[n] for n in nodes})
+        if clone:  # later calls read what was changed
+            results.update({n: scope[n] for n in entering})
+
+    def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
+        """The bytes that every call is the first to hold for its backward, after one forward."""
+        copied = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]  # not of a batch
+        results = self.start(self.values(copied), sizes)
+        output = self.module.graph.output_node()
+        kept = set(output.all_input_nodes)  # and with them the history of everything
+        found = []
+        with torch.enable_grad(), Saved(t for _, t in named_tensors(self.model)) as saved:
+            for index, nodes in enumerate(self.calls):
+                for node in nodes:
+                    results[node] = _run(self.module, node, results)
+                for done in self.last_used[index]:
+                    if done not in kept:
+                        results.pop(done, None)
+                found.append(sum(saved.take().values()))
+        return found
+
+
+def _severed(value: Any, clone: bool) -> Any:
+    """The value without its history; a copy where the call will change it in place."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return value
+    fresh = value.detach().requires_grad_(value.requires_grad)
+    return fresh.clone() if clone else fresh
+
+
+def _run(module: fx.GraphModule, node: fx.Node, scope: Mapping[fx.Node, Any]) -> Any:
+    args = fx.map_arg(node.args, lambda n: scope[n])
+    kwargs = fx.map_arg(node.kwargs, lambda n: scope[n])
+    if node.op == "get_attr":
+        return _lookup(module, str(node.target))
+    if node.op == "call_module":
+        return _lookup(module, str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _lookup(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _by_call(module: fx.GraphModule, num_calls: int) -> list[list[fx.Node]]:
+    calls: list[list[fx.Node]] = [[] for _ in range(num_calls)]
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            calls[min(node.meta["call"], num_calls - 1)].append(node)
+    return calls
+
+
+def _last_used(calls: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
+    """For every call the values that no later call needs."""
+    last: dict[fx.Node, int] = {}
+    for index, nodes in enumerate(calls):
+        for node in nodes:
+            last.update(dict.fromkeys((node, *node.all_input_nodes), index))
+    done: list[list[fx.Node]] = [[] for _ in calls]
+    for node, index in last.items():
+        done[index].append(node)
+    return done

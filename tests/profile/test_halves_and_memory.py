@@ -1,0 +1,215 @@
+"""How backwards divide into halves, and what is held for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.profile.halving import may_be_halved, weight_share
+from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _Pace
+from penstock.profile.timing import Timing, spread
+from tests.models import cases
+
+X = torch.randn(8, 4)
+
+
+def profiled(model: nn.Module, x: torch.Tensor = X, count: int = 2) -> ps.Profile:
+    return ps.profile(ps.capture(model, (x,)), devices=["cpu"], num_microbatches=count)
+
+
+# -- halves -------------------------------------------------------------------------------
+
+
+class _Functions(nn.Module):
+    """Every function below has a parameter among its arguments, but for the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Parameter(torch.ones(4, 4))
+        self.other = nn.Parameter(torch.ones(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, self.square)
+        x = x @ self.other
+        x = x * self.scale
+        result: torch.Tensor = x @ x.mT
+        return result
+
+
+class _OwnLinear(nn.Linear):
+    """Whatever it does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def _hooked() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_full_backward_hook(lambda *_: None)
+    return layer
+
+
+def _tied() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU()), [True, False, False]),
+        (_Functions(), [True, True, False, False, False]),
+        (nn.Sequential(nn.Linear(4, 4), _OwnLinear(4, 4)), [True, False]),
+        (nn.Sequential(nn.Linear(4, 4), _hooked()), [True, False]),
+        (_tied(), [False, False, False, True]),
+    ],
+)
+def test_which_calls(model: nn.Module, expected: list[bool]) -> None:
+    program = ps.capture(model, (X,), keep_closed=["1"] if isinstance(model, nn.Sequential) else [])
+    assert may_be_halved(program.train, model) == expected
+
+
+def test_the_weight_half_is_a_part_of_the_backward() -> None:
+    model = nn.Sequential(
+        *(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64), nn.ReLU())
+    )
+    model[3].requires_grad_(False)
+    kind = profiled(model, torch.randn(32, 64)).on("cpu")
+    (weight,), (backward,) = kind.weight, kind.backward
+    assert weight[0] == backward[0] > 0  # nobody wants the gradient of the input
+    assert weight[1] == weight[3] == weight[4] == 0
+    assert 0 < weight[2] < backward[2]
+
+
+def test_it_is_measured_by_letting_the_other_half_be() -> None:
+    """A weight as wide as high, and an input without rows to speak of."""
+    ran: list[str] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor):  # type: ignore[no-untyped-def]
+            ran.append("".join(n for n, on in zip("xw", ctx.needs_input_grad, strict=True) if on))
+            return gradient, gradient
+
+    x, weight = torch.ones(4, requires_grad=True), nn.Parameter(torch.ones(4))
+    share = weight_share([Noted.apply(x, weight)], [x], [weight], torch.device("cpu"))
+    assert len(ran) == 2
+    assert 0 < share < 1
+    assert x.grad is None
+    assert weight.grad is None
+
+
+def test_a_model_without_weights_has_halves_too() -> None:
+    with ps.empty_weights():
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    kind = profiled(model, torch.randn(8, 64)).on("cpu")
+    (weight,), (backward,) = kind.weight, kind.backward
+    assert weight[0] == backward[0] > 0
+    assert weight[1] == 0
+    assert 0 < weight[2] < backward[2]
+
+
+# -- memory -------------------------------------------------------------------------------
+
+
+class _View(nn.Module):
+    """Saves half of its hidden values, which keeps all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = self.layer(x)[:, :4]
+        return left * left
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("make", "saved", "outputs"),
+    [
+        (mlp, [16, 16, 0], [16, 16, 16]),  # the ReLU's result is the last layer's input
+        (_View, [16, 0, 32], [32, 0, 16]),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)),
+            [16, 16, 0],
+            [16, 0, 16],
+        ),
+    ],
+    ids=["mlp", "view", "inplace"],
+)
+def test_what_is_held_belongs_to_the_first_that_saves_it(
+    make: Callable[[], nn.Module], saved: list[float], outputs: list[float], count: int, empty: bool
+) -> None:
+    if empty:
+        with ps.empty_weights():
+            model = make()
+    else:
+        model = make()
+    costs = profiled(model, count=count)
+    assert list(costs.saved) == saved
+    assert list(costs.outputs) == outputs
+
+
+def test_inputs_that_are_views_of_a_batch_count_with_their_own_rows() -> None:
+    costs = profiled(mlp(), torch.randn(1000, 4)[3:11])
+    assert costs.saved[0] == 16
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+def test_a_model_without_weights_holds_as_much(name: str) -> None:
+    case = cases()[name]
+    program = ps.capture(case.model(), case.args, case.kwargs)
+    with ps.empty_weights():
+        empty = case.model()
+    weightless = ps.capture(empty, case.args, case.kwargs)
+    real, guessed = (
+        ps.profile(p, devices=["cpu"], num_microbatches=1) for p in (program, weightless)
+    )
+    assert sum(real.saved) > 0
+    assert sum(guessed.saved) == pytest.approx(sum(real.saved), rel=0.02)
+
+
+# -- how often ----------------------------------------------------------------------------
+
+
+def timing(seconds: float) -> Timing:
+    return Timing([seconds], [0.0], [(seconds, 0.0), (2 * seconds, 0.0)])
+
+
+def passes(of: Callable[[int], float]) -> int:
+    """How many there are when pass `k` takes `of(k)` seconds."""
+    results: list[list[Timing]] = [[], []]
+    pace = _Pace(results)
+    for k in range(100):
+        pace.next()
+        if not pace.goes_on:
+            return k
+        for result in results:
+            result.append(timing(of(k)))
+    raise AssertionError("it never ends")
+
+
+def test_passes_until_they_agree() -> None:
+    assert passes(lambda k: 1.0) == _FEWEST_PASSES
+    assert passes(lambda k: 1.0 + k % 3) == _MOST_PASSES
+    assert _FEWEST_PASSES < passes(lambda k: 1.0 + 0.3 * (k == 1) + 0.03 * (k == 2)) < _MOST_PASSES
+
+
+def test_spread_is_the_middle_half_of_the_fastest_in_every_pass() -> None:
+    assert spread([timing(s) for s in (1.0, 2.0, 3.0, 4.0, 100.0)]) == pytest.approx(2 / 3)
