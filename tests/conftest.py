@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from uuid import uuid4
 
 import pytest
 import torch
@@ -20,6 +21,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if "cuda" not in item.keywords]
     config.hook.pytest_deselected(items=[item for item in items if "cuda" in item.keywords])
     items[:] = chosen
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every test finds an empty cache, and leaves the user's alone."""
+    directory = tmp_path_factory.getbasetemp() / f"cache-{uuid4().hex}"  # made when it is needed
+    monkeypatch.setenv("PENSTOCK_CACHE", str(directory))
 
 
 @pytest.fixture(autouse=True)

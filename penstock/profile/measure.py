@@ -23,6 +23,9 @@ Progress = Callable[[int, int, str], None]
 
 _Timings = dict[int, list[Timing]]  # by rows
 
+SECONDS = 20.0
+"""About how long a profile takes, if nobody says otherwise."""
+
 _MANY = 64  # rows, so many that what does not depend on them does not matter
 
 
@@ -34,7 +37,7 @@ def profile(
     devices: Sequence[str],
     num_microbatches: int | Literal["auto"] = "auto",
     threads: int = 1,
-    seconds: float = 20.0,
+    seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure every call of `program` at several micro-batch sizes.

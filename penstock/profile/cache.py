@@ -1,0 +1,173 @@
+"""Profiles on disk: what was measured once for a model on this machine is not measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+import penstock
+from penstock.capture import Program
+from penstock.errors import InputError
+from penstock.profile.data import VERSION, Profile
+from penstock.profile.files import write_whole
+from penstock.profile.measure import SECONDS, Progress, profile
+
+_MOST_FILES = 200
+
+
+class ProfileCache:
+    """A directory of profiles. One that cannot be read or written is as good as an empty one.
+
+    Args:
+        directory: where; `cache_directory()` by default.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or cache_directory()
+
+    def get(self, key: str) -> Profile | None:
+        """The profile that was put there under this key; `None` if there is none that is whole."""
+        if self._directory is None:
+            return None
+        path = self._path(self._directory, key)
+        try:
+            found = Profile.load(path)
+        except InputError:
+            return None
+        with suppress(OSError):
+            os.utime(path)  # the newest are kept
+        return found
+
+    def put(self, key: str, costs: Profile) -> None:
+        """Keep a profile; the files that were not used for longest go."""
+        if self._directory is None:
+            return
+        with suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path(self._directory, key), costs.encode())
+            files = sorted(self._directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for path in files[:-_MOST_FILES]:
+                path.unlink(missing_ok=True)
+
+    def _path(self, directory: Path, key: str) -> Path:
+        return directory / f"{key}.json"
+
+
+def cache_directory() -> Path | None:
+    """`$PENSTOCK_CACHE`, or `penstock` in `$XDG_CACHE_HOME` or `~/.cache`; in it, `profiles`.
+
+    `None` where nobody has a home.
+    """
+    if named := os.environ.get("PENSTOCK_CACHE"):
+        return Path(named) / "profiles"
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "penstock" / "profiles"
+    try:
+        return Path.home() / ".cache" / "penstock" / "profiles"
+    except RuntimeError:
+        return None
+
+
+def cached_profile(
+    program: Program,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Sequence[str],
+    num_microbatches: int | Literal["auto"] = "auto",
+    threads: int = 1,
+    seconds: float = SECONDS,
+    progress: Progress | None = None,
+    cache: ProfileCache | None = None,
+) -> tuple[Profile, bool]:
+    """Like `profile`, unless the same was measured before on a machine like this.
+
+    Args:
+        program: what to measure.
+        args: positional arguments of a batch; the captured example if neither is given.
+        kwargs: keyword arguments of a batch.
+        devices: the devices to plan for, in order.
+        num_microbatches: as in `profile`.
+        threads: intra-op threads of each CPU worker.
+        seconds: about how long to measure.
+        progress: called as the measurement goes on, or once if there is none.
+        cache: where profiles are kept; the user's by default.
+
+    Returns:
+        the profile, and whether it came from the cache.
+
+    Raises:
+        InputError: the batch does not fit the program, or has fewer rows than micro-batches.
+    """
+    kept = cache or ProfileCache()
+    leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
+    key = cache_key(program, leaves, [*devices, num_microbatches, threads, seconds])
+    found = kept.get(key)
+    if found is not None:
+        if progress:
+            progress(1, 1, "profiled before, kept in the cache")
+        return found, True
+    costs = profile(
+        program,
+        args,
+        kwargs,
+        devices=devices,
+        num_microbatches=num_microbatches,
+        threads=threads,
+        seconds=seconds,
+        progress=progress,
+    )
+    kept.put(key, costs)
+    return costs, False
+
+
+def cache_key(program: Program, leaves: Sequence[Any], asked: Sequence[Any]) -> str:
+    """A name for everything that a measurement depends on.
+
+    Args:
+        program: what is measured.
+        leaves: the inputs of a batch; of tensors only what they are counts, not their values.
+        asked: what else was asked for, with the devices among it.
+    """
+    model = program.model
+    shown = [
+        *("penstock", penstock.__version__, VERSION, "torch", str(torch.__version__)),
+        *(_machine(), torch.get_float32_matmul_precision()),
+        torch.are_deterministic_algorithms_enabled(),
+        program.fingerprint,
+        repr(model),  # what closed modules are made of, as far as they say
+        [(name, _shown(p)) for name, p in model.named_parameters(remove_duplicate=False)],
+        [_shown(leaf) for leaf in leaves],
+        asked,
+    ]
+    return hashlib.sha256(msgspec.json.encode(shown)).hexdigest()[:32]
+
+
+def _shown(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.requires_grad} {leaf.is_meta}"
+
+
+def _machine() -> str:
+    """The processors of this machine, by their names."""
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {', '.join(names)}"
+
+
+@cache
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,142 @@
+"""What was measured before is read; nothing that is wrong with a cache is an error."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.errors import InputError
+from penstock.profile import cache as cache_module
+from penstock.profile.cache import ProfileCache, cache_directory, cache_key, cached_profile
+from tests.models import mlp
+
+X = torch.randn(8, 4)
+
+
+def program(model: nn.Module | None = None, x: torch.Tensor = X) -> ps.Program:
+    return ps.capture(model or mlp(4, 4, 4), (x,))
+
+
+def measured(of: ps.Program, directory: Path, **changes: Any) -> tuple[ps.Profile, bool]:
+    asked: dict[str, Any] = {"devices": ["cpu"], "num_microbatches": 1, **changes}
+    return cached_profile(of, cache=ProfileCache(directory), **asked)
+
+
+def test_what_was_measured_is_read(tmp_path: Path) -> None:
+    first, was_kept = measured(program(), tmp_path)
+    told: list[tuple[int, int, str]] = []
+    second, is_kept = measured(program(), tmp_path, progress=lambda *a: told.append(a))
+    assert (was_kept, is_kept) == (False, True)
+    assert second == type(second).load(next(tmp_path.iterdir()))
+    assert second.labels == first.labels
+    assert told == [(1, 1, "profiled before, kept in the cache")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_microbatches": 2},
+        {"devices": ["cpu", "cpu"]},
+        {"threads": 2},
+        {"seconds": 3.0},
+        {"args": (torch.randn(6, 4),)},
+    ],
+)
+def test_another_question_is_measured(tmp_path: Path, changes: dict[str, Any]) -> None:
+    measured(program(), tmp_path)
+    assert measured(program(), tmp_path, **changes)[1] is False
+
+
+def _key(model: nn.Module, x: torch.Tensor = X) -> str:
+    return cache_key(program(model, x), [x], ["cpu"])
+
+
+def _frozen() -> nn.Module:
+    model = mlp(4, 4, 4)
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_another_model_has_another_key() -> None:
+    """These have programs alike, and take another time."""
+    images = torch.randn(2, 3, 8, 8)
+    convolutions = [nn.Sequential(nn.Conv2d(3, 4, k, padding=k // 2)) for k in (3, 5)]
+    dilated = nn.Sequential(nn.Conv2d(3, 4, 3, padding=2, dilation=2))
+    keys = [_key(model, images) for model in (*convolutions, dilated)]
+    keys += [_key(mlp(4, 4, 4)), _key(_frozen())]
+    assert len(set(keys)) == len(keys)
+    assert _key(mlp(4, 4, 4)) == _key(mlp(4, 4, 4))
+
+
+def test_other_values_have_the_same_key() -> None:
+    assert _key(mlp(4, 4, 4), X) == _key(mlp(4, 4, 4), X + 1)
+
+
+def test_another_machine_or_version_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _key(mlp(4, 4, 4))
+    monkeypatch.setattr(cache_module, "_machine", lambda: "another")
+    other = _key(mlp(4, 4, 4))
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    assert len({before, other, _key(mlp(4, 4, 4))}) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"version": 0}'])
+def test_a_broken_file_is_measured_again_and_replaced(tmp_path: Path, content: bytes) -> None:
+    measured(program(), tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(content)
+    assert measured(program(), tmp_path)[1] is False
+    assert measured(program(), tmp_path)[1] is True
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_that_cannot_be_is_no_error(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("here first")
+    for _ in range(2):
+        assert measured(program(), occupied / "cache")[1] is False
+    assert occupied.read_text() == "here first"
+
+
+def test_the_files_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_MOST_FILES", 2)
+    kept, costs = ProfileCache(tmp_path), measured(program(), tmp_path / "other")[0]
+    (tmp_path / "a note.txt").write_text("not ours")
+    for age, key in ((300, "a"), (200, "b")):
+        kept.put(key, costs)
+        os.utime(tmp_path / f"{key}.json", (age, age))
+    assert kept.get("a") is not None  # and so it is newer than b
+    kept.put("c", costs)
+    assert [key for key in "abc" if kept.get(key)] == ["a", "c"]
+    assert (tmp_path / "a note.txt").exists()
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", "/p")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setenv("HOME", "/h")
+    assert cache_directory() == Path("/p/profiles")
+    monkeypatch.delenv("PENSTOCK_CACHE")
+    assert cache_directory() == Path("/x/penstock/profiles")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path("/h/.cache/penstock/profiles")
+
+
+def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "cache_directory", lambda: None)
+    for _ in range(2):
+        assert cached_profile(program(), devices=["cpu"], num_microbatches=1)[1] is False
+
+
+def test_a_batch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the example that was captured had"):
+        measured(program(), tmp_path, args=(torch.randn(8, 5),))
+    with pytest.raises(InputError, match="num_microbatches=9, but the batch has 8 rows"):
+        measured(program(), tmp_path, num_microbatches=9)
+    assert not list(tmp_path.iterdir())
