@@ -1,0 +1,71 @@
+"""Links and overheads are measured with real workers, and the workers are gone afterwards."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from penstock.links.local import LocalLink
+from penstock.profile.data import Link
+from penstock.workers import probe
+from penstock.workers.probe import measure_links, measure_overhead, with_links
+from tests.profile.test_data import device, profile
+
+CPU = torch.device("cpu")
+OTHER = torch.device("cpu", 0)
+
+
+def workers() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("penstock")]
+
+
+def test_on_one_device_only_the_latency_counts() -> None:
+    links = measure_links([CPU, CPU, CPU])
+    assert links.keys() == {"cpu>cpu"}
+    assert links["cpu>cpu"].latency_seconds > 0
+    assert links["cpu>cpu"].bytes_per_second == 0
+    assert workers() == []
+
+
+def test_every_pair_of_kinds_that_are_neighbours_in_both_directions() -> None:
+    """`cpu:0` stands for a second device: what goes there is no longer handed over."""
+    links = measure_links([CPU, OTHER, OTHER, CPU])
+    assert links.keys() == {"cpu>cpu:0", "cpu:0>cpu", "cpu:0>cpu:0"}
+    assert links["cpu>cpu:0"].bytes_per_second > 0
+    assert links["cpu>cpu:0"] == links["cpu:0>cpu"]
+    assert measure_links([CPU]) == {}
+
+
+def test_each_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def note(one: torch.device, other: torch.device) -> Link:
+        asked.append(f"{one}>{other}")
+        return Link()
+
+    monkeypatch.setattr(probe, "_measured_link", note)
+    measure_links([CPU, OTHER, CPU, OTHER, OTHER])
+    assert asked == ["cpu>cpu:0", "cpu:0>cpu:0"]
+
+
+def test_overhead() -> None:
+    assert measure_overhead([CPU, CPU]) > 0
+    assert workers() == []
+
+
+def test_a_profile_with_both() -> None:
+    costs = with_links(profile(device((1,), 1.0)), [CPU, CPU])
+    assert costs.links.keys() == {"cpu>cpu"}
+    assert costs.overhead_seconds > 0
+
+
+def test_a_failure_is_raised_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("no answer")
+
+    monkeypatch.setattr(LocalLink, "send_gradients", fail)
+    with pytest.raises(ArithmeticError, match="no answer"):
+        measure_links([CPU, CPU])
+    assert workers() == []
