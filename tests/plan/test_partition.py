@@ -179,7 +179,7 @@ def test_a_latency_decides_between_equal_cuts() -> None:
     latency = np.array([0.0, 1.0, 1.0, 0.1, 1.0, 1.0, 0.0])
     seconds = np.array([[0.0, 1.0, 0.0, 0.0, 0.0, 1.0]] * 2)
     found = partition(seconds, num_microbatches=1, latency=latency)
-    assert found == Partition(cuts=(3,), objective=2.2)
+    assert found == Partition(cuts=(3,), objective=2.2, variants=(0, 0), devices=(0, 1))
 
 
 def test_a_call_that_a_device_can_hardly_run_goes_elsewhere() -> None:
@@ -194,7 +194,7 @@ def test_a_call_that_a_device_can_hardly_run_goes_elsewhere() -> None:
 
 
 def test_one_device_takes_everything() -> None:
-    assert partition(np.array([[1.0, 2.0, 3.0]]), num_microbatches=2) == Partition((), 12.0)
+    assert partition(np.array([[1.0, 2.0, 3.0]]), num_microbatches=2) == Partition((), 12.0, (0,), (0,))
 
 
 def test_calls_that_cost_nothing() -> None:
