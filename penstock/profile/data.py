@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InputError
+from penstock.profile.files import read_whole, write_whole
 
 Seconds = NDArray[np.float64]
+
+VERSION = 1
+"""Of the files that profiles are written to."""
+
+_DIGITS = 6  # of every number in a file; no clock gives more
+_HIGH, _FAIR = 0.05, 0.15  # errors up to which the confidence is so
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +44,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
         forward: `forward[k][i]`, seconds of call `i` at `rows[k]`.
         backward: seconds of its backward, gradient accumulation included.
         spread: how far repeated measurements of the whole program lie apart, relative to their
-            median.
+            median: the width of the middle half of them.
         weight: `weight[k][i]`, the part of `backward[k][i]` that computes the gradients of weights
             and can be put off (`W`); 0 where a backward cannot be halved. Empty means not measured.
     """
@@ -49,10 +59,60 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
 
-        Linear between measured sizes, in proportion to the largest one beyond it. Below the
-        smallest it is that one's.
+        Launch + rate * rows: between measured sizes those of the two around, below the smallest
+        those of the two smallest. Beyond the largest a row costs what it does there: the slope of
+        two measurements would multiply their noise, and promise a row cheaper than any measured.
+        With a single size, smaller ones take as long.
         """
         return _at(rows, self.rows, self.forward), _at(rows, self.rows, self.backward)
+
+    def weight_seconds(self, rows: float) -> Seconds:
+        """The seconds of every call's backward that can be put off; none where not measured."""
+        if not self.weight:
+            return np.zeros(len(self.forward[0]))
+        parts = _at(rows, self.rows, self.weight), _at(rows, self.rows, self.backward)
+        return np.minimum(*parts)
+
+    @property
+    def between(self) -> float:
+        """How far a measured size lies from the line through its neighbours, relative; the median.
+
+        It says how wrong the times of sizes are that were not measured; 0 with two sizes or fewer.
+        """
+        totals = [sum(f) + sum(b) for f, b in zip(self.forward, self.backward, strict=True)]
+        errors = []
+        for k in range(1, len(totals) - 1):
+            others = self.rows[k - 1 : k + 2 : 2], totals[k - 1 : k + 2 : 2]
+            errors.append(abs(float(np.interp(self.rows[k], *others)) / totals[k] - 1.0))
+        return statistics.median(errors) if errors else 0.0
+
+
+class Confidence(msgspec.Struct, frozen=True, kw_only=True):
+    """How sure a profile is; `str` of it says so in words.
+
+    Attributes:
+        spread: how far repeated measurements lie apart, relative, on the worst kind of device.
+        between: how wrong sizes that were not measured may be, likewise.
+    """
+
+    spread: float
+    between: float
+
+    @property
+    def error(self) -> float:
+        """How wrong a predicted time may be, relative."""
+        return max(self.spread, self.between)
+
+    @property
+    def level(self) -> str:
+        """`"high"`, `"fair"` or `"low"`."""
+        return "high" if self.error <= _HIGH else "fair" if self.error <= _FAIR else "low"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.level}, about ±{self.error:.0%}: repeated measurements lie {self.spread:.0%} "
+            f"apart, sizes that were not measured may be {self.between:.0%} off"
+        )
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +131,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             measured.
         links: between devices, by `"cpu>cpu"`, the kinds of sender and receiver.
         capacity: bytes of memory of each kind of device, where it is known.
+        outputs: bytes per row of the memory that each call's results are the first to occupy.
+            Empty means not known.
+        overhead_seconds: what a worker needs for an action beside the calls in it.
+        version: of the file format.
     """
 
     fingerprint: str
@@ -84,6 +148,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     saved: tuple[float, ...] = ()
     links: dict[str, Link] = msgspec.field(default_factory=dict)
     capacity: dict[str, int] = msgspec.field(default_factory=dict)
+    outputs: tuple[float, ...] = ()
+    overhead_seconds: float = 0.0
+    version: int = VERSION
+
+    @property
+    def confidence(self) -> Confidence:
+        """How far its times can be trusted."""
+        kinds = self.kinds.values()
+        return Confidence(
+            spread=max(kind.spread for kind in kinds), between=max(kind.between for kind in kinds)
+        )
 
     @property
     def num_calls(self) -> int:
@@ -103,6 +178,39 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """The costs on a device of the list."""
         return self.kinds[device]
 
+    def encode(self) -> bytes:
+        """JSON with a line for every list of numbers, which have six digits."""
+        return (_text(_rounded(msgspec.to_builtins(self, str_keys=True))) + "\n").encode()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON; an existing file is replaced in one move.
+
+        Raises:
+            InputError: it cannot be written there.
+        """
+        try:
+            write_whole(path, self.encode())
+        except OSError as error:
+            raise InputError(f"cannot write the profile to {path}: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile that `save` wrote.
+
+        Raises:
+            InputError: there is no such file, it is not a profile, or one of another version.
+        """
+        try:
+            profile = msgspec.json.decode(read_whole(path, "profile"), type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} is not a profile that Profile.save wrote: {error}") from error
+        if profile.version != VERSION:
+            raise InputError(
+                f"{path} is a profile of version {profile.version}, this Penstock reads version "
+                f"{VERSION}; measure again"
+            )
+        return profile
+
 
 def check_count(num_microbatches: int, batch_size: int) -> None:
     """Raise unless a batch can be split into that many micro-batches.
@@ -121,9 +229,42 @@ def _at(rows: float, measured: Sequence[int], table: Sequence[Sequence[float]]) 
     values = np.asarray(table, dtype=np.float64)
     if rows >= measured[-1]:
         return np.asarray(values[-1] * (rows / measured[-1]))
-    if rows <= measured[0]:
+    if rows >= measured[0]:
+        right = int(np.searchsorted(measured, rows, side="right"))
+        left = right - 1
+        share = (rows - measured[left]) / (measured[right] - measured[left])
+        return np.asarray(values[left] + share * (values[right] - values[left]))
+    if len(measured) == 1:
         return np.asarray(values[0])
-    right = int(np.searchsorted(measured, rows))
-    left = right - 1
-    share = (rows - measured[left]) / (measured[right] - measured[left])
-    return np.asarray(values[left] + share * (values[right] - values[left]))
+    rate = (values[1] - values[0]) / (measured[1] - measured[0])
+    rate = np.clip(rate, 0.0, values[0] / measured[0])  # neither it nor the launch is negative
+    return np.asarray(values[0] - rate * (measured[0] - rows))
+
+
+def _rounded(value: Any) -> Any:
+    """The same data, its numbers with as many digits as mean something."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _text(value: Any, margin: str = "") -> str:
+    """JSON in which every dictionary entry, and every list in a list, has a line."""
+    inner = margin + "  "
+    if isinstance(value, dict) and value:
+        entries = (f"{_json(key)}: {_text(item, inner)}" for key, item in value.items())
+        return _block("{", entries, "}", margin)
+    if isinstance(value, list) and any(isinstance(item, list) for item in value):
+        return _block("[", (_text(item, inner) for item in value), "]", margin)
+    return _json(value)
+
+
+def _block(start: str, entries: Iterable[str], end: str, margin: str) -> str:
+    lines = ",\n".join(f"{margin}  {entry}" for entry in entries)
+    return f"{start}\n{lines}\n{margin}{end}"
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
