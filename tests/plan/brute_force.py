@@ -158,52 +158,59 @@ class Problem:
         assert shortfall(variants, caps=self.caps, allowed=self.allowed, tie=tie) == short
 
 
-def lists(draw: st.DrawFn, of: st.SearchStrategy[Any], *shape: int) -> list[Any]:
-    """Lists within lists of this shape."""
-    strategy = of
-    for length in reversed(shape):
-        strategy = st.lists(strategy, min_size=length, max_size=length)
-    return draw(strategy)
-
-
-def allowed_cuts(draw: st.DrawFn, stages: int, calls: int) -> list[bool]:
-    """Some forbidden ones, but not too many."""
-    allowed: list[bool] = lists(draw, st.booleans(), calls + 1)
-    for k in draw(st.permutations(range(1, calls)))[: stages - 1]:
-        allowed[k] = True
-    return allowed
-
-
 # The most stages, calls and variants: every product of these can be looked at.
-SIZES = [(6, 9, 1), (4, 14, 1), (3, 9, 2), (4, 7, 2), (3, 7, 3)]
+SIZES = [(6, 10, 1), (4, 14, 1), (4, 8, 2), (3, 12, 2), (3, 8, 3)]
 
 
-@st.composite
-def problems(draw: st.DrawFn, numbers: st.SearchStrategy[float], memory: bool = False) -> Problem:
-    """Random ones; with caps and variants where there is `memory`."""
-    most_stages, most_calls, most_options = draw(st.sampled_from(SIZES))
-    p = draw(st.integers(1, most_stages))
-    n = draw(st.integers(p, most_calls))
-    sizes = st.integers(0, 6).map(float)
+class Numbers:
+    """Random lists within lists; their own generator makes even large ones cheap to draw."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def whole(self, *shape: int, most: int = 6) -> Any:
+        return self.rng.integers(0, most + 1, shape).astype(float).tolist()
+
+    def any(self, *shape: int) -> Any:
+        """Of all magnitudes, and some zeros."""
+        numbers = self.rng.lognormal(0.0, 2.0, shape)
+        return np.where(self.rng.random(shape) < 0.1, 0.0, numbers).tolist()
+
+    def allowed(self, stages: int, calls: int) -> list[bool]:
+        """Some forbidden cuts, but not too many."""
+        allowed = self.rng.random(calls + 1) < 0.8
+        allowed[1 + self.rng.permutation(calls - 1)[: stages - 1]] = True
+        return list(allowed.tolist())
+
+
+def random_problem(seed: int, whole: bool, memory: bool) -> Problem:
+    """In whole seconds or in any; with caps and variants where there is `memory`."""
+    numbers = Numbers(seed)
+    rng = numbers.rng
+    seconds = numbers.whole if whole else numbers.any
+    most_stages, most_calls, most_options = SIZES[rng.integers(len(SIZES))]
+    p = int(rng.integers(1, most_stages + 1))
+    n = int(rng.integers(p, most_calls + 1))
 
     def option() -> Option:
-        same = draw(st.booleans())
-        seconds = lists(draw, numbers, n)
-        if not memory:
-            return Option([seconds] * p if same else lists(draw, numbers, p, n))
-        return Option(
-            [seconds] * p if same else lists(draw, numbers, p, n),
-            lists(draw, sizes, p, n),
-            lists(draw, sizes, p, n + 1),
+        work = [seconds(n)] * p if rng.random() < 0.3 else seconds(p, n)
+        return (
+            Option(work, numbers.whole(p, n), numbers.whole(p, n + 1)) if memory else Option(work)
         )
 
-    shared = lists(draw, numbers, n + 1) if draw(st.booleans()) else [0.0] * (n + 1)
+    one_for_all = [[0.0] * (n + 1), seconds(n + 1)][rng.integers(2)]
+    ample = rng.uniform(2.0, 6.0)
     return Problem(
-        options=[option() for _ in range(draw(st.integers(1, most_options)) if memory else 1)],
-        latency=lists(draw, numbers, p - 1, n + 1) if draw(st.booleans()) else [shared] * (p - 1),
-        allowed=allowed_cuts(draw, p, n),
-        tie=lists(draw, numbers, n + 1),
-        m=draw(st.integers(1, 8)),
-        fill=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        caps=lists(draw, st.integers(0, 6 * n // p + 6).map(float), p) if memory else None,
+        options=[option() for _ in range(most_options if memory else 1)],
+        latency=seconds(p - 1, n + 1) if rng.random() < 0.3 else [one_for_all] * (p - 1),
+        allowed=numbers.allowed(p, n),
+        tie=numbers.whole(n + 1),
+        m=int(rng.integers(1, 9)),
+        fill=float(rng.choice([0.0, 0.5, 1.0, 3.0])),
+        caps=numbers.whole(p, most=round(ample * (3 * n / p + 3))) if memory else None,
     )
+
+
+def problems(whole: bool = True, memory: bool = False) -> st.SearchStrategy[Problem]:
+    """Random ones, of all sizes alike; hypothesis by itself prefers the small."""
+    return st.integers(0, 2**40).map(lambda seed: random_problem(seed, whole, memory))

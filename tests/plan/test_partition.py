@@ -7,19 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.errors import InputError, PlanError
 from penstock.plan.bound import step_bound
 from penstock.plan.partition import Partition, partition
 from tests.plan.brute_force import Option, Problem, problems
 
-WHOLE = st.integers(0, 6).map(float)
-
 
 # Small whole numbers give many ties and no rounding; any floats give neither.
 @settings(max_examples=250)
-@given(problems(WHOLE))
+@given(problems())
 def test_optimal_and_lightest_among_the_optimal(problem: Problem) -> None:
     problem.check()
 
@@ -69,7 +66,7 @@ def test_the_lightest_cuts_are_not_the_fastest_ones(problem: Problem) -> None:
 
 
 @settings(max_examples=200)
-@given(problems(st.floats(0.0, 1e3)))
+@given(problems(whole=False))
 def test_optimal_for_any_numbers(problem: Problem) -> None:
     found = problem.solve()
     best = problem.best()

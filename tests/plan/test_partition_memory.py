@@ -7,30 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.errors import InputError
 from penstock.plan.partition import CapacityError, Partition, Variant, partition, shortfall
 from tests.plan.brute_force import Problem, problems
 
-WHOLE = st.integers(0, 6).map(float)
-
 
 @settings(max_examples=250, deadline=None)
-@given(problems(WHOLE, memory=True))
+@given(problems(memory=True))
 def test_optimal_within_the_memory(problem: Problem) -> None:
     problem.check()
 
 
 @pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
-@given(problems(WHOLE, memory=True))
+@given(problems(memory=True))
 def test_optimal_within_the_memory_two_thousand_times(problem: Problem) -> None:
     problem.check()
 
 
 @settings(max_examples=150, deadline=None)
-@given(problems(st.floats(0.0, 1e3), memory=True))
+@given(problems(whole=False, memory=True))
 def test_optimal_within_the_memory_for_any_seconds(problem: Problem) -> None:
     try:
         found = problem.solve()
