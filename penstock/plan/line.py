@@ -84,12 +84,14 @@ class Line:
         ways: the variants of every row of the costs.
         least: (n + 1); the seconds of all calls before position `k`, each on its fastest row.
         terms: the rest.
+        whole: objectives are whole numbers, and limits have to be, for sums to be exact.
     """
 
     steps: tuple[Step, ...]
     ways: tuple[tuple[Way, ...], ...]
     least: Floats
     terms: Terms
+    whole: bool = False
 
     @classmethod
     def of(
@@ -122,7 +124,7 @@ class Line:
             for row, cap in enumerate(caps.tolist())
         )
         bottleneck = replace(terms, hop=np.zeros_like(terms.hop), num_microbatches=1, fill=0.0)
-        return cls(tuple(steps), ways, np.zeros_like(terms.tie), bottleneck)
+        return cls(tuple(steps), ways, np.zeros_like(terms.tie), bottleneck, whole=True)
 
     @property
     def end(self) -> int:

@@ -141,14 +141,19 @@ def partition(
 
 
 def shortfall(
-    costs: Costs, *, caps: Sequence[float] | Floats, allowed: Allowed | None = None
+    costs: Costs,
+    *,
+    caps: Sequence[float] | Floats,
+    allowed: Allowed | None = None,
+    tie: Floats | None = None,
 ) -> Shortfall | None:
     """By how much the memory is too small for every partition; None if one fits.
 
     Args:
         costs: as of `partition`; the seconds don't matter.
         caps: (p,); the bytes of memory of each device.
-        allowed: (n + 1); whether a cut before call `k` is allowed. Default everywhere.
+        allowed: as of `partition`.
+        tie: as of `partition`.
 
     Raises:
         PlanError: there are fewer calls, or fewer allowed cuts, than `p` stages need.
@@ -156,7 +161,7 @@ def shortfall(
     """
     variants = as_variants(costs)
     stages, calls = variants[0].seconds.shape
-    terms = Terms.of(stages, calls, allowed=allowed)
+    terms = Terms.of(stages, calls, allowed=allowed, tie=tie)
     found = find_shortfall(variants, checked_caps(caps, stages), _chain(stages), terms)
     return found if found.bytes else None
 

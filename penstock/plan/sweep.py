@@ -60,6 +60,7 @@ def least_limit(line: Line) -> float:
     stride = low / 1024 or high
     while math.nextafter(low, math.inf) < high:
         limit = min(low + stride, (low + high) / 2)
+        limit = math.floor(limit) if line.whole else limit
         sweep = _sweep(line, limit, _earliest(line, high))
         if sweep.feasible:
             high = min(limit, sweep.accepted)
