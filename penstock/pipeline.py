@@ -128,7 +128,9 @@ class Pipeline:
         plan.check_fits(self.program.fingerprint, [str(device) for device in self._devices])
         self.program.check_cuts(plan.cuts)
         self.plan = plan
-        place(self.program, plan.cuts, self._devices, source)
+        homes = [self._devices[worker] for worker in plan.placement]
+        place(self.program, plan.cuts, homes, source)
+        self._loss_device = homes[-1]
         self._assemblies = {True: self._assembly(training=True)}
         self._assemblies[False] = (
             self._assemblies[True] if self.program.same_in_eval else self._assembly(training=False)
@@ -139,8 +141,7 @@ class Pipeline:
         self._workers = ThreadWorkers(self._devices, threads, self._abort, self._reset)
 
     def _assembly(self, training: bool) -> Assembly:
-        plan = self.plan
-        return Assembly(self.program, plan.cuts, self._devices, plan.schedule, training)
+        return Assembly(self.program, self.plan, self._devices, training)
 
     # -- training -------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class Pipeline:
             **kwargs: the model's keyword arguments.
 
         Returns:
-            the batch's loss, a detached scalar on the last device.
+            the batch's loss, a detached scalar on the device of the last stage.
 
         Raises:
             InputError: the batch or the target does not fit, or the loss is not a scalar.
@@ -178,7 +179,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         batch = self._split(args, kwargs)
-        targets = split_target(target, batch.rows, self._devices[-1])
+        targets = split_target(target, batch.rows, self._loss_device)
         return self._train(batch, targets, loss_fn, weight)
 
     def train_microbatches(
@@ -209,7 +210,7 @@ class Pipeline:
         """
         batch = Batch.given(self.program, microbatches)
         return self._train(
-            batch, given_targets(targets, len(batch), self._devices[-1]), loss_fn, weight
+            batch, given_targets(targets, len(batch), self._loss_device), loss_fn, weight
         )
 
     def _train(

@@ -29,6 +29,7 @@ from penstock.capture.calls import (
     Value,
     function_name,
 )
+from penstock.capture.halves import Deferral, Half, may_be_halved, run_halved
 from penstock.capture.randomness import draw, draw_in_python
 from penstock.capture.stage import Stage
 from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
@@ -52,6 +53,7 @@ def lower(
     inputs: Sequence[Value],
     outputs: Sequence[Value],
     device: torch.device | None = None,
+    deferral: Deferral | None = None,
 ) -> Stage:
     """The module that runs `trace.calls[calls]`.
 
@@ -62,12 +64,16 @@ def lower(
         inputs: the values that it is given, in order.
         outputs: the values that it returns, in order.
         device: where the stretch will run, if not where it was recorded.
+        deferral: where the weight halves of backwards go, see `penstock.capture.halves`; without
+            one, backwards are whole.
     """
     lowering = _Lowering(model, device)
     for value in inputs:
         lowering.placeholder(value)
+    halved = may_be_halved(trace, model) if deferral is not None else ()
     for number in calls:
-        lowering.call(number, trace.calls[number])
+        half = Half(deferral) if deferral is not None and halved[number] else None
+        lowering.call(number, trace.calls[number], half)
     lowering.graph.output(tuple(lowering.value(value) for value in outputs))
     module = Stage(lowering.leaves, lowering.graph, class_name="Stage")
     module.training = model.training  # its own flag only: the user may have frozen submodules
@@ -102,12 +108,15 @@ class _Lowering:
             node = self._nodes[value] = made(value)  # type: ignore[arg-type]
         return node
 
-    def call(self, number: int, call: Call) -> None:
+    def call(self, number: int, call: Call, half: Half | None = None) -> None:
         """Append one call; each of its nodes says in `meta["call"]` where it belongs."""
         before = len(self.graph.nodes)
         args = self._build(call.args)
         kwargs = self._build(call.kwargs)
-        if call.random or call.ambient is not None:
+        if half is not None:
+            halved = (self._constant(half), self._callable(call.target), *args)
+            node = self.graph.call_function(run_halved, halved, kwargs)
+        elif call.random or call.ambient is not None:
             node = self._guarded(call, args, kwargs)
         elif isinstance(call.target, str):
             self._add_module(call.target)
@@ -122,11 +131,7 @@ class _Lowering:
 
     def _guarded(self, call: Call, args: Any, kwargs: Any) -> fx.Node:
         """A call that draws random numbers, or runs under modes of its own."""
-        if isinstance(call.target, str):
-            self._add_module(call.target)
-            function = self.graph.get_attr(_attribute_path(call.target))
-        else:
-            function = self._constant(_as_function(call.target))
+        function = self._callable(call.target)
         drawing = draw_in_python if call.draws_in_python else draw
         if call.ambient is None:
             drawn = (self._key, call.identity, function, *args)
@@ -137,6 +142,13 @@ class _Lowering:
         guard = self._constant(under)
         guarded = (self._key, call.identity, guard, ambient, function, *args)
         return self.graph.call_function(drawing, guarded, kwargs)
+
+    def _callable(self, target: str | Callable[..., Any]) -> fx.Node:
+        """The node that holds a submodule or a function, to be called by another."""
+        if not isinstance(target, str):
+            return self._constant(_as_function(target))
+        self._add_module(target)
+        return self.graph.get_attr(_attribute_path(target))
 
     def _function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         name = function_name(function)

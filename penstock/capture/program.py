@@ -17,6 +17,7 @@ from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Axis, Varying
 from penstock.capture.explain import Explanation, explain
+from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble, lower
 from penstock.capture.meta import META, is_on_meta
 from penstock.capture.randomness import Key
@@ -282,8 +283,9 @@ class Program:
         trace: Trace,
         cuts: Sequence[int],
         devices: Sequence[torch.device] | None = None,
+        deferrals: Sequence[Deferral | None] | None = None,
     ) -> list[StageProgram]:
-        """Like `stages`, for any way through the model."""
+        """Like `stages`, for any way through the model, with backwards in halves if asked."""
         crossing = self.cuts if trace is self.train else Cuts(trace)
         cuts = self._cuts_in(trace, crossing, cuts)
         edges = [0, *cuts, len(trace.calls)]
@@ -292,7 +294,8 @@ class Program:
             inputs = crossing.boundary(start)
             outputs = crossing.boundary(stop) if index < len(cuts) else crossing.results
             device = devices[index] if devices else self._home()
-            module = lower(self.model, trace, range(start, stop), inputs, outputs, device)
+            calls, deferral = range(start, stop), deferrals[index] if deferrals else None
+            module = lower(self.model, trace, calls, inputs, outputs, device, deferral)
             result.append(StageProgram(module, inputs, outputs))
         return result
 

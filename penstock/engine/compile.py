@@ -29,12 +29,16 @@ def compile_actions(actions: Sequence[Action], stages: Sequence[Stage], train: b
         if kind is Kind.FORWARD:
             work = stage.forward if train else stage.infer
             runs += [partial(stage.await_values, microbatch), partial(work, microbatch)]
-        else:
-            runs += [
-                partial(stage.await_gradients, microbatch),
-                partial(stage.backward, microbatch),
-            ]
+        elif kind is Kind.WEIGHT:
+            runs += [_wait_for_nothing, partial(stage.weight_backward, microbatch)]
+        else:  # the halves differ in the stage's modules
+            work = stage.backward
+            runs += [partial(stage.await_gradients, microbatch), partial(work, microbatch)]
     return runs
+
+
+def _wait_for_nothing() -> None:
+    """The weight half follows its input half on the same worker."""
 
 
 def recorded(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.stage import Gradients, Roots, Values, edges
+from penstock.engine.span import Gradients, Roots, Values, edges
 from penstock.errors import InputError
 
 Assemble = Callable[[int, Values], Any]

@@ -7,18 +7,24 @@ one the sink is the loss or the user's result. So no stage knows which one it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-
 from penstock.capture.calls import Sizes
+from penstock.capture.halves import Deferral, Pending, run_pending
 from penstock.capture.randomness import Key
-
-Values = tuple[Any, ...]
-Gradients = Sequence[torch.Tensor | None]
-Roots = Sequence[GradientEdge | None]
+from penstock.engine.span import (
+    Gradients,
+    Passed,
+    Recipe,
+    Roots,
+    Span,
+    Values,
+    edges,
+    enter,
+    run_backward,
+    run_span,
+)
 
 
 class Source(Protocol):
@@ -41,11 +47,8 @@ class Sink(Protocol):
         """The gradient of each root; waits for them."""
 
 
-class Held(NamedTuple):
-    """What a stage holds of a micro-batch between its forward and its backward."""
-
-    entry: Entry
-    roots: Roots
+Held = list[Passed | Recipe]
+"""What a stage holds of a micro-batch between its forward and its backward: span by span."""
 
 
 class MicroBatch(NamedTuple):
@@ -54,7 +57,7 @@ class MicroBatch(NamedTuple):
     Attributes:
         sizes: how large it is.
         key: where its random numbers are.
-        way: which of the stage's modules it takes.
+        way: which of the stage's ways it takes.
     """
 
     sizes: Sizes
@@ -67,27 +70,26 @@ class Stage:
 
     Attributes:
         index: its number, from 0.
-        modules: one for each way through the model: `module(sizes, key, *values) -> tuple`, see
-            `penstock.capture.lowering`.
+        ways: its spans, for each way through the model.
         source: where values come from.
         sink: where results go.
+        deferral: where the modules leave the weight halves of backwards, if they halve any.
         microbatches: the micro-batches of the step; set before it runs.
         held: what it holds, by micro-batch. 1F1B keeps at most `min(m, p - index)` here.
+        deferred: the weight halves that are still to be computed, by micro-batch.
     """
 
     def __init__(
-        self,
-        index: int,
-        modules: Sequence[Callable[..., Values]],
-        source: Source,
-        sink: Sink,
+        self, index: int, ways: Sequence[Sequence[Span]], source: Source, sink: Sink
     ) -> None:
         self.index = index
-        self.modules = list(modules)
+        self.ways = list(ways)
         self.source = source
         self.sink = sink
+        self.deferral = Deferral()
         self.microbatches: Sequence[MicroBatch] = ()
         self.held: dict[int, Held] = {}
+        self.deferred: dict[int, list[Pending]] = {}
         self._arrived: Any = ()
 
     def await_values(self, microbatch: int) -> None:
@@ -95,97 +97,57 @@ class Stage:
         self._arrived = self.source.receive(microbatch)
 
     def forward(self, microbatch: int) -> None:
-        """Run the module on what has arrived, and hold what the backward needs."""
+        """Run the spans on what has arrived, and hold what the backward needs."""
         values, self._arrived = self._arrived, ()
-        entry, entered = enter(values)
-        del values
         sizes, key, way = self.microbatches[microbatch]
-        results = self.modules[way](sizes, key, *entered)
-        del entered
-        self.held[microbatch] = Held(entry, self.sink.send(microbatch, results))
+        held: Held = []
+        spans = self.ways[way]
+        for span in spans[:-1]:
+            held_of_it, values = run_span(span, values, sizes, key)
+            is_recipe = isinstance(held_of_it, Recipe)
+            held.append(held_of_it if is_recipe else Passed(held_of_it, edges(values)))
+        held_of_it, values = run_span(spans[-1], values, sizes, key)
+        if isinstance(held_of_it, Recipe):  # the sink's own graph begins behind it
+            held.append(held_of_it)
+            held_of_it, values = enter(values)
+        held.append(Passed(held_of_it, self.sink.send(microbatch, values)))
+        self.held[microbatch] = held
 
     def infer(self, microbatch: int) -> None:
-        """Run the module on what has arrived, without gradients."""
+        """Run the spans on what has arrived, without gradients."""
         values, self._arrived = self._arrived, ()
         sizes, key, way = self.microbatches[microbatch]
-        self.sink.send(microbatch, self.modules[way](sizes, key, *values))
+        for span in self.ways[way]:
+            values = span.module(sizes, key, *values)
+        self.sink.send(microbatch, values)
 
     def await_gradients(self, microbatch: int) -> None:
         """Wait for what the next `backward` works on."""
         self._arrived = self.sink.receive_gradients(microbatch)
 
     def backward(self, microbatch: int) -> None:
-        """Run the backward: parameter gradients add up in `.grad`, the others go to the source."""
+        """Run the backward: parameter gradients add up in `.grad`, the others go to the source.
+
+        What modules put off of it remains for `weight_backward`.
+        """
         gradients, self._arrived = self._arrived, ()
-        entry, roots = self.held.pop(microbatch)
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(roots, gradients, strict=True)
-            if root is not None and gradient is not None
-        ]
-        if pairs:
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-        self.source.send_gradients(microbatch, entry.gradients)
+        held = self.held.pop(microbatch)
+        while held:
+            passed = held.pop()
+            entry, roots = passed.passed() if isinstance(passed, Recipe) else passed
+            run_backward(roots, gradients)
+            del passed, roots
+            gradients = entry.gradients
+        self.source.send_gradients(microbatch, gradients)
+        if self.deferral.pending:
+            self.deferred[microbatch] = self.deferral.take()
 
+    def weight_backward(self, microbatch: int) -> None:
+        """Compute the weight halves that the backward has put off."""
+        run_pending(self.deferred.pop(microbatch, ()))
 
-def edges(results: Values) -> Roots:
-    """For every result where its backward starts; the result itself need not be kept for that."""
-    return [
-        get_gradient_edge(r) if isinstance(r, torch.Tensor) and r.requires_grad else None
-        for r in results
-    ]
-
-
-class Entry:
-    """Catches the gradients of the values that entered a stage.
-
-    Attributes:
-        gradients: for every value its gradient, once the backward has run.
-    """
-
-    __slots__ = ("differentiable", "gradients")
-
-    def __init__(self, values: Values) -> None:
-        self.differentiable = [
-            k for k, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad
-        ]
-        self.gradients: list[torch.Tensor | None] = [None] * len(values)
-
-    def catch(self, gradients: Gradients) -> None:
-        """Called by autograd with the gradients of the differentiable values."""
-        for k, gradient in zip(self.differentiable, gradients, strict=True):
-            self.gradients[k] = gradient
-
-
-def enter(values: Values) -> tuple[Entry, Values]:
-    """The values without their history, in an autograd graph of the stage's own.
-
-    They share memory with the originals and are no leaves, so a stage may begin with an operation
-    in place; and all of them come from one autograd node, so that their gradients are caught
-    together without passing through `.grad`.
-    """
-    entry = Entry(values)
-    if not entry.differentiable:
-        return entry, values
-    detached = [values[k].detach() for k in entry.differentiable]
-    entered = list(values)
-    anchor = torch.empty(0, requires_grad=True)
-    fresh = _Enter.apply(entry, anchor, *detached)
-    for k, value in zip(entry.differentiable, fresh, strict=True):
-        entered[k] = value
-    return entry, tuple(entered)
-
-
-class _Enter(torch.autograd.Function):
-    """The identity; its backward hands the gradients to the entry and ends there."""
-
-    @staticmethod
-    def forward(ctx: Any, entry: Entry, anchor: torch.Tensor, *values: torch.Tensor) -> Values:
-        ctx.entry = entry
-        ctx.set_materialize_grads(False)
-        return tuple(value.detach() for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.entry.catch(gradients)
-        return (None, None, *(None for _ in gradients))
+    def clear(self) -> None:
+        """Let go of everything that a step has left."""
+        self.held, self.deferred, self._arrived = {}, {}, ()
+        self.deferral.take()
+        self.microbatches = ()

@@ -1,10 +1,17 @@
-"""The lower bound that no schedule can beat."""
+"""Lower bounds that no schedule can beat.
+
+`step_bound` is the simple one, for choosing cuts. `schedule_bound` is tighter and knows more: what
+the forwards and the backwards take apart, several stages per worker, backwards in halves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from penstock.errors import InputError
+from penstock.schedule.costs import Costs
 
 
 def step_bound(
@@ -47,3 +54,163 @@ def step_bound(
         bound = max(bound, elapsed + num_microbatches * seconds)
         elapsed += seconds + (2 * latency[stage] if stage < len(latency) else 0.0)
     return bound
+
+
+def schedule_bound(
+    costs: Costs,
+    num_microbatches: int,
+    placement: Sequence[int] | None = None,
+    *,
+    split: bool = False,
+) -> float:
+    """The least seconds that a training step can take on this placement.
+
+    For stages `a <= s` write `head(s)` for the sum of `F_i + c_i` over `i < s`, `tail(s)` for that
+    of `B_i + c_i`, where `c_i` is the latency and the transfer between `i` and `i+1` (nothing on
+    one worker), and `D(s)` for the time between the end of a forward of `s` and the earliest start
+    of its backward, which is spent on the stages after `s`. The step takes at least the largest of
+    these, over all stages and workers.
+
+    **One micro-batch after the other.** `(m - 1) max F_i`, or `(m - 1) max B_i`, and one whole
+    pass: the stage with the longest forwards starts its last one no earlier than `head + (m-1) F`,
+    and the last micro-batch has the rest of its pass ahead. The backwards mirror it in time.
+
+    **A worker with several stages**, `a` the first and `z` the last of them, and `F`, `B` the sums
+    over its stages: its first action is a forward of `a` and its last a backward of `a`, so
+    `head(a) + m (F + B) + tail(a)`, and it also waits. Before the first backward of `z`, which
+    starts no earlier than `head(z) + F_z + D(z)`, it runs nothing but forwards, at most `m F`; and
+    after its last forward of `z` nothing but backwards. It waits for what that leaves.
+
+    **A worker with one stage.** Let `f` be the longest forward (or transfer) up to `s`. Its
+    `k`-th forward starts no earlier than `head + (k-1) f`. If it runs `k` forwards before its
+    first backward, that starts `F + max(D, (k-1) f)` after `head` at the earliest, of which `k F`
+    is work: it waits at least `max(D, (k-1) f) - (k-1) F`, and so at least the least of that over
+    `k`. Mirrored in time, with `b` the longest backward up to `s`: between its last forward and
+    its last backward it waits at least the least of `max(D, (k-1) b) - (k-1) B`. If some forward
+    comes after the first backward, then `k < m` in both, the two times do not overlap, and both
+    waits add to `m (F + B)`. If none does, all forwards and then all backwards take at least
+    `F + B + max(D, (m-1) f) + (m-1) b`, and mirrored `F + B + (m-1) f + max(D, (m-1) b)`.
+
+    **Backwards in halves** take `I` for `B` in `head`, `tail` and `D`. A weight half has nothing to
+    wait for at the end, so the worker's work `m (F + I + W)` has no tail after it, and the last `I`
+    of stage `s` has one: `m (F + I)`, then `tail`, then the last `W` of stage 0. Weight halves
+    can fill the time after the last forward, but not that before the first `I`: it still waits
+    then. A schedule with whole backwards does no better than one with halves, as a whole one can
+    be cut in halves that follow each other.
+
+    Args:
+        costs: what the stages take. `costs.weight` counts only where backwards come in halves.
+        num_microbatches: the number of micro-batches, `m`.
+        placement: the worker of every stage. By default every stage has its own.
+        split: whether backwards may come in halves.
+
+    Raises:
+        InputError: there is no micro-batch, or the placement is of another number of stages.
+    """
+    homes = range(costs.num_stages) if placement is None else placement
+    if num_microbatches < 1 or len(homes) != costs.num_stages:
+        raise InputError(
+            f"a step needs at least one micro-batch, and a worker for each of {costs.num_stages} "
+            f"stages; got num_microbatches={num_microbatches} and {len(homes)} workers"
+        )
+    way = _Way.of(costs, homes, split)
+    one_by_one = (num_microbatches - 1) * max(*way.forward, *way.backward, *way.wire) + way.whole
+    bounds = [one_by_one + (costs.weights[0] if split else 0.0)]
+    for worker in sorted(set(homes)):
+        own = [stage for stage, home in enumerate(homes) if home == worker]
+        bounds.append(way.worker_bound(own, num_microbatches))
+    return max(bounds)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A micro-batch's way there and back, and how long it takes to every stage.
+
+    Attributes:
+        forward: the seconds of every forward.
+        backward: of every backward, or of its input half.
+        weight: of every weight half, where there are halves.
+        wire: how long every hop occupies its link.
+        head: from the start of the step to the start of the first forward.
+        tail: from the end of the last backward to the end of the last backward of stage 0.
+        whole: one pass through everything.
+        split: whether backwards come in halves.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    weight: Sequence[float]
+    wire: Sequence[float]
+    head: Sequence[float]
+    tail: Sequence[float]
+    whole: float
+    split: bool
+
+    @classmethod
+    def of(cls, costs: Costs, homes: Sequence[int], split: bool) -> _Way:
+        links = range(costs.num_stages - 1)
+        apart = [homes[i] != homes[i + 1] for i in links]
+        wire = [costs.transfer[i] if costs.transfer and apart[i] else 0.0 for i in links]
+        delay = [wire[i] + (costs.latency[i] if costs.latency and apart[i] else 0.0) for i in links]
+        backward = costs.inputs if split else costs.backward
+        head = [0.0, *accumulate(costs.forward[i] + delay[i] for i in links)]
+        tail = [0.0, *accumulate(backward[i] + delay[i] for i in links)]
+        whole = head[-1] + costs.forward[-1] + backward[-1] + tail[-1]
+        weight = costs.weights if split else (0.0,) * costs.num_stages
+        return cls(costs.forward, backward, weight, wire, head, tail, whole, split)
+
+    def turn(self, stage: int) -> float:
+        """`D`: from the end of a forward to the earliest start of its backward."""
+        own = self.forward[stage] + self.backward[stage]
+        return self.whole - self.head[stage] - self.tail[stage] - own
+
+    def worker_bound(self, own: Sequence[int], count: int) -> float:
+        """The bound of the worker with these stages."""
+        first, last = own[0], own[-1]
+        forward = sum(self.forward[s] for s in own)
+        backward = sum(self.backward[s] for s in own)
+        weight = sum(self.weight[s] for s in own)
+        # How long after its first forward its first backward starts, and the mirror of that.
+        opening = self.head[last] - self.head[first] + self.forward[last] + self.turn(last)
+        closing = self.tail[last] - self.tail[first] + self.backward[last] + self.turn(last)
+        if len(own) > 1:
+            waits = max(0.0, opening - count * forward)
+            work = count * (forward + backward)
+            if not self.split:
+                work += max(waits, closing - count * backward)
+                return self.head[first] + work + self.tail[first]
+        elif not self.split:
+            return self.head[first] + self._alone(first, count) + self.tail[first]
+        else:
+            waits = _wait(self.turn(first), self._pace(first, self.forward), forward, count)
+            work = count * (forward + backward)
+        after = max(count * weight, self.tail[first] + self.weight[0])
+        return self.head[first] + waits + work + after
+
+    def _alone(self, stage: int, count: int) -> float:
+        """From its first forward to the end of its last backward, for a worker with one stage."""
+        forward, backward, turn = self.forward[stage], self.backward[stage], self.turn(stage)
+        f, b = self._pace(stage, self.forward), self._pace(stage, self.backward)
+        apart = forward + backward + max(
+            max(turn, (count - 1) * f) + (count - 1) * b,
+            (count - 1) * f + max(turn, (count - 1) * b),
+        )
+        if count == 1:
+            return apart
+        opening = _wait(turn, f, forward, count - 1)
+        closing = _wait(turn, b, backward, count - 1)
+        return min(apart, count * (forward + backward) + opening + closing)
+
+    def _pace(self, stage: int, seconds: Sequence[float]) -> float:
+        """The least time from one micro-batch to the next, at this stage or any before it."""
+        return max(*seconds[: stage + 1], *self.wire[:stage], 0.0)
+
+
+def _wait(turn: float, pace: float, seconds: float, most: int) -> float:
+    """The least of `max(turn, k pace) - k seconds` over `k` from 0 to `most - 1`.
+
+    With `pace >= seconds` it falls until `k pace` reaches `turn`, and rises from there.
+    """
+    k = most - 1 if pace * (most - 1) <= turn else int(turn / pace)
+    choices = (k, min(k + 1, most - 1))
+    return min(max(turn, k * pace) - k * seconds for k in choices)

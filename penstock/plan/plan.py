@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
 from penstock.errors import PlanError
+from penstock.schedule import Schedule, build
 
-_VERSION = 1
+_VERSION = 2
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One stage of a plan.
 
     Attributes:
+        worker: who runs it, counted from 0.
         device: where it runs.
         calls: the first call, and the one after the last.
         first: the label of its first call.
@@ -24,9 +27,13 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         weight_bytes: bytes of the parameters that it owns.
         input_bytes: bytes that enter it, per micro-batch.
         forward_seconds: predicted, per micro-batch.
-        backward_seconds: predicted, per micro-batch.
+        backward_seconds: predicted, per micro-batch, recomputing included.
+        weight_seconds: the part of it that a schedule with halved backwards puts off (`W`).
+        recompute: spans of its calls, each `(first, one after the last)`, whose activations are not
+            held but computed a second time in the backward.
     """
 
+    worker: int
     device: str
     calls: tuple[int, int]
     first: str
@@ -35,11 +42,19 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     input_bytes: int
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float = 0.0
+    recompute: tuple[tuple[int, int], ...] = ()
 
     @property
     def seconds(self) -> float:
         """Forward and backward of one micro-batch."""
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def spans(self) -> list[tuple[int, int, bool]]:
+        """Its calls in spans `(first, one after the last, whether they are recomputed)`."""
+        edges = sorted({*self.calls, *(edge for span in self.recompute for edge in span)})
+        return [(a, b, (a, b) in self.recompute) for a, b in pairwise(edges)]
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +99,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(stage.calls[0] for stage in self.stages[1:])
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of every stage."""
+        return tuple(stage.worker for stage in self.stages)
+
+    @property
     def devices(self) -> tuple[str, ...]:
-        """The device of every stage."""
-        return tuple(stage.device for stage in self.stages)
+        """The device of every worker."""
+        found = {stage.worker: stage.device for stage in self.stages}
+        return tuple(found[worker] for worker in range(len(found)))
+
+    def schedule_for(self, num_microbatches: int) -> Schedule:
+        """The schedule, for a batch of this many micro-batches."""
+        stages, workers = len(self.stages), len(self.devices)
+        return build(self.schedule, stages, num_microbatches, num_workers=workers)
 
     @property
     def microbatch_size(self) -> int:
@@ -136,10 +162,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"one is {fingerprint}); its stages began with "
                 f"{', '.join(stage.first for stage in self.stages)}. Plan again for this model"
             )
-        if len(devices) != len(self.stages):
+        if len(devices) != len(self.devices):
             raise PlanError(
-                f"the plan has {len(self.stages)} stages and there are {len(devices)} devices; "
-                f"give it {len(self.stages)} devices or plan again"
+                f"the plan is for {len(self.devices)} devices and there are {len(devices)}; "
+                f"give it {len(self.devices)} devices or plan again"
             )
 
     def __str__(self) -> str:

@@ -189,6 +189,7 @@ class _Layout:
         forward, backward = self.stage_times(option.cuts, rows)
         stages = [
             StagePlan(
+                worker=s,
                 device=device,
                 calls=(edges[s], edges[s + 1]),
                 first=profile.labels[edges[s]],

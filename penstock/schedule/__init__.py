@@ -1,55 +1,48 @@
 """Schedules: in which order every worker does its work. Pure data, no torch.
 
-naive       one micro-batch in the pipeline at a time
-gpipe       all forwards, then all backwards
-1f1b        one forward, one backward: GPipe's time, less memory
-eager-1f1b  1F1B with a deeper warm-up that hides the latency of the links
+One stage per worker:
+
+naive          one micro-batch in the pipeline at a time
+gpipe          all forwards, then all backwards
+1f1b           one forward, one backward: GPipe's time, less memory
+eager-1f1b     1F1B with a deeper warm-up that hides the latency of the links
+zero-bubble    1F1B with backwards in halves: weight halves fill the waiting time
+
+Several stages per worker, for shorter bubbles:
+
+interleaved    1F1B on a loop of stages
+breadth-first  GPipe on a loop of stages
+zero-bubble-v  two stages per worker, there and back, with backwards in halves
+
+Any placement, for stages that are not equal:
+
+fitted         made by a list scheduler for the costs that were measured
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
-from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.check import Check, check
+from penstock.schedule.costs import Costs
 from penstock.schedule.draw import draw
-from penstock.schedule.gpipe import gpipe
-from penstock.schedule.naive import naive
-from penstock.schedule.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from penstock.schedule.fitted import Rules
+from penstock.schedule.recipes import SCHEDULES, Recipe, StagesPerWorker, build, placement_of
 from penstock.schedule.timeline import Event, Timeline
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Check",
+    "Costs",
     "Event",
     "Kind",
+    "Recipe",
+    "Rules",
     "Schedule",
+    "StagesPerWorker",
     "Timeline",
     "build",
     "check",
     "draw",
+    "placement_of",
 ]
-
-SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
-    {
-        "naive": naive,
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "eager-1f1b": eager_one_f_one_b,
-    }
-)
-"""Every known schedule: `SCHEDULES[name](num_stages, num_microbatches)`."""
-
-
-def build(name: str, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule called `name`, with one worker per stage.
-
-    Raises:
-        ScheduleError: no schedule has that name, or there is no stage or no micro-batch.
-    """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"unknown schedule {name!r}; the known ones are {', '.join(SCHEDULES)}")
-    return SCHEDULES[name](num_stages, num_microbatches)

@@ -58,8 +58,17 @@ class Schedule:
     workers: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        if self.num_stages < 1 or self.num_microbatches < 1:
-            raise ScheduleError(
-                f"{self.name} needs at least one stage and one micro-batch, "
-                f"got num_stages={self.num_stages} and num_microbatches={self.num_microbatches}"
-            )
+        check_size(self.name, self.num_stages, self.num_microbatches)
+
+
+def check_size(name: str, num_stages: int, num_microbatches: int) -> None:
+    """Raise unless there is something to schedule.
+
+    Raises:
+        ScheduleError: there is no stage or no micro-batch.
+    """
+    if num_stages < 1 or num_microbatches < 1:
+        raise ScheduleError(
+            f"{name} needs at least one stage and one micro-batch, "
+            f"got num_stages={num_stages} and num_microbatches={num_microbatches}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Action, Schedule
+from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.walk import walk
 
 IDLE = ".."
@@ -11,7 +11,7 @@ IDLE = ".."
 def draw(schedule: Schedule) -> str:
     """One line per worker, one cell per unit of time when every action takes one unit.
 
-    A cell is `F` or `B` and the micro-batch, with the stage between them where a worker has
+    A cell is the action's kind and the micro-batch, with the stage between them where a worker has
     several: `F2`, or `F1.2` for stage 1. A worker waits in `..`:
 
         worker 0 | F0 F1 .. B0 .. B1
@@ -26,6 +26,10 @@ def draw(schedule: Schedule) -> str:
     several = any(len({action.stage for action in actions}) > 1 for actions in schedule.workers)
     for worker, action in walk(schedule):
         row = rows[worker]
+        # A weight half comes after its own worker's input half, and nothing comes after it.
+        if action.kind is Kind.WEIGHT:
+            row.append(_label(action, with_stage=several))
+            continue
         row.extend([IDLE] * (ready[action.microbatch] - len(row)))
         row.append(_label(action, with_stage=several))
         ready[action.microbatch] = len(row)

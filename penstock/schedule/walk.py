@@ -4,9 +4,11 @@ Micro-batch `i` of a pipeline of `p` stages travels one path of `2p` actions,
 
     F0.i  F1.i  ...  F(p-1).i  B(p-1).i  ...  B1.i  B0.i
 
-and every action waits for the one before it on that path: `F` for the activations, `B` for the
-gradients (and so, through the path, for its own `F`). That is the whole dependency graph, so how
-far each micro-batch has come says everything about what may run next.
+where any `B` may be only its first half, `I`. Every action waits for the one before it on that
+path: `F` for the activations, `B` and `I` for the gradients (and so, through the path, for their
+own `F`). A second half `W` is off the path: it waits for its own `I`, and nobody waits for it.
+That is the whole dependency graph, so how far each micro-batch has come says everything about what
+may run next.
 """
 
 from __future__ import annotations
@@ -15,16 +17,6 @@ from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Kind, Schedule
-
-
-def source(action: Action, num_stages: int) -> Action | None:
-    """The action whose result `action` waits for; None for a forward of stage 0."""
-    kind, stage, microbatch = action
-    if kind is Kind.FORWARD:
-        return Action(kind, stage - 1, microbatch) if stage else None
-    if stage == num_stages - 1:
-        return Action(Kind.FORWARD, stage, microbatch)
-    return Action(kind, stage + 1, microbatch)
 
 
 def placement(schedule: Schedule) -> tuple[int, ...]:
@@ -56,7 +48,7 @@ def placement(schedule: Schedule) -> tuple[int, ...]:
 def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yields `(worker, action)` in an order in which a single thread could run the whole schedule.
 
-    Every worker's own order is kept, and every action comes after its `source`. Takes constant
+    Every worker's own order is kept, and every action comes after what it waits for. Takes constant
     time per action.
 
     Raises:
@@ -65,7 +57,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     homes = placement(schedule)
     path = homes + homes[::-1]  # the worker of every action on a micro-batch's path
     last = len(path) - 1
-    forward = Kind.FORWARD
+    forward, weight = Kind.FORWARD, Kind.WEIGHT
     travelled = [0] * schedule.num_microbatches
     heads = [0] * len(schedule.workers)
     awake = list(range(len(schedule.workers) - 1, -1, -1))
@@ -75,6 +67,12 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         while head < len(actions):
             kind, stage, microbatch = action = actions[head]
             position = stage if kind is forward else last - stage
+            if kind is weight:
+                if travelled[microbatch] <= position:
+                    break
+                head += 1
+                yield worker, action
+                continue
             if travelled[microbatch] != position:
                 break
             travelled[microbatch] = position + 1
@@ -92,7 +90,7 @@ def _describe_deadlock(schedule: Schedule, heads: list[int]) -> str:
     stuck = []
     for worker, (head, actions) in enumerate(zip(heads, schedule.workers, strict=True)):
         if head < len(actions):
-            awaited = source(actions[head], schedule.num_stages)
+            awaited = _awaited(schedule, actions[head])
             reason = f"waits for {awaited}" if awaited else "was already done"
             stuck.append(f"worker {worker} is stuck on {actions[head]}, which {reason}")
     total = sum(map(len, schedule.workers))
@@ -100,3 +98,18 @@ def _describe_deadlock(schedule: Schedule, heads: list[int]) -> str:
         f"{schedule.name} with {schedule.num_stages} stages and {schedule.num_microbatches} "
         f"micro-batches deadlocks after {sum(heads)} of {total} actions: {'; '.join(stuck)}"
     )
+
+
+def _awaited(schedule: Schedule, action: Action) -> Action | None:
+    """The action whose result `action` waits for; None for a forward of stage 0."""
+    kind, stage, microbatch = action
+    if kind is Kind.FORWARD:
+        return Action(kind, stage - 1, microbatch) if stage else None
+    if kind is Kind.WEIGHT:
+        return Action(Kind.INPUT, stage, microbatch)
+    if stage == schedule.num_stages - 1:
+        return Action(Kind.FORWARD, stage, microbatch)
+    half = Action(Kind.INPUT, stage + 1, microbatch)
+    if any(half in actions for actions in schedule.workers):
+        return half
+    return Action(Kind.BACKWARD, stage + 1, microbatch)

@@ -1,7 +1,9 @@
-"""What a schedule would do on a profile: an event simulator. No torch."""
+"""The simulator: when everything in a step would happen, and how much memory it would take."""
 
 from __future__ import annotations
 
 from penstock.simulate.events import simulate
+from penstock.simulate.memory import Memory, memory_over_time
+from penstock.simulate.network import Network
 
-__all__ = ["simulate"]
+__all__ = ["Memory", "Network", "memory_over_time", "simulate"]

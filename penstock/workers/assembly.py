@@ -17,10 +17,12 @@ from penstock.capture.lowering import assemble
 from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Feed, LossFailed, Outlet
 from penstock.engine.microbatch import check_mergeable, merge_dim
+from penstock.engine.span import Span
 from penstock.engine.stage import Held, MicroBatch, Sink, Source, Stage
 from penstock.errors import InputError, WorkerError
 from penstock.links.local import Aborted, LocalLink
-from penstock.schedule import Action, Event, Kind, build, check
+from penstock.plan import Plan
+from penstock.schedule import SCHEDULES, Action, Event, Kind, check
 
 Pass = Literal["train", "forward", "backward", "infer"]
 """What a run does: both directions interleaved, or one of them, or forwards without gradients."""
@@ -74,31 +76,30 @@ class Assembly:
     """The stages of one mode (training or evaluation) and everything between them.
 
     Attributes:
-        ways: the ways through the model that batches have taken so far; every stage has a module
-            for each.
+        ways: the ways through the model that batches have taken so far; every stage has spans for
+            each.
         feed: the source of the first stage.
         outlet: the sink of the last one.
-        stages: the stages, in order; stage `s` runs on worker `s`.
-        parameters: of every stage.
-        changing: of every stage the buffers that a forward changes.
+        stages: the stages, in order.
+        parameters: of every worker.
+        changing: of every worker the buffers that a forward changes.
     """
 
     def __init__(
         self,
         program: Program,
-        cuts: Sequence[int],
+        plan: Plan,
         devices: Sequence[torch.device],
-        schedule: str,
         training: bool,
     ) -> None:
         self._program = program
-        self._cuts = cuts
-        self._devices = devices
+        self._plan = plan
         self._training = training
-        self._schedule = schedule
-        self.feed = Feed(devices[0])
+        homes = [devices[worker] for worker in plan.placement]
+        self._halves = SCHEDULES[plan.schedule].splits_backward
+        self.feed = Feed(homes[0])
         self.outlet = Outlet(self._assemble)
-        links = [LocalLink(a, b) for a, b in pairwise(devices)]
+        links = [LocalLink(a, b) for a, b in pairwise(homes)]
         self._links = links
         sources: list[Source] = [self.feed, *links]
         sinks: list[Sink] = [*links, self.outlet]
@@ -106,6 +107,7 @@ class Assembly:
             Stage(index, (), source, sink)
             for index, (source, sink) in enumerate(zip(sources, sinks, strict=True))
         ]
+        self._homes = homes
         self.parameters: list[list[nn.Parameter]] = [[] for _ in devices]
         self.changing: list[list[torch.Tensor]] = [[] for _ in devices]
         self.ways: list[Way] = []
@@ -137,13 +139,23 @@ class Assembly:
 
     def _add(self, trace: Trace) -> int:
         """Let the stages know one more way."""
-        parts = self._program.stages_of(trace, self._cuts, self._devices)
+        spans = [(number, *span) for number, s in enumerate(self._plan.stages) for span in s.spans]
+        parts = self._program.stages_of(
+            trace,
+            [start for _, start, _, _ in spans[1:]],
+            [self._homes[number] for number, *_ in spans],
+            [self.stages[number].deferral for number, *_ in spans] if self._halves else None,
+        )
         buffers = dict(self._program.model.named_buffers())
         changed = {id(buffers[name]) for name in trace.changed}
-        for s, part in enumerate(parts):
-            self.stages[s].modules.append(part.module)
-            _extend(self.parameters[s], part.module.parameters())
-            _extend(self.changing[s], (b for b in part.module.buffers() if id(b) in changed))
+        for stage in self.stages:
+            stage.ways.append([])
+        for part, (number, _, _, recompute) in zip(parts, spans, strict=True):
+            module, worker = part.module, self._plan.placement[number]
+            changing = [b for b in module.buffers() if id(b) in changed]
+            self.stages[number].ways[-1].append(Span(module, recompute, changing))
+            _extend(self.parameters[worker], module.parameters())
+            _extend(self.changing[worker], changing)
         self.ways.append(Way(trace, parts[0].inputs, parts[-1].outputs))
         return len(self.ways) - 1
 
@@ -174,14 +186,11 @@ class Assembly:
 
     def _compile(self, what: Pass, count: int) -> list[tuple[list[Action], list[Run]]]:
         """Every worker's actions and callables; the schedule is proven first."""
-        schedule = build(self._schedule, len(self.stages), count)
+        schedule = self._plan.schedule_for(count)
         check(schedule)
-        wanted = {
-            "train": (Kind.FORWARD, Kind.BACKWARD),
-            "forward": (Kind.FORWARD,),
-            "infer": (Kind.FORWARD,),
-            "backward": (Kind.BACKWARD,),
-        }[what]
+        wanted = set(Kind)
+        if what != "train":
+            wanted = wanted - {Kind.FORWARD} if what == "backward" else {Kind.FORWARD}
         lists = [[a for a in actions if a.kind in wanted] for actions in schedule.workers]
         return [(a, compile_actions(a, self.stages, what != "infer")) for a in lists]
 
@@ -199,11 +208,10 @@ class Assembly:
 
     def clear(self) -> None:
         """Let go of the batch, and of whatever a step that failed has left."""
-        self.take_held()
         self.feed.clear()
         self.outlet.clear()
         for stage in self.stages:
-            stage.microbatches = ()
+            stage.clear()
 
     def abort(self) -> None:
         """Wake every worker that waits at a link."""

@@ -12,7 +12,8 @@ from torch import nn
 
 from penstock.capture import Key
 from penstock.engine.compile import compile_actions, recorded
-from penstock.engine.stage import Gradients, MicroBatch, Roots, Stage, Values, edges
+from penstock.engine.span import Gradients, Roots, Span, Values, edges
+from penstock.engine.stage import MicroBatch, Stage
 from penstock.schedule import Action, Event, Kind
 
 KEY = Key(0, 0, 0)
@@ -44,7 +45,7 @@ def stage_of(function: Any, values: Values, gradients: Gradients = ()) -> Stage:
         results = function(*entered)
         return results if isinstance(results, tuple) else (results,)
 
-    stage = Stage(0, [module], Neighbour(values), Neighbour(tuple(gradients)))
+    stage = Stage(0, [[Span(module)]], Neighbour(values), Neighbour(tuple(gradients)))
     stage.microbatches = [MicroBatch({"B": 2}, KEY)] * 4
     return stage
 
@@ -112,14 +113,15 @@ def test_nothing_is_held_longer_than_needed() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     stage = stage_of(lambda v: v + 1, (x,), (torch.ones(2, 3),))
     seen: list[Any] = []
-    module = stage.modules[0]
+    (span,) = stage.ways[0]
+    module = span.module
 
     def watched(*args: Any) -> Values:
         results = module(*args)
         seen.extend(weakref.ref(t) for t in (args[2], results[0]))
         return results
 
-    stage.modules[0] = watched
+    span.module = watched
     stage.await_values(0)
     stage.forward(0)
     gc.collect()

@@ -2,118 +2,57 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.errors import InputError, PlanError
 from penstock.plan.bound import step_bound
 from penstock.plan.partition import Partition, partition
-
-
-@dataclass(frozen=True)
-class Problem:
-    seconds: list[list[float]]
-    latency: list[float]
-    allowed: list[bool]
-    tie: list[float]
-    m: int
-    fill: float
-
-    def solve(self) -> Partition:
-        return partition(
-            np.array(self.seconds),
-            num_microbatches=self.m,
-            fill=self.fill,
-            latency=np.array(self.latency),
-            allowed=self.allowed,
-            tie=np.array(self.tie),
-        )
-
-    def every_way_to_cut(self) -> Iterator[tuple[int, ...]]:
-        p, n = len(self.seconds), len(self.seconds[0])
-        positions = [k for k in range(1, n) if self.allowed[k]]
-        return itertools.combinations(positions, p - 1)
-
-    def objective(self, cuts: Sequence[int]) -> float:
-        edges = [0, *cuts, len(self.seconds[0])]
-        work = [sum(row[edges[s] : edges[s + 1]]) for s, row in enumerate(self.seconds)]
-        return max(
-            self.fill * sum(work[i] + 2 * self.latency[edges[i + 1]] for i in range(s))
-            + self.m * work[s]
-            for s in range(len(work))
-        )
-
-    def ties(self, cuts: Sequence[int]) -> float:
-        return sum(self.tie[k] for k in cuts)
-
-
-@st.composite
-def problems(draw: st.DrawFn, numbers: st.SearchStrategy[float]) -> Problem:
-    p = draw(st.integers(1, 4))
-    n = draw(st.integers(p, 9))
-
-    def row(length: int, of: st.SearchStrategy[Any] = numbers) -> list[Any]:
-        return draw(st.lists(of, min_size=length, max_size=length))
-
-    equal_devices = draw(st.booleans())
-    seconds = [row(n)] * p if equal_devices else [row(n) for _ in range(p)]
-    allowed = row(n + 1, st.booleans())
-    for k in draw(st.permutations(range(1, n)))[: p - 1]:
-        allowed[k] = True
-    return Problem(
-        seconds=seconds,
-        latency=row(n + 1) if draw(st.booleans()) else [0.0] * (n + 1),
-        allowed=allowed,
-        tie=row(n + 1),
-        m=draw(st.integers(1, 8)),
-        fill=draw(st.sampled_from([0.0, 0.5, 1.0])),
-    )
+from tests.plan.brute_force import Option, Problem, problems
 
 
 # Small whole numbers give many ties and no rounding; any floats give neither.
-@settings(max_examples=300)
-@given(problems(st.integers(0, 6).map(float)))
+@settings(max_examples=250)
+@given(problems())
 def test_optimal_and_lightest_among_the_optimal(problem: Problem) -> None:
-    found = problem.solve()
-    best = min(map(problem.objective, problem.every_way_to_cut()))
-    assert found.objective == best
-    assert problem.objective(found.cuts) == best
-    assert found.cuts in problem.every_way_to_cut()
-    optimal = [cuts for cuts in problem.every_way_to_cut() if problem.objective(cuts) == best]
-    assert problem.ties(found.cuts) == min(map(problem.ties, optimal))
+    problem.check()
 
 
 @pytest.mark.parametrize(
     "problem",
     [
         Problem(
-            seconds=[
-                [8, 0, 2, 2, 1, 0, 0, 1],
-                [2, 2, 2, 2, 2, 1, 2, 0],
-                [2, 2, 2, 0, 2, 1, 2, 1],
-                [1, 0, 0, 2, 1, 0, 0, 2],
+            options=[
+                Option(
+                    [
+                        [8, 0, 2, 2, 1, 0, 0, 1],
+                        [2, 2, 2, 2, 2, 1, 2, 0],
+                        [2, 2, 2, 0, 2, 1, 2, 1],
+                        [1, 0, 0, 2, 1, 0, 0, 2],
+                    ]
+                )
             ],
-            latency=[0, 4, 0, 1, 0, 0, 1, 1, 0],
+            latency=[[0, 4, 0, 1, 0, 0, 1, 1, 0]] * 3,
             allowed=[True] * 9,
             tie=[0, 1, 18, 16, 17, 17, 16, 15, 0],
             m=4,
             fill=1.0,
         ),
         Problem(
-            seconds=[
-                [7, 0, 1, 0, 1, 1, 2],
-                [1, 2, 0, 0, 2, 1, 0],
-                [1, 2, 0, 0, 1, 1, 2],
-                [1, 0, 0, 0, 0, 0, 0],
+            options=[
+                Option(
+                    [
+                        [7, 0, 1, 0, 1, 1, 2],
+                        [1, 2, 0, 0, 2, 1, 0],
+                        [1, 2, 0, 0, 1, 1, 2],
+                        [1, 0, 0, 0, 0, 0, 0],
+                    ]
+                )
             ],
-            latency=[0, 5, 5, 0, 4, 4, 4, 0],
+            latency=[[0, 5, 5, 0, 4, 4, 4, 0]] * 3,
             allowed=[True] * 8,
             tie=[0, 13, 19, 5, 15, 17, 6, 0],
             m=3,
@@ -123,18 +62,14 @@ def test_optimal_and_lightest_among_the_optimal(problem: Problem) -> None:
 )
 def test_the_lightest_cuts_are_not_the_fastest_ones(problem: Problem) -> None:
     """A heavy first call leaves slack, and an early light cut spends what a later one needs."""
-    best = min(map(problem.objective, problem.every_way_to_cut()))
-    optimal = [cuts for cuts in problem.every_way_to_cut() if problem.objective(cuts) == best]
-    found = problem.solve()
-    assert found.objective == best
-    assert problem.ties(found.cuts) == min(map(problem.ties, optimal))
+    problem.check()
 
 
 @settings(max_examples=200)
-@given(problems(st.floats(0.0, 1e3)))
+@given(problems(whole=False))
 def test_optimal_for_any_numbers(problem: Problem) -> None:
     found = problem.solve()
-    best = min(map(problem.objective, problem.every_way_to_cut()))
+    best = problem.best()
     assert found.objective == pytest.approx(best, rel=2e-9)
     assert problem.objective(found.cuts) == pytest.approx(best, rel=2e-9)
 
@@ -179,7 +114,7 @@ def test_a_latency_decides_between_equal_cuts() -> None:
     latency = np.array([0.0, 1.0, 1.0, 0.1, 1.0, 1.0, 0.0])
     seconds = np.array([[0.0, 1.0, 0.0, 0.0, 0.0, 1.0]] * 2)
     found = partition(seconds, num_microbatches=1, latency=latency)
-    assert found == Partition(cuts=(3,), objective=2.2)
+    assert found == Partition(cuts=(3,), objective=2.2, variants=(0, 0), devices=(0, 1))
 
 
 def test_a_call_that_a_device_can_hardly_run_goes_elsewhere() -> None:
@@ -187,14 +122,17 @@ def test_a_call_that_a_device_can_hardly_run_goes_elsewhere() -> None:
     seconds = rng.random((3, 8)) * 1e-3
     seconds[0, 4:] = seconds[1, :2] = seconds[2, :5] = 1e12
     line = [0.0] * 9
-    problem = Problem(seconds.tolist(), line, [True] * 9, line, m=4, fill=1.0)
-    best = min(map(problem.objective, problem.every_way_to_cut()))
+    options = [Option(seconds.tolist())]
+    problem = Problem(options, [line] * 2, [True] * 9, line, m=4, fill=1.0)
+    best = problem.best()
     assert best < 1.0
     assert problem.solve().objective == pytest.approx(best, rel=1e-12)
 
 
 def test_one_device_takes_everything() -> None:
-    assert partition(np.array([[1.0, 2.0, 3.0]]), num_microbatches=2) == Partition((), 12.0)
+    assert partition(np.array([[1.0, 2.0, 3.0]]), num_microbatches=2) == Partition(
+        (), 12.0, (0,), (0,)
+    )
 
 
 def test_calls_that_cost_nothing() -> None:

@@ -1,0 +1,218 @@
+"""Backwards in two halves: the gradients of the inputs now, those of the weights later.
+
+A call like a linear layer runs in an autograd graph of its own. When the gradient of its result
+comes, only the gradient of its input is computed and handed on (`I`); the gradient of its weights
+waits in a `Deferral` until somebody asks for it (`W`). Both halves are autograd's own formulas,
+each computed once, so that every bit is that of a whole backward, and parameter hooks fire once.
+(Splitting the graph of a whole stage, as `torch.distributed.pipelining` does, computes much of it
+twice: 2 to 8 times a backward.)
+
+It is done for calls whose backward is one kernel with a product for the input and one for the
+weights, which do not share any work: linear layers, convolutions, embeddings, whatever class they
+are of. Everything else, normalisations above all, computes both at once and stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from penstock.capture.calls import Attribute, Call, Ref, TensorInfo, Trace
+from penstock.capture.trees import flatten
+
+_PRODUCTS = {
+    *("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"),
+    *("LinearBackward0", "MkldnnLinearBackward0"),
+    *("ConvolutionBackward0", "EmbeddingBackward0"),
+}
+_FREE = {
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"),
+    *("TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0"),
+    *("AddBackward0", "ToCopyBackward0", "AccumulateGrad"),
+}
+
+
+class Pending(NamedTuple):
+    """The weight half of one call: where to start, from which gradient, for which parameters."""
+
+    edge: GradientEdge
+    gradient: torch.Tensor
+    parameters: Sequence[nn.Parameter]
+
+
+class Deferral:
+    """Collects the weight halves of a backward.
+
+    Attributes:
+        pending: in the order in which the backward came by.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[Pending] = []
+
+    def take(self) -> list[Pending]:
+        """What was collected, which is then no longer here."""
+        pending, self.pending = self.pending, []
+        return pending
+
+
+def run_pending(pending: Sequence[Pending]) -> None:
+    """Compute the weight halves; the gradients add up in `.grad`."""
+    if pending:
+        torch.autograd.backward(
+            [half.edge for half in pending],
+            [half.gradient for half in pending],
+            inputs=[parameter for half in pending for parameter in half.parameters],
+        )
+
+
+class Half:
+    """What is known of one call that may be halved.
+
+    Args:
+        deferral: where its weight halves go.
+
+    Attributes:
+        is_one_product: whether its backward can be halved for free; `None` until it has run.
+    """
+
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
+        self.is_one_product: bool | None = None
+
+
+def may_be_halved(trace: Trace, model: nn.Module) -> list[bool]:
+    """For every call, whether it uses parameters of its own, and does nothing but compute.
+
+    A parameter that several calls use gets the sum of their gradients in one piece, so it has to
+    come out of one backward.
+    """
+    uses: dict[str, int] = {}
+    names = [_names(call) for call in trace.calls]
+    for used in names:
+        for name in used:
+            uses[name] = uses.get(name, 0) + 1
+    for leaf in trace.outputs:
+        if isinstance(leaf, Attribute):
+            uses[leaf.name] = uses.get(leaf.name, 0) + 1
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return [
+        _is_plain(call, model)
+        and any(name in parameters for name in used)
+        and all(uses[name] == 1 for name in used)
+        for call, used in zip(trace.calls, names, strict=True)
+    ]
+
+
+def _names(call: Call) -> set[str]:
+    return {*call.hidden, *(v.name for v in call.reads() if isinstance(v, Attribute))}
+
+
+def _is_plain(call: Call, model: nn.Module) -> bool:
+    if call.random or call.ambient is not None or call.mutates or call.result is not None:
+        return False
+    if len(call.outputs) != 1 or not isinstance(call.outputs[0], TensorInfo):
+        return False
+    direct = {id(v) for v in (*call.args, *call.kwargs.values()) if isinstance(v, Ref)}
+    if any(
+        isinstance(v, Ref) and id(v) not in direct for v in flatten((call.args, call.kwargs))[0]
+    ):
+        return False
+    if not isinstance(call.target, str):
+        return True
+    module = model.get_submodule(call.target)
+    return not [*module.children(), *module.buffers()]
+
+
+def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `function`, a module or a torch function, so that its backward comes in halves."""
+    given = (*args, *kwargs.values())
+    parameters = _parameters(function, given)
+    if half.is_one_product is False or not (torch.is_grad_enabled() and parameters):
+        return function(*args, **kwargs)
+    entering = [
+        v
+        for v in given
+        if isinstance(v, torch.Tensor) and v.requires_grad and not isinstance(v, nn.Parameter)
+    ]
+    inside = {id(v): v.detach().requires_grad_() for v in entering}
+    result = function(
+        *(inside.get(id(v), v) for v in args),
+        **{name: inside.get(id(v), v) for name, v in kwargs.items()},
+    )
+    if half.is_one_product is None:
+        half.is_one_product = is_one_product(result)
+        if not half.is_one_product:
+            return function(*args, **kwargs)
+    own = _Own(get_gradient_edge(result), [inside[id(v)] for v in entering], parameters)
+    anchor = torch.empty(0, requires_grad=True)
+    return _Halve.apply(own, half.deferral, anchor, result.detach(), *entering)
+
+
+def is_one_product(result: Any) -> bool:
+    """Whether the backward from here to the leaves is one product, and views."""
+    if not isinstance(result, torch.Tensor) or result.grad_fn is None:
+        return False
+    products, seen, waiting = 0, set(), [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() in _PRODUCTS:
+            products += 1
+        elif node.name().rpartition("::")[2] not in _FREE:
+            return False
+        waiting += _next(node)
+    return products == 1
+
+
+def _next(node: Node) -> Iterable[Node]:
+    return (following for following, _ in node.next_functions if following is not None)
+
+
+def _parameters(function: Callable[..., Any], given: Sequence[Any]) -> list[nn.Parameter]:
+    """Those that get a gradient; none if hooks of a module would notice that there are halves."""
+    if isinstance(function, nn.Module):
+        if function._backward_hooks or function._backward_pre_hooks:
+            return []
+        return [p for p in function.parameters() if p.requires_grad]
+    return [v for v in given if isinstance(v, nn.Parameter) and v.requires_grad]
+
+
+class _Own(NamedTuple):
+    """The autograd graph of a call's own."""
+
+    edge: GradientEdge
+    inputs: list[torch.Tensor]
+    parameters: list[nn.Parameter]
+
+
+class _Halve(torch.autograd.Function):
+    """Joins the call's own graph to the one around it; its backward is the input half."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: _Own,
+        deferral: Deferral,
+        anchor: torch.Tensor,
+        result: torch.Tensor,
+        *entering: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.own, ctx.deferral = own, deferral
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        own, (gradient,) = ctx.own, gradients
+        found: Sequence[torch.Tensor | None] = ()
+        if own.inputs:
+            found = torch.autograd.grad(own.edge, own.inputs, gradient, retain_graph=True)
+        ctx.deferral.pending.append(Pending(own.edge, gradient, own.parameters))
+        return (None, None, None, None, *found)

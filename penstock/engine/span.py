@@ -1,0 +1,195 @@
+"""A stretch of a stage with an autograd graph of its own, kept until the backward or made again.
+
+A stage is one span, unless parts of it are recomputed (Chen et al. 2016, arXiv:1604.06174): of
+such a part only what enters it is kept, and its forward runs a second time when its backward is
+due. Between two spans values are cut off from their history just as between two stages, so that
+gradients are summed in the same order, and the bits are the same with recomputing as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from penstock.capture.calls import Ambient, Sizes, ambient
+from penstock.capture.randomness import Key
+
+Values = tuple[Any, ...]
+Gradients = Sequence[torch.Tensor | None]
+Roots = Sequence[GradientEdge | None]
+
+
+@dataclass
+class Span:
+    """Some calls of a stage.
+
+    Attributes:
+        module: `module(sizes, key, *values) -> tuple`, see `penstock.capture.lowering`.
+        recompute: whether its forward runs again before its backward.
+        changing: the buffers that its forward changes.
+    """
+
+    module: Callable[..., Values]
+    recompute: bool = False
+    changing: Sequence[torch.Tensor] = field(default=())
+
+
+class Passed(NamedTuple):
+    """What is held of a micro-batch that has passed a span.
+
+    Attributes:
+        entry: catches the gradients of what entered.
+        roots: where the backward starts.
+    """
+
+    entry: Entry
+    roots: Roots
+
+
+class Recipe(NamedTuple):
+    """How to pass a span again: the same values, random numbers, buffers and modes.
+
+    Attributes:
+        span: the span.
+        values: what entered it.
+        sizes: of the micro-batch.
+        key: of its random numbers.
+        buffers: what was in the buffers that the forward changes.
+        modes: autocast, as it was.
+    """
+
+    span: Span
+    values: Values
+    sizes: Sizes
+    key: Key
+    buffers: Sequence[torch.Tensor]
+    modes: Ambient
+
+    def passed(self) -> Passed:
+        """Run the forward again; buffers are left as they are now."""
+        now = [buffer.detach().clone() for buffer in self.span.changing]
+        _write(self.span.changing, self.buffers)
+        contexts = [torch.autocast(d, enabled=on, dtype=t) for d, on, t in self.modes.autocast]
+        try:
+            entry, entered = enter(self.values)
+            with torch.enable_grad(), contexts[0], contexts[1]:
+                results = self.span.module(self.sizes, self.key, *entered)
+        finally:
+            _write(self.span.changing, now)
+        return Passed(entry, edges(results))
+
+
+def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe | Entry, Values]:
+    """Run a span; what its backward needs, apart from its roots, and its results.
+
+    The results of a span that is recomputed have no history, but ask for a gradient where they
+    would have one.
+    """
+    if not span.recompute:
+        entry, entered = enter(values)
+        return entry, span.module(sizes, key, *entered)
+    buffers = [buffer.detach().clone() for buffer in span.changing]
+    recipe = Recipe(span, values, sizes, key, buffers, ambient())
+    with saved_tensors_hooks(_forget, _recall):
+        _, entered = enter(values)
+        results = span.module(sizes, key, *entered)
+    return recipe, tuple(_without_history(value) for value in results)
+
+
+def _forget(_: torch.Tensor) -> None:
+    """Autograd keeps nothing."""
+
+
+def _recall(_: None) -> torch.Tensor:
+    raise RuntimeError("a recomputed span has no history")
+
+
+def _without_history(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()
+
+
+@torch.no_grad()
+def _write(buffers: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
+    """Without autograd noticing: it holds running statistics, but does not use them."""
+    for buffer, content in zip(buffers, contents, strict=True):
+        buffer.data.copy_(content)
+
+
+def run_backward(roots: Roots, gradients: Gradients) -> None:
+    """From these roots with these gradients, where there are both."""
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if root is not None and gradient is not None
+    ]
+    if pairs:
+        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+
+
+def edges(results: Values) -> Roots:
+    """For every result where its backward starts; the result itself need not be kept for that."""
+    return [
+        get_gradient_edge(r) if isinstance(r, torch.Tensor) and r.requires_grad else None
+        for r in results
+    ]
+
+
+class Entry:
+    """Catches the gradients of the values that entered a stage.
+
+    Attributes:
+        gradients: for every value its gradient, once the backward has run.
+    """
+
+    __slots__ = ("differentiable", "gradients")
+
+    def __init__(self, values: Values) -> None:
+        self.differentiable = [
+            k for k, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad
+        ]
+        self.gradients: list[torch.Tensor | None] = [None] * len(values)
+
+    def catch(self, gradients: Gradients) -> None:
+        """Called by autograd with the gradients of the differentiable values."""
+        for k, gradient in zip(self.differentiable, gradients, strict=True):
+            self.gradients[k] = gradient
+
+
+def enter(values: Values) -> tuple[Entry, Values]:
+    """The values without their history, in an autograd graph of the stage's own.
+
+    They share memory with the originals and are no leaves, so a stage may begin with an operation
+    in place; and all of them come from one autograd node, so that their gradients are caught
+    together without passing through `.grad`.
+    """
+    entry = Entry(values)
+    if not entry.differentiable:
+        return entry, values
+    detached = [values[k].detach() for k in entry.differentiable]
+    entered = list(values)
+    anchor = torch.empty(0, requires_grad=True)
+    fresh = _Enter.apply(entry, anchor, *detached)
+    for k, value in zip(entry.differentiable, fresh, strict=True):
+        entered[k] = value
+    return entry, tuple(entered)
+
+
+class _Enter(torch.autograd.Function):
+    """The identity; its backward hands the gradients to the entry and ends there."""
+
+    @staticmethod
+    def forward(ctx: Any, entry: Entry, anchor: torch.Tensor, *values: torch.Tensor) -> Values:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.entry.catch(gradients)
+        return (None, None, *(None for _ in gradients))

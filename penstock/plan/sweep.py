@@ -1,0 +1,257 @@
+"""Solving the line: the least limit that can be met, and the lightest cuts that meet it.
+
+Exact, in `O(n log n)` per step, way and probe:
+
+1. For a given limit on the objective the smallest elapsed time of a state is never worse than a
+   larger one, because whatever follows only gets later. Where a stage must end, for the limit as
+   for the memory, only depends on where it begins and when. So one forward pass of minima tells
+   whether a limit can be met (`_sweep`).
+2. Every limit between two neighbouring values of the objective gives the same pass, so a
+   bisection that jumps to those values ends at the optimum itself (`least_limit`). Values that
+   lie beyond what memory allows are no such values: no limit makes them possible.
+3. A stage that began no earlier than its calls could be done anywhere, and filled to the limit,
+   goes no further back than to some position. What a chain of these cannot reach from the end
+   can be left out (`_earliest`), and a limit for which it does not reach the beginning cannot be
+   met.
+4. Among the partitions that meet the optimum a best-first search from the end finds the one of
+   the smallest boundaries (`lightest_route`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.plan.costs import Floats
+from penstock.plan.line import Line, Route, Step, Way
+
+Positions = NDArray[np.intp]
+
+TOLERANCE = 1e-9
+"""Objectives that differ by less than this share of them count as equal."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Sweep:
+    """What can be reached without any stage exceeding a limit."""
+
+    elapsed: Floats  # (nodes, n + 1): the smallest of every state, inf where there is none
+    accepted: float  # the largest value of the objective that was met and is within the limit
+    rejected: float  # the smallest one that was met, fits the memory, and is not
+
+    @property
+    def feasible(self) -> bool:
+        return bool(np.isfinite(self.elapsed[-1, -1]))
+
+
+def least_limit(line: Line) -> float:
+    """The optimum: the smallest limit that can be met, or inf if memory allows none."""
+    unlimited = _sweep(line, math.inf, np.zeros(line.last + 1, np.intp))
+    if not unlimited.feasible:
+        return math.inf
+    high = unlimited.accepted
+    low = _too_low(line, high)
+    stride = low / 1024 or high
+    while math.nextafter(low, math.inf) < high:
+        limit = min(low + stride, (low + high) / 2)
+        limit = math.floor(limit) if line.whole else limit
+        sweep = _sweep(line, limit, _earliest(line, high))
+        if sweep.feasible:
+            high = min(limit, sweep.accepted)
+        else:
+            low = max(math.nextafter(limit, math.inf), sweep.rejected)
+            stride *= 4
+    return high
+
+
+def _too_low(line: Line, high: float) -> float:
+    """A limit that cannot be met, or zero; close to the least if stages could divide calls."""
+    low = 0.0
+    for _ in range(60):
+        limit = (low + high) / 2
+        if _earliest(line, limit)[0] > 0:
+            low = limit
+        else:
+            high = limit
+        if high - low <= low / 1024:
+            break
+    return low
+
+
+def _earliest(line: Line, limit: float) -> Positions:
+    """(nodes,): at no smaller position can a state be completed within `limit`.
+
+    From the end, every stage takes the most calls that it could if its elapsed time were that of
+    its calls on their fastest devices. Beyond the end where nothing can be completed.
+    """
+    m, end = line.terms.num_microbatches, line.end
+    # Weighing elapsed time less than it counts is safe, and keeps `lag` ascending.
+    begun = min(line.terms.fill, m) * line.least
+    room = limit * (1 + TOLERANCE)
+    earliest = np.full(line.last + 1, end + 1)
+    earliest[-1] = end
+    for step in reversed(line.steps):
+        last = int(earliest[step.target])
+        if last > end:
+            continue
+        for way in line.ways[step.row]:
+            lag = m * way.until[: last + 1] - begun[: last + 1]
+            must = m * way.until[last] + way.base.min() - room
+            earliest[step.source] = min(earliest[step.source], np.searchsorted(lag, must))
+    return earliest
+
+
+def _sweep(line: Line, limit: float, earliest: Positions) -> _Sweep:
+    """From left to right, the smallest elapsed time of every state within `limit`."""
+    m, fill = line.terms.num_microbatches, line.terms.fill
+    elapsed = np.full((line.last + 1, line.end + 1), np.inf)
+    elapsed[0, 0] = 0.0
+    accepted, rejected = 0.0, np.inf
+    for step, starts in _open_steps(line, elapsed):
+        begun = elapsed[step.source, starts]
+        ends = _ends(line, step, int(earliest[step.target]))
+        for way in line.ways[step.row]:
+            until, furthest = way.until, way.furthest[starts]
+            worst = begun + way.base[starts] - m * until[starts]
+            reach = _reach(way, m, worst, starts, limit)
+
+            moved = reach > starts
+            accepted = max(accepted, (worst + m * until[reach])[moved].max(initial=0.0))
+            more = reach < furthest
+            beyond = worst[more] + m * until[reach[more] + 1]
+            rejected = min(rejected, beyond.min(initial=np.inf))
+
+            least = _least_over(begun - fill * until[starts], starts, reach, line.end)
+            found = least + fill * until + line.terms.hop[step.stage]
+            np.minimum(elapsed[step.target], found, out=elapsed[step.target], where=ends)
+    return _Sweep(elapsed, float(accepted), float(rejected))
+
+
+def _open_steps(line: Line, elapsed: Floats) -> Iterator[tuple[Step, Positions]]:
+    """The steps that can be taken, with the positions from which."""
+    for step in line.steps:
+        starts = np.flatnonzero(np.isfinite(elapsed[step.source]))
+        if starts.size:
+            yield step, starts
+
+
+def _ends(line: Line, step: Step, earliest: int) -> NDArray[np.bool_]:
+    """(n + 1): where the stage of this step may end."""
+    ends = line.terms.usable.copy()
+    if step.target == line.last:
+        ends[:] = False
+        ends[-1] = True
+    ends[:earliest] = False
+    return ends
+
+
+def _reach(way: Way, m: int, worst: Floats, starts: Positions, limit: float) -> Positions:
+    """How far the stages go that begin at `starts`, where `worst` is what they begin with."""
+    within = np.searchsorted(way.until, (limit - worst) / m, side="right") - 1
+    return np.clip(within, starts, way.furthest[starts])
+
+
+def _least_over(values: Floats, starts: Positions, reach: Positions, end: int) -> Floats:
+    """`out[k]` is the smallest `values[i]` with `starts[i] < k <= reach[i]`, inf without any.
+
+    Every range is the union of two blocks whose length is a power of two. They are entered in the
+    table of that length, and handed down to the halves of the block until the length is one.
+    """
+    out: Floats = np.full(end + 1, np.inf)
+    some = reach > starts
+    if not some.any():
+        return out
+    values, first, last = values[some], starts[some] + 1, reach[some]
+    left, right = int(first[0]), int(last.max())
+    first, last = first - left, last - left
+    levels = np.frexp(last - first + 1)[1] - 1
+    table: Floats = np.full((int(levels.max()) + 1, right - left + 1), np.inf)
+    table[levels, first] = values
+    np.minimum.at(table, (levels, last + 1 - (1 << levels)), values)
+    for level in range(len(table) - 1, 0, -1):
+        half = 1 << (level - 1)
+        np.minimum(table[level - 1], table[level], out=table[level - 1])
+        np.minimum(table[level - 1, half:], table[level, :-half], out=table[level - 1, half:])
+    out[left : right + 1] = table[0]
+    return out
+
+
+def _least_ties(line: Line, elapsed: Floats, limit: float) -> Floats:
+    """(nodes, n + 1): no way to the state has a smaller sum of ties."""
+    m = line.terms.num_microbatches
+    ties = np.full_like(elapsed, np.inf)
+    ties[0, 0] = 0.0
+    for step, starts in _open_steps(line, elapsed):
+        begun = elapsed[step.source, starts]
+        for way in line.ways[step.row]:
+            worst = begun + way.base[starts] - m * way.until[starts]
+            reach = _reach(way, m, worst, starts, limit)
+            found = _least_over(ties[step.source, starts], starts, reach, line.end) + line.terms.tie
+            np.minimum(ties[step.target], found, out=ties[step.target])
+    return ties
+
+
+def lightest_route(line: Line, limit: float) -> Route:
+    """The route of the smallest sum of ties that keeps within `limit`, which can be met.
+
+    Best first, from the last stage to the first. A label is a choice of the later cuts. It carries
+    the sum of their ties and its *allowance*, the elapsed time that a state may have when they
+    follow. A state whose smallest elapsed time is within the allowance can be completed, so the
+    search never runs into a dead end, and the least ties are a bound that guides it.
+    """
+    elapsed = _sweep(line, limit, _earliest(line, limit)).elapsed
+    least = _least_ties(line, elapsed, limit)
+    into: dict[int, list[Step]] = {}
+    for step in line.steps:
+        into.setdefault(step.target, []).append(step)
+    allowed = np.full_like(elapsed, -np.inf)
+    # Bound, node, minus allowance, position, sum of ties, and the chain of what follows.
+    heap: list[tuple[float, int, float, int, float, Any]] = [
+        (0.0, line.last, -math.inf, line.end, 0.0, None)
+    ]
+    while True:
+        _, node, allowance, last, ties, chain = heapq.heappop(heap)
+        allowance = -allowance
+        if node == 0:
+            return _route(line, chain)
+        # Labels of one state come in the order of their ties, so only more allowance is news.
+        if allowance <= allowed[node, last]:
+            continue
+        allowed[node, last] = allowance
+        ties += float(line.terms.tie[last])
+        for step in into[node]:
+            rest = _rest(line, step, last, limit, allowance)
+            news = (elapsed[step.source, :last] <= rest) & (rest > allowed[step.source, :last])
+            for first in np.flatnonzero(news).tolist():
+                bound = ties + float(least[step.source, first])
+                link = (first, last, step, chain)
+                label = (bound, step.source, -float(rest[first]), first, ties, link)
+                heapq.heappush(heap, label)
+
+
+def _rest(line: Line, step: Step, last: int, limit: float, allowance: float) -> Floats:
+    """(last,): the allowance of every position where the stage that ends at `last` may begin."""
+    m, fill = line.terms.num_microbatches, line.terms.fill
+    allowance -= float(line.terms.hop[step.stage, last])
+    best = np.full(last, -np.inf)
+    for way in line.ways[step.row]:
+        work = way.until[last] - way.until[:last]
+        rest = np.minimum(limit - way.base[:last] - m * work, allowance - fill * work)
+        np.maximum(best, rest, out=best, where=way.furthest[:last] >= last)
+    return best
+
+
+def _route(line: Line, chain: Any) -> Route:
+    cuts, steps, ways = [], [], []
+    while chain is not None:
+        first, last, step, chain = chain
+        cuts.append(last)
+        steps.append(step)
+        ways.append(line.best_way(step.row, first, last))
+    return Route(tuple(cuts[:-1]), tuple(steps), tuple(ways))
