@@ -18,7 +18,7 @@ from penstock.capture.attributes import find, named_tensors, put
 from penstock.capture.calls import INPUTS
 from penstock.capture.lowering import lower
 from penstock.capture.trees import flatten
-from penstock.profile.halving import may_be_halved, trained_weights, weight_share
+from penstock.profile.halving import halved_calls, trained_weights, weight_share
 from penstock.profile.saving import Saved, address
 from penstock.profile.shadow import shadow
 from penstock.profile.stepping import KEY
@@ -38,11 +38,12 @@ class _Sample(NamedTuple):
 
 
 class _Single(NamedTuple):
-    """One call as a module, with the values that it takes and gives."""
+    """One call as a module, the values that it takes and gives, and whether these may be leaves."""
 
     module: nn.Module
     inputs: tuple[Ref, ...]
     outputs: list[Ref]
+    takes_leaves: bool
 
 
 class _Holding(NamedTuple):
@@ -71,7 +72,7 @@ class Sampler:
         self.program = program
         self.device = device
         self.model = shadow(program.model, device, program.written)
-        self._halved = may_be_halved(program.train, program.model)
+        self._halved = halved_calls(program)
         if not self.model.training:
             self.model.train()
 
@@ -177,10 +178,12 @@ class Sampler:
 
     def _values(self, single: _Single, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
         """What a call is given: the model's inputs, or something like what other calls make."""
-        infos = map(self.program.train.info, single.inputs)
+        trace = self.program.train
         return [
-            leaves[value.leaf] if value.call == INPUTS else self._made_up(info, sizes)
-            for value, info in zip(single.inputs, infos, strict=True)
+            leaves[value.leaf]
+            if value.call == INPUTS
+            else self._made_up(trace.info(value), sizes, single.takes_leaves)
+            for value in single.inputs
         ]
 
     @contextmanager
@@ -196,15 +199,15 @@ class Sampler:
         with self._made_up_weights(call):
             calls = range(number, number + 1)
             module = lower(self.model, trace, calls, inputs, outputs, self.device)
-            yield _Single(module, inputs, outputs)
+            yield _Single(module, inputs, outputs, self._halved[number])
 
-    def _made_up(self, info: TensorInfo, sizes: Sizes) -> torch.Tensor:
+    def _made_up(self, info: TensorInfo, sizes: Sizes, leaf: bool) -> torch.Tensor:
         shape, dtype = info.at(sizes), info.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             return torch.zeros(shape, dtype=dtype, device=self.device)
         made = torch.full(shape, _FILL, dtype=dtype, device=self.device)
-        # A leaf, and a view of one, could not be changed in place.
-        return made.requires_grad_().clone() if info.requires_grad else made
+        made.requires_grad_(info.requires_grad)
+        return made if leaf else made.clone()  # a leaf, and a view of one, cannot be changed
 
     @contextmanager
     def _made_up_weights(self, call: Call) -> Iterator[None]:

@@ -12,7 +12,7 @@ from penstock.capture import Program, Ref, Sizes
 from penstock.capture.attributes import named_tensors
 from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
-from penstock.profile.halving import may_be_halved, trained_weights, weight_share
+from penstock.profile.halving import halved_calls, trained_weights, weight_share
 from penstock.profile.saving import Saved
 from penstock.profile.timing import Timing, now, timed_backward
 
@@ -41,7 +41,7 @@ class Steps:
         self.calls = _by_call(self.module, len(program))
         self.last_used = _last_used(self.calls)
         self.mutating = {i for i, c in enumerate(program.train.calls) if c.mutates}
-        halved = may_be_halved(program.train, program.model)
+        halved = halved_calls(program)
         self.weights = {
             i: trained_weights(c, model) for i, c in enumerate(program.train.calls) if halved[i]
         }

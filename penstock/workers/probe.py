@@ -16,6 +16,7 @@ import torch
 from penstock.capture.randomness import Key
 from penstock.engine.compile import compile_actions
 from penstock.engine.ends import Feed, Outlet
+from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch, Stage
 from penstock.links.local import LocalLink
 from penstock.profile.data import Link, Profile
@@ -106,7 +107,7 @@ def measure_overhead(devices: Sequence[torch.device]) -> float:
 def _overhead(device: torch.device) -> float:
     """The mean of a forward and a backward of a stage that does nothing, the median of each."""
     feed, outlet = Feed(device), Outlet(lambda microbatch, results: results)
-    stage = Stage(0, [lambda sizes, key, value: (value,)], feed, outlet)
+    stage = Stage(0, [[Span(lambda sizes, key, value: (value,))]], feed, outlet)
     stage.microbatches = [MicroBatch({}, Key(0, 0, k)) for k in range(_ACTIONS)]
     value = torch.ones(1, device=device, requires_grad=True)
     feed.values = [(value,)] * _ACTIONS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.profile.halving import may_be_halved, weight_share
+from penstock.profile.halving import weight_share
 from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _Pace
 from penstock.profile.timing import Timing, spread
 from tests.models import cases
@@ -25,30 +26,6 @@ def profiled(model: nn.Module, x: torch.Tensor = X, count: int = 2) -> ps.Profil
 # -- halves -------------------------------------------------------------------------------
 
 
-class _Functions(nn.Module):
-    """Every function below has a parameter among its arguments, but for the last two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.square = nn.Parameter(torch.ones(4, 4))
-        self.other = nn.Parameter(torch.ones(4, 4))
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.linear(x, self.square)
-        x = x @ self.other
-        x = x * self.scale
-        result: torch.Tensor = x @ x.mT
-        return result
-
-
-class _OwnLinear(nn.Linear):
-    """Whatever it does."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
-
-
 def _hooked() -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.register_full_backward_hook(lambda *_: None)
@@ -57,22 +34,42 @@ def _hooked() -> nn.Module:
 
 def _tied() -> nn.Module:
     layer = nn.Linear(4, 4)
-    return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 4))
+    return nn.Sequential(nn.Linear(4, 4), layer, nn.ReLU(), layer)
 
 
+class _Functions(nn.Module):
+    """A product with a parameter, something else with one, and a product without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Parameter(torch.ones(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, self.square) * self.scale
+        result: torch.Tensor = x @ x.mT
+        return result
+
+
+@pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    ("make", "x", "expected"),
     [
-        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU()), [True, False, False]),
-        (_Functions(), [True, True, False, False, False]),
-        (nn.Sequential(nn.Linear(4, 4), _OwnLinear(4, 4)), [True, False]),
-        (nn.Sequential(nn.Linear(4, 4), _hooked()), [True, False]),
-        (_tied(), [False, False, False, True]),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)), X, [0, 1]),
+        (lambda: nn.Sequential(nn.Embedding(9, 4), nn.GELU()), torch.arange(8), [0]),
+        (lambda: nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)), X[..., None], [0]),
+        (lambda: nn.Sequential(nn.Linear(4, 4), _hooked()), X, [0]),
+        (_tied, X, [0]),
+        (_Functions, X, [0]),
     ],
 )
-def test_which_calls(model: nn.Module, expected: list[bool]) -> None:
-    program = ps.capture(model, (X,), keep_closed=["1"] if isinstance(model, nn.Sequential) else [])
-    assert may_be_halved(program.train, model) == expected
+def test_which_calls(
+    make: Callable[[], nn.Module], x: torch.Tensor, expected: list[int], empty: bool
+) -> None:
+    with ps.empty_weights() if empty else nullcontext():
+        model = make()
+    (weight,) = profiled(model, x, count=1).on("cpu").weight
+    assert [k for k, seconds in enumerate(weight) if seconds] == expected
 
 
 def test_the_weight_half_is_a_part_of_the_backward() -> None:
@@ -87,26 +84,15 @@ def test_the_weight_half_is_a_part_of_the_backward() -> None:
     assert 0 < weight[2] < backward[2]
 
 
-def test_it_is_measured_by_letting_the_other_half_be() -> None:
-    """A weight as wide as high, and an input without rows to speak of."""
-    ran: list[str] = []
-
-    class Noted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor):  # type: ignore[no-untyped-def]
-            ran.append("".join(n for n, on in zip("xw", ctx.needs_input_grad, strict=True) if on))
-            return gradient, gradient
-
-    x, weight = torch.ones(4, requires_grad=True), nn.Parameter(torch.ones(4))
-    share = weight_share([Noted.apply(x, weight)], [x], [weight], torch.device("cpu"))
-    assert len(ran) == 2
+def test_what_is_measured_of_the_halves_reaches_no_gradient() -> None:
+    x, layer = torch.randn(4, 4, requires_grad=True), nn.Linear(4, 4)
+    weights = list(layer.parameters())
+    share = weight_share([layer(x)], [x], weights, torch.device("cpu"))
     assert 0 < share < 1
-    assert x.grad is None
-    assert weight.grad is None
+    assert [t.grad for t in (x, *weights)] == [None] * 3
+    assert weight_share([layer(x)], [x.detach()], weights, torch.device("cpu")) == 1
+    assert weight_share([layer(x).relu()], [x], weights, torch.device("cpu")) == 0
+    assert weight_share([layer(x)], [x], [], torch.device("cpu")) == 0
 
 
 def test_a_model_without_weights_has_halves_too() -> None:
@@ -156,10 +142,7 @@ def mlp() -> nn.Module:
 def test_what_is_held_belongs_to_the_first_that_saves_it(
     make: Callable[[], nn.Module], saved: list[float], outputs: list[float], count: int, empty: bool
 ) -> None:
-    if empty:
-        with ps.empty_weights():
-            model = make()
-    else:
+    with ps.empty_weights() if empty else nullcontext():
         model = make()
     costs = profiled(model, count=count)
     assert list(costs.saved) == saved
