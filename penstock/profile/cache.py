@@ -88,6 +88,7 @@ def cached_profile(
     seconds: float = SECONDS,
     progress: Progress | None = None,
     cache: ProfileCache | None = None,
+    fresh: bool = False,
 ) -> tuple[Profile, bool]:
     """Like `profile`, unless the same was measured before on a machine like this.
 
@@ -101,6 +102,7 @@ def cached_profile(
         seconds: about how long to measure.
         progress: called as the measurement goes on, or once if there is none.
         cache: where profiles are kept; the user's by default.
+        fresh: measure in any case, and keep that.
 
     Returns:
         the profile, and whether it came from the cache.
@@ -111,7 +113,7 @@ def cached_profile(
     kept = cache or ProfileCache()
     leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
     key = cache_key(program, leaves, [*devices, num_microbatches, threads, seconds])
-    found = kept.get(key)
+    found = None if fresh else kept.get(key)
     if found is not None:
         if progress:
             progress(1, 1, "profiled before, kept in the cache")

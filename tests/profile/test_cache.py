@@ -38,6 +38,15 @@ def test_what_was_measured_is_read(tmp_path: Path) -> None:
     assert told == [(1, 1, "profiled before, kept in the cache")]
 
 
+def test_a_fresh_one_replaces_what_was_kept(tmp_path: Path) -> None:
+    measured(program(), tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes().replace(b'"labels": ["0"', b'"labels": ["old"'))
+    assert measured(program(), tmp_path)[0].labels[0] == "old"
+    assert measured(program(), tmp_path, fresh=True)[1] is False
+    assert measured(program(), tmp_path)[0].labels[0] == "0"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

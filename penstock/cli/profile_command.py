@@ -1,0 +1,160 @@
+"""`penstock profile`"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli.options import (
+    devices_option,
+    empty_option,
+    make_directory,
+    model_options,
+    reported,
+    show,
+    talk,
+)
+
+if TYPE_CHECKING:
+    from penstock.profile import Profile
+
+_HEAVIEST = 20  # calls that fit a screen
+_HEADING = ("call", "what", "forward", "backward", "put off", "share", "holds", "weights")
+_LEFT = (1,)
+
+
+@click.command("profile")
+@model_options
+@empty_option
+@devices_option
+@click.option("--microbatches", default="auto", show_default=True, metavar="N|auto")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), help="About how long to measure; default: 20."
+)
+@click.option("--no-cache", is_flag=True, help="Measure again what was measured before.")
+@click.option("--calls", is_flag=True, help="Every call, instead of the heaviest.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the profile to this file, for penstock.Profile.load(...).",
+)
+@reported
+def command(
+    model: str,
+    inputs: tuple[str, ...],
+    example: str | None,
+    seed: int,
+    empty: bool,
+    devices: str | None,
+    microbatches: str,
+    seconds: float | None,
+    no_cache: bool,
+    calls: bool,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure what every call of MODEL costs on these devices, and what sending costs.
+
+    Times are for the largest micro-batch measured on the first device. `put off` is the part
+    of a backward that is for weights alone and can come later; `holds` is what a call keeps for
+    its backward.
+    """
+    import msgspec
+
+    from penstock.capture import capture
+    from penstock.cli.arguments import device_list, load_example, microbatch_count
+    from penstock.observe.progress import callback
+    from penstock.profile.cache import cached_profile
+    from penstock.profile.measure import SECONDS
+    from penstock.workers.devices import existing_devices, threads_per_worker
+    from penstock.workers.probe import with_links
+
+    module, args, kwargs = load_example(model, inputs, example, seed, empty)
+    if output is not None:
+        make_directory(output.parent)
+    workers = existing_devices(device_list(devices))
+    count = microbatch_count(microbatches)
+    with callback("capturing") as progress:
+        costs, was_kept = cached_profile(
+            capture(module, args, kwargs),
+            devices=[str(device) for device in workers],
+            num_microbatches=count,
+            threads=threads_per_worker(workers),
+            seconds=SECONDS if seconds is None else seconds,
+            progress=progress,
+            fresh=no_cache,
+        )
+    costs = with_links(costs, workers)
+    show(msgspec.to_builtins(costs), _text(costs, calls), as_json)
+    if was_kept:
+        talk("measured before; --no-cache measures again")
+    if output is not None:
+        costs.save(output)
+        talk(f"wrote {output}")
+
+
+def _text(costs: Profile, every: bool) -> str:
+    """The calls, and what was found beside them."""
+    from penstock.capture.outline import aligned
+
+    kind = costs.on(costs.devices[0])
+    rows = kind.rows[-1]
+    seconds = costs.call_seconds()
+    order = sorted(range(costs.num_calls), key=lambda k: -seconds[k])
+    chosen = range(costs.num_calls) if every else order[:_HEAVIEST]
+    lines = [_cells(costs, [k], str(k), costs.labels[k]) for k in chosen]
+    left = order[len(chosen) :]
+    if left:
+        lines.append(_cells(costs, left, "", f"({len(left)} others)"))
+    lines.append(_cells(costs, range(costs.num_calls), "", "total"))
+    return "\n".join(
+        [
+            *aligned([_HEADING, *lines], _LEFT),
+            "",
+            f"{rows} rows on {costs.devices[0]}; measured at {', '.join(map(str, kind.rows))} rows",
+            f"confidence: {costs.confidence}",
+            *_links(costs),
+        ]
+    )
+
+
+def _cells(costs: Profile, calls: Sequence[int], number: str, label: str) -> tuple[str, ...]:
+    """A line of the table, for some calls together."""
+    from penstock.units import show_bytes
+
+    kind = costs.on(costs.devices[0])
+    tables = (kind.forward[-1], kind.backward[-1], kind.weight_seconds(kind.rows[-1]))
+    forward, backward, weight = (sum(table[k] for k in calls) for table in tables)
+    share = (forward + backward) / max(sum(costs.call_seconds()), 1e-12)
+    held = sum(costs.saved[k] for k in calls) * kind.rows[-1] if costs.saved else 0
+    weights = sum(costs.weights[k] for k in calls)
+    return (
+        *(number, label, _milliseconds(forward), _milliseconds(backward)),
+        _milliseconds(weight) if weight else "",
+        f"{share:.1%}",
+        show_bytes(held) if held else "",
+        show_bytes(weights) if weights else "",
+    )
+
+
+def _links(costs: Profile) -> list[str]:
+    from penstock.units import show_bytes
+
+    lines = []
+    for pair, link in costs.links.items():
+        speed = (
+            f"{show_bytes(link.bytes_per_second)}/s" if link.bytes_per_second else "by reference"
+        )
+        lines.append(f"link {pair}: {_microseconds(link.latency_seconds)}, {speed}")
+    return [*lines, f"overhead: {_microseconds(costs.overhead_seconds)} for every action"]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us"

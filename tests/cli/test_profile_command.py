@@ -1,0 +1,100 @@
+"""`penstock profile`: what was measured, on stdout; the file; the cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from torch import nn
+
+import penstock as ps
+from penstock.cli import main
+from tests.models import mlp
+
+HERE = "tests.cli.test_profile_command"
+
+
+def small() -> nn.Module:
+    """A model that the command is given."""
+    return mlp(4, 4, 4)
+
+
+def long() -> nn.Module:
+    """More calls than the table shows."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(25)))
+
+
+def run(*arguments: str, model: str = "small") -> Result:
+    fixed = ("--devices", "cpu,cpu", "--microbatches", "1")
+    given = ("profile", f"{HERE}:{model}", "--input", "6x4", *fixed, *arguments)
+    return CliRunner().invoke(main, list(given))
+
+
+def test_the_table() -> None:
+    result = run("--calls")
+    assert result.exit_code == 0, result.output
+    heading, first, second, third, total, blank, *notes = result.stdout.splitlines()
+    assert heading.split() == "call what forward backward put off share holds weights".split()
+    assert [line.split()[:2] for line in (first, second, third)] == [
+        ["0", "0"],
+        ["1", "1"],
+        ["2", "2"],
+    ]
+    assert first.split()[-4:] == ["96", "B", "80", "B"]  # holds six rows of its input
+    assert total.split()[0] == "total"
+    assert total.split()[-5:] == ["100.0%", "192", "B", "160", "B"]
+    assert blank == ""
+    assert notes[0] == "6 rows on cpu; measured at 6 rows"
+    assert notes[1].startswith("confidence: ")
+    assert notes[2].startswith("link cpu>cpu: ")
+    assert notes[2].endswith(" us, by reference")
+    assert notes[3].startswith("overhead: ")
+    assert "profiling 6 rows" in result.stderr
+
+
+def test_the_heaviest_calls_first_and_the_others_together() -> None:
+    lines = run(model="long").stdout.splitlines()
+    blank = lines.index("")
+    assert blank == 1 + 20 + 2
+    assert lines[21].split()[:2] == ["(5", "others)"]
+    shares = [float(line.split("%")[0].split()[-1]) for line in lines[1:21]]
+    assert shares == sorted(shares, reverse=True)
+    assert len(run("--calls", model="long").stdout.splitlines()) == 1 + 25 + 1 + 5
+
+
+def test_as_json_and_as_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.json"
+    result = run("--json", "--output", str(path))
+    data = json.loads(result.stdout)
+    assert data["labels"] == ["0", "1", "2"]
+    assert data["links"].keys() == {"cpu>cpu"}
+    assert data["overhead_seconds"] > 0
+    assert f"wrote {path}" in result.stderr
+    assert ps.Profile.load(path).labels == ("0", "1", "2")
+
+
+def test_what_was_measured_before_is_not_measured_again() -> None:
+    told = "measured before; --no-cache measures again"
+    assert told not in run().stderr
+    again = run()
+    assert told in again.stderr
+    assert "profiling" not in again.stderr
+    assert told not in run("--no-cache").stderr
+    assert told not in run("--seconds", "3").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--microbatches", "7"), "num_microbatches=7, but the batch has 6 rows"),
+        (("--microbatches", "few"), "--microbatches 'few' is neither a number"),
+        (("--devices", "tpu"), "'tpu' is not a device"),
+        (("--seconds", "-1"), "-1"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
