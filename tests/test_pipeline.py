@@ -212,7 +212,7 @@ def test_a_stage_holds_what_its_schedule_promises(
     monkeypatch.setattr(Stage, "forward", watched)
     with make(mlp(8, 8, 8, 8), p=3, m=6, schedule=schedule) as pipe:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-        assert all(not stage.held for stage in pipe._assemblies[True].stages)
+        assert all(not stage.held for stage in pipe._runner.assemblies[True].stages)
     assert tuple(peaks[s] for s in range(3)) == check(build(schedule, 3, 6)).in_flight
 
 
