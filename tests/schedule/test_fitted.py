@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,19 +63,34 @@ def test_is_sound_and_keeps_to_its_rules(
 
 @given(problems())
 def test_nobody_waits_who_could_work(problem: tuple[Costs, int, tuple[int, ...], Rules]) -> None:
-    """Without limits, a worker that is idle until it starts something could not have started it."""
-    costs, m, homes, _ = problem
-    free = Rules((m,) * len(homes), (1,) * len(homes))
-    schedule = build("fitted", len(homes), m, costs=costs, placement=homes, rules=free)
+    """Without limits, nothing that a worker runs after a pause could have started before it."""
+    costs, m, homes, rules = problem
+    p = len(homes)
+    costs = replace(costs, transfer=())
+    rules = Rules((m,) * p, rules.lead, deepest_first=rules.deepest_first)
+    schedule = build("fitted", p, m, costs=costs, placement=homes, rules=rules)
     timeline = simulate(schedule, costs.seconds, Network.of(costs))
     ends = {event.action: event.end for event in timeline.events}
-    last = [0.0] * len(schedule.workers)
-    for worker, (kind, stage, i), start, end in timeline.events:
-        if start > last[worker] and kind is Kind.FORWARD and stage:
-            assert homes[stage - 1] != worker
-            assert ends[Action(kind, stage - 1, i)] <= start
-        assert kind is not Kind.FORWARD or stage or start == last[worker]
-        last[worker] = end
+
+    def possible(kind: Kind, stage: int, microbatch: int) -> float:
+        back = kind is Kind.BACKWARD
+        source = stage + 1 if back else stage - 1
+        if source == p:
+            return ends[Action(Kind.FORWARD, stage, microbatch)]
+        if source < 0:
+            return 0.0
+        hop = costs.latency[min(stage, source)] if homes[stage] != homes[source] else 0.0
+        return ends[Action(kind, source, microbatch)] + hop
+
+    for worker in range(len(schedule.workers)):
+        # From the last to the first, so that `rest` is what was still to come.
+        rest = float("inf")
+        own = [event for event in timeline.events if event.worker == worker]
+        for before, event in reversed(list(pairwise([None, *own]))):
+            assert event is not None
+            rest = min(rest, possible(*event.action))
+            pause_began = before.end if before else 0.0
+            assert event.start == pause_began or rest >= event.start
 
 
 def test_equal_stages_give_eager_1f1b() -> None:
