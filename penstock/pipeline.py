@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,9 +23,10 @@ from penstock.engine.microbatch import merge
 from penstock.errors import InputError
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
-from penstock.plan.search import check_schedule
+from penstock.plan.request import Request
 from penstock.planning import plan_for
 from penstock.profile.measure import Progress
+from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
@@ -45,11 +48,16 @@ class Pipeline:
             is one worker with its share of the cores as intra-op threads.
         num_microbatches: into how many a batch is split, or `"auto"`. A batch of fewer rows is
             split into as many as it has rows.
-        schedule: `"naive"`, `"gpipe"`, `"1f1b"`, `"eager-1f1b"` or `"auto"`.
+        schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"`.
         workers: `"threads"`, or `"auto"`, which is that.
-        plan: a plan to follow, instead of profiling and planning.
+        plan: a plan to follow, or the name of its file, instead of profiling and planning.
         cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
             than there are devices.
+        recompute: which activations are not held but computed again in the backward: `"none"`,
+            `"all"`, `"boundaries"` or `"auto"`, see `penstock.plan.request.Request`.
+        memory_limit: bytes that every worker may hold, or a text like `"8GiB"`.
+        stages_per_worker: for schedules that take any number.
+        tune: measure the best few plans, on a copy of the model, and keep the fastest.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: modules that must stay whole, see `penstock.capture`.
@@ -85,8 +93,12 @@ class Pipeline:
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
         workers: Literal["auto", "threads"] = "auto",
-        plan: Plan | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
+        recompute: str = "auto",
+        memory_limit: int | str | None = None,
+        stages_per_worker: int | Literal["auto"] = "auto",
+        tune: bool = False,
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
@@ -98,9 +110,18 @@ class Pipeline:
     ) -> None:
         if workers not in ("auto", "threads"):
             raise InputError(f'workers={workers!r} is unknown; choose "threads" or "auto"')
-        check_schedule(schedule)
+        request = Request(
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            cuts=cuts,
+            recompute=recompute,
+            memory_limit=memory_limit,
+            stages_per_worker=stages_per_worker,
+        )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
+        if plan is not None and not isinstance(plan, Plan):
+            plan = Plan.load(plan)
         self._devices = existing_devices(devices)
         self.model = model
         self.program = program or capture(
@@ -115,12 +136,12 @@ class Pipeline:
                 args,
                 kwargs,
                 devices=self._devices,
-                num_microbatches=num_microbatches,
-                schedule=schedule,
-                cuts=cuts,
+                request=request,
+                tune=tune,
                 progress=progress,
             )
         plan.check_fits(self.program.fingerprint, [str(device) for device in self._devices])
+        self._devices = _in_order(self._devices, plan)
         self.program.check_cuts(plan.cuts)
         self.plan = plan
         place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
@@ -338,3 +359,10 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
+
+
+def _in_order(devices: list[torch.device], plan: Plan) -> list[torch.device]:
+    """The devices in the plan's order, if it is a plan for these and has put them into another."""
+    if Counter(map(str, devices)) != Counter(plan.devices):
+        return devices
+    return [torch.device(name) for name in plan.devices]
