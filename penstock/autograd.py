@@ -44,7 +44,7 @@ class Passage:
         self._held: Sequence[dict[int, Held]] | None = held
         self._run = run
         self._sizes = sizes
-        self.differentiable = [root is not None for root in held[-1][0][-1].roots]
+        self.differentiable = [root is not None for root in held[-1][0].end.roots]
         self.gradients: list[torch.Tensor | None] = []
 
     def backward(self) -> dict[int, Sequence[torch.Tensor | None]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -12,28 +14,24 @@ import torch
 from torch import nn
 
 from penstock.autograd import Passage, backward_into_inputs, deliver
-from penstock.capture import ROWS, Key, Program, Ref, capture
-from penstock.capture.calls import ambient
+from penstock.capture import ROWS, Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.batch import Batch, Targets, Weight, given_targets, split_target, weights
 from penstock.engine.ends import Loss
 from penstock.engine.microbatch import merge
-from penstock.engine.stage import MicroBatch
-from penstock.errors import InputError, WorkerError
+from penstock.errors import InputError
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
-from penstock.plan.search import check_schedule
+from penstock.plan.request import Request
 from penstock.planning import plan_for
 from penstock.profile.measure import Progress
-from penstock.schedule import Event, Timeline
-from penstock.train.backup import Backup
+from penstock.runner import Runner
+from penstock.schedule import Timeline
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
-from penstock.workers.assembly import Assembly, Pass
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.placement import place
-from penstock.workers.threads import ThreadWorkers
 
 
 class Pipeline:
@@ -50,11 +48,16 @@ class Pipeline:
             is one worker with its share of the cores as intra-op threads.
         num_microbatches: into how many a batch is split, or `"auto"`. A batch of fewer rows is
             split into as many as it has rows.
-        schedule: `"naive"`, `"gpipe"`, `"1f1b"`, `"eager-1f1b"` or `"auto"`.
+        schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"`.
         workers: `"threads"`, or `"auto"`, which is that.
-        plan: a plan to follow, instead of profiling and planning.
+        plan: a plan to follow, or the name of its file, instead of profiling and planning.
         cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
             than there are devices.
+        recompute: which activations are not held but computed again in the backward: `"none"`,
+            `"all"`, `"boundaries"` or `"auto"`, see `penstock.plan.request.Request`.
+        memory_limit: bytes that every worker may hold, or a text like `"8GiB"`.
+        stages_per_worker: for schedules that take any number.
+        tune: measure the best few plans, on a copy of the model, and keep the fastest.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: modules that must stay whole, see `penstock.capture`.
@@ -90,8 +93,12 @@ class Pipeline:
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
         workers: Literal["auto", "threads"] = "auto",
-        plan: Plan | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
+        recompute: str = "auto",
+        memory_limit: int | str | None = None,
+        stages_per_worker: int | Literal["auto"] = "auto",
+        tune: bool = False,
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
@@ -103,9 +110,18 @@ class Pipeline:
     ) -> None:
         if workers not in ("auto", "threads"):
             raise InputError(f'workers={workers!r} is unknown; choose "threads" or "auto"')
-        check_schedule(schedule)
+        request = Request(
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            cuts=cuts,
+            recompute=recompute,
+            memory_limit=memory_limit,
+            stages_per_worker=stages_per_worker,
+        )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
+        if plan is not None and not isinstance(plan, Plan):
+            plan = Plan.load(plan)
         self._devices = existing_devices(devices)
         self.model = model
         self.program = program or capture(
@@ -120,28 +136,17 @@ class Pipeline:
                 args,
                 kwargs,
                 devices=self._devices,
-                num_microbatches=num_microbatches,
-                schedule=schedule,
-                cuts=cuts,
+                request=request,
+                tune=tune,
                 progress=progress,
             )
         plan.check_fits(self.program.fingerprint, [str(device) for device in self._devices])
+        self._devices = _in_order(self._devices, plan)
         self.program.check_cuts(plan.cuts)
         self.plan = plan
-        homes = [self._devices[worker] for worker in plan.placement]
-        place(self.program, plan.cuts, homes, source)
-        self._loss_device = homes[-1]
-        self._assemblies = {True: self._assembly(training=True)}
-        self._assemblies[False] = (
-            self._assemblies[True] if self.program.same_in_eval else self._assembly(training=False)
-        )
-        self._timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
-        self._steps = 0
-        self._timelines: list[Timeline] | None = None
-        self._workers = ThreadWorkers(self._devices, threads, self._abort, self._reset)
-
-    def _assembly(self, training: bool) -> Assembly:
-        return Assembly(self.program, self.plan, self._devices, training)
+        place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
+        timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
+        self._runner = Runner(self.program, plan, self._devices, threads, timeout)
 
     # -- training -------------------------------------------------------------------------
 
@@ -179,7 +184,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         batch = self._split(args, kwargs)
-        targets = split_target(target, batch.rows, self._loss_device)
+        targets = split_target(target, batch.rows, self._runner.loss_device)
         return self._train(batch, targets, loss_fn, weight)
 
     def train_microbatches(
@@ -210,7 +215,7 @@ class Pipeline:
         """
         batch = Batch.given(self.program, microbatches)
         return self._train(
-            batch, given_targets(targets, len(batch), self._loss_device), loss_fn, weight
+            batch, given_targets(targets, len(batch), self._runner.loss_device), loss_fn, weight
         )
 
     def _train(
@@ -218,19 +223,10 @@ class Pipeline:
     ) -> torch.Tensor:
         if not callable(loss_fn):
             raise InputError(f"loss_fn={loss_fn!r} is not a function of (output, target)")
-        shares = weights(weight, targets, batch.rows)
-        assembly = self._assemblies[self.model.training]
-        microbatches, slices = self._feed(assembly, batch)
-        assembly.outlet.take_losses(Loss(loss_fn, targets, shares))
-        try:
-            self._run(assembly, "train", microbatches)
-            losses, gradients = assembly.outlet.losses, assembly.feed.gradients
-        finally:
-            assembly.clear()
+        loss = Loss(loss_fn, targets, weights(weight, targets, batch.rows))
+        assembly = self._runner.assemblies[self.model.training]
+        total, slices, gradients = self._runner.train(assembly, batch, loss)
         backward_into_inputs(slices, gradients)
-        total = losses[0] * shares[0]
-        for microbatch in range(1, len(batch)):
-            total = total + losses[microbatch] * shares[microbatch]
         return total
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,63 +242,25 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         batch = self._split(args, kwargs)
-        assembly = self._assemblies[self.model.training]
-        microbatches, slices = self._feed(assembly, batch)
+        assembly = self._runner.assemblies[self.model.training]
+        microbatches, slices = self._runner.feed(assembly, batch)
         graph = torch.is_grad_enabled()
         try:
             way = assembly.common_way(microbatches)
-            self._run(assembly, "forward" if graph else "infer", microbatches)
+            self._runner.run(assembly, "forward" if graph else "infer", microbatches)
             results = [assembly.outlet.results[i] for i in range(len(batch))]
             held = assembly.take_held()
         finally:
             assembly.clear()
         merged = merge(way.trace, way.outputs, results)
         if graph:
-            run = partial(self._run, assembly, "backward", microbatches)
+            run = partial(self._runner.run, assembly, "backward", microbatches)
             merged = deliver(Passage(assembly, held, run, batch.sizes, way), slices, merged)
         return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
-
-    def _run(self, assembly: Assembly, what: Pass, microbatches: Sequence[MicroBatch]) -> None:
-        """Run one pass on all workers; if it fails, gradients and buffers are put back."""
-        events: list[Event] | None = None if self._timelines is None else []
-        jobs: Sequence[Callable[[], Any]] = assembly.jobs(what, microbatches, ambient(), events)
-        backups: dict[int, Backup] = {}
-        jobs = [
-            partial(_with_backup, job, backups, worker, assembly, what in ("train", "backward"))
-            for worker, job in enumerate(jobs)
-        ]
-        try:
-            self._workers.run(jobs, self._timeout)
-        except BaseException as error:
-            for backup in backups.values():
-                backup.restore()
-            if isinstance(error, WorkerError) and isinstance(error.__cause__, InputError):
-                raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
-            raise
-        if self._timelines is not None and events:
-            start = min(event.start for event in events)
-            moved = [e._replace(start=e.start - start, end=e.end - start) for e in events]
-            self._timelines.append(Timeline(len(self._devices), moved))
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         leaves = self.program.flatten_inputs(args, kwargs)
         return Batch.split(self.program, leaves, self.plan.num_microbatches)
-
-    def _feed(self, assembly: Assembly, batch: Batch) -> tuple[list[MicroBatch], list[list[Any]]]:
-        """Hand the micro-batches to the first stage; returns them, and what of them it gets."""
-        ways = [assembly.way_of(part) for part in batch.parts]
-        slices = [
-            [part[value.leaf] for value in assembly.ways[way].inputs if isinstance(value, Ref)]
-            for part, way in zip(batch.parts, ways, strict=True)
-        ]
-        assembly.feed.values = [tuple(part) for part in slices]
-        keys = self._keys(len(batch))
-        return [MicroBatch(*each) for each in zip(batch.sizes, keys, ways, strict=True)], slices
-
-    def _keys(self, count: int) -> list[Key]:
-        """The random keys of the next step; `torch.manual_seed` is what seeds them."""
-        step, self._steps = self._steps, self._steps + 1
-        return [Key(torch.initial_seed(), step, microbatch) for microbatch in range(count)]
 
     # -- what a module and its trainer offer --------------------------------------------------
 
@@ -321,13 +279,13 @@ class Pipeline:
         """
         owners = self._owned()
         chosen = self.model.parameters() if params is None else params
-        return PipelineOptimizer(kind, chosen, owners, self._workers.run, **options)
+        return PipelineOptimizer(kind, chosen, owners, self._runner.workers.run, **options)
 
     def _owned(self) -> list[list[nn.Parameter]]:
         """The parameters of every worker; those that no stage uses belong to the first."""
         owned: list[list[nn.Parameter]] = []
         seen: set[int] = set()
-        for parameters in self._assemblies[True].parameters:
+        for parameters in self._runner.assemblies[True].parameters:
             owned.append([p for p in parameters if id(p) not in seen])
             seen.update(map(id, parameters))
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
@@ -375,25 +333,18 @@ class Pipeline:
         """
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
-    @contextmanager
-    def recording(self) -> Iterator[list[Timeline]]:
+    def recording(self) -> AbstractContextManager[list[Timeline]]:
         """While open, every pass appends its measured timeline to the list that this gives.
 
         Outside, nothing is recorded and recording costs nothing.
         """
-        timelines: list[Timeline] = []
-        self._timelines = timelines
-        try:
-            yield timelines
-        finally:
-            self._timelines = None
+        return self._runner.recording()
 
     # -- life -----------------------------------------------------------------------------
 
     def close(self) -> None:
         """Dismiss the workers. The model stays as it is, trained."""
-        self._workers.close()
-        self._workers.join(5.0)
+        self._runner.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -409,22 +360,9 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
 
-    def _abort(self) -> None:
-        for assembly in self._assemblies.values():
-            assembly.abort()
 
-    def _reset(self) -> None:
-        for assembly in self._assemblies.values():
-            assembly.reset()
-
-
-def _with_backup(
-    job: Callable[[], None],
-    backups: dict[int, Backup],
-    worker: int,
-    assembly: Assembly,
-    backward: bool,
-) -> None:
-    parameters = assembly.parameters[worker] if backward else ()
-    backups[worker] = Backup(parameters, assembly.changing[worker])
-    job()
+def _in_order(devices: list[torch.device], plan: Plan) -> list[torch.device]:
+    """The devices in the plan's order, if it is a plan for these and has put them into another."""
+    if Counter(map(str, devices)) != Counter(plan.devices):
+        return devices
+    return [torch.device(name) for name in plan.devices]

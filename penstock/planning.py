@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from penstock.capture import Program
-from penstock.plan import Plan, plan
-from penstock.plan.asked import Cut, positions
-from penstock.plan.search import check_schedule
-from penstock.profile.measure import Progress, profile
+from penstock.plan import Plan, plans
+from penstock.plan.request import Request
+from penstock.profile import Profile
+from penstock.profile.cache import cached_profile
+from penstock.profile.measure import Progress
+from penstock.tuning import measured
 from penstock.workers.devices import threads_per_worker
+from penstock.workers.probe import with_links
+
+_TUNED = 4  # plans that are measured when that is asked for
 
 
 def plan_for(
@@ -21,9 +26,9 @@ def plan_for(
     kwargs: Mapping[str, Any] | None = None,
     *,
     devices: Sequence[torch.device],
-    num_microbatches: int | Literal["auto"] = "auto",
-    schedule: str = "auto",
-    cuts: Sequence[Cut] | None = None,
+    request: Request,
+    tune: bool = False,
+    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Profile the program on these devices, and plan for them.
@@ -32,28 +37,56 @@ def plan_for(
         program: what to run.
         args: positional arguments of a batch; the captured example if neither is given.
         kwargs: keyword arguments of a batch.
-        devices: one for each stage; they exist.
-        num_microbatches: as in `Pipeline`.
-        schedule: as in `Pipeline`.
-        cuts: as in `Pipeline`.
+        devices: one for each worker; they exist.
+        request: what is asked of the plan.
+        tune: whether the best few plans are measured, and the fastest is kept.
+        fresh: whether to profile even if the same was profiled before.
         progress: as in `Pipeline`.
 
     Raises:
         PlanError: the program cannot be cut so.
-        InputError: an unknown schedule, or more micro-batches than rows.
+        InputError: more micro-batches than rows.
     """
-    check_schedule(schedule)
+    costs = profile_for(
+        program, args, kwargs, devices=devices, request=request, fresh=fresh, progress=progress
+    )
+    if not tune:
+        return plans(costs, request)[0]
+    best = plans(costs, request, most=_TUNED)
+    leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
+    seconds = measured(program, leaves, best, devices, progress=progress)
+    return best[seconds.index(min(seconds))]
+
+
+def profile_for(
+    program: Program,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Sequence[torch.device],
+    request: Request,
+    fresh: bool = False,
+    progress: Progress | None = None,
+) -> Profile:
+    """What the program costs on these devices, links included; checked against the request first.
+
+    Args:
+        program, args, kwargs, devices, request, fresh, progress: as of `plan_for`.
+
+    Raises:
+        PlanError: the program cannot be cut so.
+        InputError: more micro-batches than rows.
+    """
     program.check_stages(len(devices))
-    if cuts is not None:
-        cuts = positions(program.labels, program.cuts.reasons, len(devices), cuts)
-    names = [str(device) for device in devices]
-    costs = profile(
+    request.positions(program.labels, program.cuts.reasons, len(devices))
+    costs, _ = cached_profile(
         program,
         args,
         kwargs,
-        devices=names,
-        num_microbatches=num_microbatches,
+        devices=[str(device) for device in devices],
+        num_microbatches=request.num_microbatches,
         threads=threads_per_worker(devices),
         progress=progress,
+        fresh=fresh,
     )
-    return plan(costs, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts)
+    return with_links(costs, devices)

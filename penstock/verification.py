@@ -289,19 +289,6 @@ def _under(grad: bool, work: Callable[[], None]) -> None:
         work()
 
 
-def mean_square(output: Any) -> torch.Tensor:
-    """The mean of the squares of every floating point tensor in the output, added up.
-
-    A loss for models that come without one.
-    """
-    parts = [
-        leaf.square().mean()
-        for leaf in flatten(output)[0]
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
-    return torch.stack(parts).sum()
-
-
 def _call_loss(loss_fn: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
     return loss_fn(output) if target is None else loss_fn(output, target)
 

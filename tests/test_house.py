@@ -26,6 +26,8 @@ LAYERS = [
     ["workers"],
     ["train"],
     ["autograd"],
+    ["runner"],
+    ["tuning"],
     ["planning"],
     ["pipeline"],
     ["verification"],

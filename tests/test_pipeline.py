@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.engine.stage import Stage
-from penstock.schedule import SCHEDULES, Kind, build, check
+from penstock.schedule import SCHEDULES, Kind, check
 from penstock.verification import Reference, run_with_threads
 from tests.models import UNet, cases, mlp, pipeline
 
@@ -207,13 +207,16 @@ def test_a_stage_holds_what_its_schedule_promises(
 
     def watched(stage: Stage, microbatch: int) -> None:
         forward(stage, microbatch)
-        peaks[stage.index] = max(peaks.get(stage.index, 0), len(stage.held))
+        held = len(stage.held) + len(stage.deferred)  # the weight half holds it as well
+        peaks[stage.index] = max(peaks.get(stage.index, 0), held)
 
     monkeypatch.setattr(Stage, "forward", watched)
-    with make(mlp(8, 8, 8, 8), p=3, m=6, schedule=schedule) as pipe:
+    with make(mlp(*[8] * 8), p=3, m=6, schedule=schedule) as pipe:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-        assert all(not stage.held for stage in pipe._assemblies[True].stages)
-    assert tuple(peaks[s] for s in range(3)) == check(build(schedule, 3, 6)).in_flight
+        stages = pipe._runner.assemblies[True].stages
+        assert not any(stage.held or stage.deferred for stage in stages)
+        promised = check(pipe.plan.schedule_for(6)).in_flight
+    assert tuple(peaks[s] for s in range(len(stages))) == promised
 
 
 def test_recording(pipe: ps.Pipeline) -> None:
@@ -308,8 +311,9 @@ def test_the_models_own_parameters_are_trained() -> None:
 
 def test_automatic_choices_are_the_plans(pipe: ps.Pipeline) -> None:
     with make(mlp(8, 8, 8), m="auto") as auto:
-        best = min(auto.plan.considered, key=lambda c: c.predicted_step_seconds)
-        assert auto.plan.predicted_step_seconds <= 1.003 * best.predicted_step_seconds
+        split = [c for c in auto.plan.considered if c.way == "pipeline"]
+        best = min(c.predicted_step_seconds or 0.0 for c in split)
+        assert auto.plan.predicted_step_seconds <= 1.003 * best
     assert pipe.plan.num_microbatches == 3
-    warned = "splitting is not worth it" in str(pipe.plan)
-    assert warned is not pipe.plan.is_worth_it
+    warned = str(pipe.plan).startswith(("One device alone", "Data parallelism"))
+    assert warned or pipe.plan.is_worth_it

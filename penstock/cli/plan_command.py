@@ -49,7 +49,7 @@ def command(
     from penstock.capture import capture
     from penstock.cli.arguments import cut_list, device_list, load_example, microbatch_count
     from penstock.observe.progress import callback
-    from penstock.plan.search import check_schedule
+    from penstock.plan.request import Request
     from penstock.planning import plan_for
     from penstock.workers.devices import existing_devices
 
@@ -57,15 +57,14 @@ def command(
     if output is not None:
         make_directory(output.parent)
     stages = existing_devices(device_list(devices))
-    count = microbatch_count(microbatches)
-    check_schedule(schedule)
+    request = Request(
+        num_microbatches=microbatch_count(microbatches), schedule=schedule, cuts=cut_list(cuts)
+    )
     with callback("capturing") as progress:
         found = plan_for(
             capture(module, args, kwargs),
             devices=stages,
-            num_microbatches=count,
-            schedule=schedule,
-            cuts=cut_list(cuts),
+            request=request,
             progress=progress,
         )
     show(msgspec.to_builtins(found), str(found), as_json)

@@ -41,7 +41,8 @@ def command(
     from penstock.errors import InputError
     from penstock.loading import parse_input
     from penstock.observe.progress import callback
-    from penstock.verification import mean_square, verify
+    from penstock.tuning import mean_square
+    from penstock.verification import verify
 
     if target is not None and loss is None:
         raise InputError(f"--target {target} needs a --loss to be given to")

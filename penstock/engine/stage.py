@@ -47,8 +47,16 @@ class Sink(Protocol):
         """The gradient of each root; waits for them."""
 
 
-Held = list[Passed | Recipe]
-"""What a stage holds of a micro-batch between its forward and its backward: span by span."""
+class Held(NamedTuple):
+    """What a stage holds of a micro-batch between its forward and its backward.
+
+    Attributes:
+        inner: of its spans, in order, but for the end.
+        end: whose backward begins with what the sink gives.
+    """
+
+    inner: list[Passed | Recipe]
+    end: Passed
 
 
 class MicroBatch(NamedTuple):
@@ -70,7 +78,7 @@ class Stage:
 
     Attributes:
         index: its number, from 0.
-        ways: its spans, for each way through the model.
+        ways: its spans, one at least, for each way through the model.
         source: where values come from.
         sink: where results go.
         deferral: where the modules leave the weight halves of backwards, if they halve any.
@@ -83,7 +91,7 @@ class Stage:
         self, index: int, ways: Sequence[Sequence[Span]], source: Source, sink: Sink
     ) -> None:
         self.index = index
-        self.ways = list(ways)
+        self.ways = [list(spans) for spans in ways]
         self.source = source
         self.sink = sink
         self.deferral = Deferral()
@@ -100,18 +108,16 @@ class Stage:
         """Run the spans on what has arrived, and hold what the backward needs."""
         values, self._arrived = self._arrived, ()
         sizes, key, way = self.microbatches[microbatch]
-        held: Held = []
-        spans = self.ways[way]
-        for span in spans[:-1]:
-            held_of_it, values = run_span(span, values, sizes, key)
-            is_recipe = isinstance(held_of_it, Recipe)
-            held.append(held_of_it if is_recipe else Passed(held_of_it, edges(values)))
-        held_of_it, values = run_span(spans[-1], values, sizes, key)
-        if isinstance(held_of_it, Recipe):  # the sink's own graph begins behind it
-            held.append(held_of_it)
-            held_of_it, values = enter(values)
-        held.append(Passed(held_of_it, self.sink.send(microbatch, values)))
-        self.held[microbatch] = held
+        inner: list[Passed | Recipe] = []
+        *spans, last = self.ways[way]
+        for span in spans:
+            start, values = run_span(span, values, sizes, key)
+            inner.append(start if isinstance(start, Recipe) else Passed(start, edges(values)))
+        start, values = run_span(last, values, sizes, key)
+        if isinstance(start, Recipe):  # the sink's own graph begins behind it
+            inner.append(start)
+            start, values = enter(values)
+        self.held[microbatch] = Held(inner, Passed(start, self.sink.send(microbatch, values)))
 
     def infer(self, microbatch: int) -> None:
         """Run the spans on what has arrived, without gradients."""
@@ -131,13 +137,16 @@ class Stage:
         What modules put off of it remains for `weight_backward`.
         """
         gradients, self._arrived = self._arrived, ()
-        held = self.held.pop(microbatch)
-        while held:
-            passed = held.pop()
+        inner, end = self.held.pop(microbatch)
+        run_backward(end.roots, gradients)
+        gradients = end.entry.gradients
+        del end
+        while inner:
+            passed = inner.pop()
             entry, roots = passed.passed() if isinstance(passed, Recipe) else passed
             run_backward(roots, gradients)
-            del passed, roots
             gradients = entry.gradients
+            del passed, roots
         self.source.send_gradients(microbatch, gradients)
         if self.deferral.pending:
             self.deferred[microbatch] = self.deferral.take()

@@ -191,9 +191,13 @@ class _Way:
         """From its first forward to the end of its last backward, for a worker with one stage."""
         forward, backward, turn = self.forward[stage], self.backward[stage], self.turn(stage)
         f, b = self._pace(stage, self.forward), self._pace(stage, self.backward)
-        apart = forward + backward + max(
-            max(turn, (count - 1) * f) + (count - 1) * b,
-            (count - 1) * f + max(turn, (count - 1) * b),
+        apart = (
+            forward
+            + backward
+            + max(
+                max(turn, (count - 1) * f) + (count - 1) * b,
+                (count - 1) * f + max(turn, (count - 1) * b),
+            )
         )
         if count == 1:
             return apart

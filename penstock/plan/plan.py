@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 
 from penstock.errors import PlanError
-from penstock.schedule import Schedule, build
+from penstock.plan.shown import describe, summarise
+from penstock.profile.files import read_whole, write_whole
+from penstock.schedule import Costs, Rules, Schedule, Timeline, build
+from penstock.simulate import Network, simulate
 
 _VERSION = 2
 
@@ -29,6 +31,10 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         forward_seconds: predicted, per micro-batch.
         backward_seconds: predicted, per micro-batch, recomputing included.
         weight_seconds: the part of it that a schedule with halved backwards puts off (`W`).
+        latency_seconds: one way from the stage before, for the smallest message.
+        transfer_seconds: for which what enters occupies the link.
+        held_bytes: what it holds for every micro-batch in flight.
+        memory_bytes: the most it holds: weights, gradients, optimizer state, activations.
         recompute: spans of its calls, each `(first, one after the last)`, whose activations are not
             held but computed a second time in the backward.
     """
@@ -43,6 +49,10 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    held_bytes: int = 0
+    memory_bytes: int = 0
     recompute: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -58,11 +68,27 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration that was considered, with the step time predicted for it."""
+    """A configuration that was considered.
 
+    Attributes:
+        way: `"pipeline"`, `"one device"` or `"data parallel"`; replicas of a pipeline are both.
+        schedule: its name; empty without a pipeline.
+        num_microbatches: of every replica.
+        predicted_step_seconds: `None` if it does not fit the memory.
+        replicas: how many copies of the model there are.
+        stages: of every copy.
+        memory_bytes: the most that any device holds.
+        why: what was found of it, in words.
+    """
+
+    way: str = "pipeline"
     schedule: str
     num_microbatches: int
-    predicted_step_seconds: float
+    predicted_step_seconds: float | None
+    replicas: int = 1
+    stages: int = 1
+    memory_bytes: int = 0
+    why: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +101,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         schedule: the name of the schedule.
         stages: the stages, in order.
         predicted_step_seconds: simulated time of one `train_step`, without the optimizer.
-        bound_seconds: no cut and no schedule of this many micro-batches on these devices, one
-            contiguous stage on each, can be faster (`penstock.plan.bound`).
-        one_device_seconds: predicted for the first device alone, at its best micro-batch size.
-        considered: the best of every schedule and micro-batch count that was looked at.
+        bound_seconds: no schedule of this many micro-batches can be faster on these devices
+            (`penstock.plan.bound`): with one stage on each no cut either, with several the cuts
+            are taken as they are.
+        one_device_seconds: predicted for the first device alone, at its best micro-batch size;
+            `None` if the model does not fit its memory.
+        data_parallel_seconds: predicted for a copy of the model on every device, with a share of
+            the batch each; `None` if a copy does not fit the memory.
+        overhead_seconds: for every action of a worker, besides its work.
+        rules: what a fitted schedule prefers.
+        memory_limit: bytes that every worker may hold, if that was asked for.
+        considered: what else was looked at, the fastest first.
         version: of the file format.
     """
 
@@ -89,7 +122,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StagePlan, ...]
     predicted_step_seconds: float
     bound_seconds: float
-    one_device_seconds: float
+    one_device_seconds: float | None
+    data_parallel_seconds: float | None = None
+    overhead_seconds: float = 0.0
+    rules: Rules | None = None
+    memory_limit: int | None = None
     considered: tuple[Candidate, ...] = ()
     version: int = _VERSION
 
@@ -109,28 +146,51 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         found = {stage.worker: stage.device for stage in self.stages}
         return tuple(found[worker] for worker in range(len(found)))
 
-    def schedule_for(self, num_microbatches: int) -> Schedule:
-        """The schedule, for a batch of this many micro-batches."""
-        stages, workers = len(self.stages), len(self.devices)
-        return build(self.schedule, stages, num_microbatches, num_workers=workers)
-
     @property
     def microbatch_size(self) -> int:
         """The rows of the largest micro-batch."""
         return -(-self.batch_size // self.num_microbatches)
 
     @property
+    def costs(self) -> Costs:
+        """What the stages take for the largest micro-batch."""
+        return Costs(
+            forward=tuple(stage.forward_seconds for stage in self.stages),
+            backward=tuple(stage.backward_seconds for stage in self.stages),
+            weight=tuple(stage.weight_seconds for stage in self.stages),
+            latency=tuple(stage.latency_seconds for stage in self.stages[1:]),
+            transfer=tuple(stage.transfer_seconds for stage in self.stages[1:]),
+        )
+
+    def schedule_for(self, num_microbatches: int) -> Schedule:
+        """The schedule, for a batch of this many micro-batches."""
+        if self.rules is not None:
+            return build(
+                self.schedule,
+                len(self.stages),
+                num_microbatches,
+                costs=self.costs,
+                placement=self.placement,
+                rules=self.rules,
+            )
+        workers = len(self.devices)
+        return build(self.schedule, len(self.stages), num_microbatches, num_workers=workers)
+
+    def timeline(self) -> Timeline:
+        """The step as predicted, with all micro-batches of the largest one's size."""
+        costs = self.costs
+        network = Network.of(costs, overhead=self.overhead_seconds)
+        return simulate(self.schedule_for(self.num_microbatches), costs.seconds, network)
+
+    @property
     def is_worth_it(self) -> bool:
         """Whether the plan is predicted to be faster than one device alone."""
-        return self.predicted_step_seconds < self.one_device_seconds
+        alone = self.one_device_seconds
+        return alone is None or self.predicted_step_seconds < alone
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; an existing file is replaced in one move."""
-        target = Path(path)
-        text = msgspec.json.format(msgspec.json.encode(self), indent=2)
-        scratch = target.with_name(f".{target.name}.{os.getpid()}")
-        scratch.write_bytes(text + b"\n")
-        scratch.replace(target)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -138,17 +198,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             PlanError: the file is not a plan, or one of another version.
+            InputError: it cannot be read.
         """
         try:
-            plan = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+            text = read_whole(path, "plan")
+            version = msgspec.json.decode(text, type=_Versioned).version
+            if version != _VERSION:
+                raise PlanError(
+                    f"{path} is a plan of version {version}, this Penstock reads version "
+                    f"{_VERSION}; plan again"
+                )
+            return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise PlanError(f"{path} is not a plan that Plan.save wrote: {error}") from error
-        if plan.version != _VERSION:
-            raise PlanError(
-                f"{path} is a plan of version {plan.version}, this Penstock reads version "
-                f"{_VERSION}; plan again"
-            )
-        return plan
 
     def check_fits(self, fingerprint: str, devices: Sequence[str]) -> None:
         """Raise unless the plan was made for this program and this many devices.
@@ -169,33 +231,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def __str__(self) -> str:
-        rows = [("stage", "device", "calls", "from", "to", "weights", "input", "fwd", "bwd")]
-        for index, s in enumerate(self.stages):
-            cells = (f"{s.calls[0]}-{s.calls[1] - 1}", s.first, s.last)
-            sizes = (_megabytes(s.weight_bytes), _megabytes(s.input_bytes))
-            times = (_milliseconds(s.forward_seconds), _milliseconds(s.backward_seconds))
-            rows.append((str(index), s.device, *cells, *sizes, *times))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
-        return "\n".join([*(line.rstrip() for line in lines), self.summary])
+        return describe(self)
 
     @property
     def summary(self) -> str:
-        """One or two sentences: the configuration, the prediction, and whether it is worth it."""
-        share = self.bound_seconds / self.predicted_step_seconds
-        text = (
-            f"{self.schedule}, {self.num_microbatches} micro-batches of up to "
-            f"{self.microbatch_size} rows: {_milliseconds(self.predicted_step_seconds)} predicted, "
-            f"{share:.0%} of the bound; one device {_milliseconds(self.one_device_seconds)}"
-        )
-        if not self.is_worth_it and len(self.stages) > 1:
-            text += ". One device alone is predicted to be faster: splitting is not worth it here"
-        return text
+        """What wins, the configuration, and what is predicted of it."""
+        return summarise(self)
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+class _Versioned(msgspec.Struct):
+    """What every version of the file has."""
 
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    version: int

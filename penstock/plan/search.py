@@ -1,35 +1,42 @@
-"""Choosing the cuts, the number of micro-batches and the schedule.
+"""Choosing the cuts, the number of micro-batches, the schedule, and what to recompute.
 
 For every number of micro-batches the partition is exact; which of its objectives suits a schedule
-best is decided by simulating the schedule on the stages that it gives, and so is whether a cut a
-few calls away suits it better still.
+best is decided by simulating the schedule on the stages that it gives. The few fastest are then
+refined: whether a cut a few calls away suits them better, and whether a schedule fitted to the
+stages does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
-from typing import Literal
+from dataclasses import replace
+from itertools import islice
 
-import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import replace as replace_fields
 
-from penstock.errors import InputError
-from penstock.plan.asked import Cut, positions
-from penstock.plan.partition import Partition, partition
-from penstock.plan.plan import Candidate, Plan, StagePlan
-from penstock.profile.data import Profile, check_count
-from penstock.schedule import SCHEDULES, Action, Kind, build
-from penstock.simulate import simulate
+from penstock.errors import PlanError
+from penstock.plan.alternatives import alternatives
+from penstock.plan.asked import Cut
+from penstock.plan.cutting import Cutter
+from penstock.plan.fit import Room, fit
+from penstock.plan.layout import Layout
+from penstock.plan.options import PREFERENCE, Option, in_flight
+from penstock.plan.orders import partition_any_order
+from penstock.plan.partition import CapacityError
+from penstock.plan.plan import Candidate, Plan
+from penstock.plan.request import Auto, Request
+from penstock.profile.data import Profile
+from penstock.schedule import SCHEDULES, StagesPerWorker, placement_of
+from penstock.units import show_bytes
 
-Auto = Literal["auto"]
-
-# In order of preference among equals: what holds least, first.
-_PREFERENCE = ("1f1b", "eager-1f1b", "gpipe", "naive")
 _EQUAL = 1.002  # predictions closer than this say nothing
 _FILLS = (1.0, 0.5, 0.0)
+_REFINED = 3  # of the fastest options
+_FITTED = 2  # of the fastest options
+_BUDGET = 40  # rules that are tried for each
 _MOST_MOVES = 20
 _REACH = 4  # places on each side of a cut
+_STAGES_PER_WORKER = 2  # where a schedule takes any number, and none is asked for
 
 
 def plan(
@@ -38,97 +45,193 @@ def plan(
     num_microbatches: int | Auto = "auto",
     schedule: str = "auto",
     cuts: Sequence[Cut] | None = None,
+    recompute: str = "auto",
+    memory_limit: int | str | None = None,
+    optimizer_state: float = 2.0,
+    stages_per_worker: int | Auto = "auto",
+    any_order: bool = False,
 ) -> Plan:
-    """The best plan for the profile's devices, one stage on each, in their order.
+    """The best plan for the profile's devices.
 
     Args:
         profile: measured costs.
-        num_microbatches: how many, or `"auto"` for the best of those whose size was measured.
-        schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"` for the best.
-        cuts: cut before just these, instead of choosing: modules by their qualified names, or
-            calls by their numbers.
+        num_microbatches: as in `Request`, like the others.
+        schedule: `"auto"`, or the only one to look at.
+        cuts: the only ones to look at.
+        recompute: what may be recomputed.
+        memory_limit: of every worker.
+        optimizer_state: bytes for every byte of weights.
+        stages_per_worker: for schedules that take any number.
+        any_order: whether the devices may be put into another order.
 
     Returns:
         the plan, with what it is predicted to take and the bound for it.
 
     Raises:
-        PlanError: there are fewer calls, or fewer places to cut, than the devices need; or
-            `cuts` has one that is not possible.
+        PlanError: there are fewer calls, or fewer places to cut, than the devices need; `cuts` has
+            one that is not possible; or nothing fits the memory, with what would.
         InputError: an unknown schedule, or more micro-batches than rows.
     """
-    check_schedule(schedule)
-    asked = None
-    if cuts is not None:
-        asked = positions(profile.labels, profile.forbidden, len(profile.devices), cuts)
-    names = _PREFERENCE if schedule == "auto" else (schedule,)
-    counts = _counts(profile, num_microbatches)
-    best: list[_Option] = []
-    for count in counts:
-        layout = _Layout(profile, count)
-        best.append(layout.best(names, asked))
-    chosen = min(best, key=lambda option: option.seconds)
-    # A smaller count that is as good holds less and launches less.
-    chosen = next(option for option in best if option.seconds <= chosen.seconds * _EQUAL)
-    return chosen.layout.plan(chosen, best)
+    request = Request(
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        cuts=cuts,
+        recompute=recompute,
+        memory_limit=memory_limit,
+        optimizer_state=optimizer_state,
+        stages_per_worker=stages_per_worker,
+        any_order=any_order,
+    )
+    return plans(profile, request)[0]
 
 
-class _Option:
-    """One way to run: a layout, its cuts and a schedule, with the simulated step time."""
+def plans(profile: Profile, request: Request, most: int = 1) -> list[Plan]:
+    """The best few plans, the best one first; each has another schedule or count.
 
-    def __init__(
-        self, layout: _Layout, cuts: tuple[int, ...], schedule: str, seconds: float
-    ) -> None:
-        self.layout = layout
-        self.cuts = cuts
-        self.schedule = schedule
-        self.seconds = seconds
+    Raises:
+        PlanError, InputError: as `plan` does.
+    """
+    request.check_count(profile.batch_size)
+    if not request.any_order:
+        return _Search(profile, request).plans(most)
+    found = [
+        plan
+        for order in _orders(profile, request)
+        for plan in _Search(replace_fields(profile, devices=order), request).plans(most)
+    ]
+    return sorted(found, key=lambda plan: plan.predicted_step_seconds)[:most]
 
 
-class _Layout:
-    """The calls' costs for one number of micro-batches."""
+def _orders(profile: Profile, request: Request) -> list[tuple[str, ...]]:
+    """The orders of the devices that are best for some number of micro-batches."""
+    kinds = list(dict.fromkeys(profile.devices))
+    counts = [profile.devices.count(kind) for kind in kinds]
+    one_each = replace_fields(profile, devices=tuple(kinds))
+    orders = [profile.devices]
+    for count in _counts(profile, request.num_microbatches):
+        layout = Layout(one_each, count)
+        found = partition_any_order(
+            layout.seconds, counts, num_microbatches=count, allowed=layout.allowed
+        )
+        orders.append(tuple(kinds[kind] for kind in found.devices))
+    return list(dict.fromkeys(orders))
 
-    def __init__(self, profile: Profile, count: int) -> None:
+
+class _Search:
+    """One search: over counts, schedules and cuts."""
+
+    def __init__(self, profile: Profile, request: Request) -> None:
         self.profile = profile
-        self.count = count
-        self.rows = _split_rows(profile.batch_size, count)
-        self._by_rows = {rows: self._table(rows) for rows in set(self.rows)}
-        totals = {rows: forward + backward for rows, (forward, backward) in self._by_rows.items()}
-        mean: NDArray[np.float64] = np.mean([totals[rows] for rows in self.rows], axis=0)
-        self.seconds = mean
-        # The pipeline may fill and drain with its smallest micro-batch: no bound may count more.
-        self._least_fill = float(np.min(totals[min(self.rows)] / np.maximum(mean, 1e-12)))
-        self.allowed = [k not in profile.forbidden for k in range(profile.num_calls + 1)]
+        self.request = request
+        self.workers = len(profile.devices)
+        self.cuts = request.positions(profile.labels, profile.forbidden, self.workers)
+        self.rejected: list[Candidate] = []
+        self.short: CapacityError | None = None
 
-    def _table(self, rows: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Forward and backward seconds, (devices, calls), for a micro-batch of `rows`."""
-        pairs = [self.profile.on(device).seconds(rows) for device in self.profile.devices]
-        return np.stack([f for f, _ in pairs]), np.stack([b for _, b in pairs])
+    def plans(self, most: int) -> list[Plan]:
+        """The best plans, the best first.
 
-    def best(self, names: Sequence[str], cuts: Sequence[int] | None) -> _Option:
-        """The fastest of these schedules, each on the cuts that suit it best."""
-        choices = [tuple(cuts)] if cuts is not None else self._cut_choices()
-        best: _Option | None = None
-        for name in names:
-            options = [_Option(self, cut, name, self._simulated(name, cut)) for cut in choices]
-            option = min(options, key=lambda o: o.seconds)
-            if cuts is None:
-                option = self._refined(option)
-            if best is None or option.seconds * _EQUAL < best.seconds:
-                best = option
-        if best is None:
-            raise InputError("no schedule was given to choose from")
-        return best
+        Raises:
+            PlanError: none fits the memory.
+        """
+        names = self._names()
+        counts = _counts(self.profile, self.request.num_microbatches)
+        options = [
+            option
+            for layout in (Layout(self.profile, count) for count in counts)
+            for name in names
+            for stages in self._stage_counts(name)
+            if (option := self._best(layout, name, stages)) is not None
+        ]
+        if not options:
+            raise self.short or PlanError("the stages between these cuts do not fit the memory")
+        ordered = _ordered(self._fitted(self._refined(options)))
+        others = alternatives(self.profile, self.request.memory)
+        plans = []
+        for chosen in ordered[:most]:
+            mine = [*others, *(o.candidate(chosen) for o in ordered), *self.rejected]
+            plans.append(chosen.plan(others[0], others[1], sorted(mine, key=_time)))
+        return plans
 
-    def _refined(self, option: _Option) -> _Option:
+    def _names(self) -> tuple[str, ...]:
+        """The schedules whose stages are looked for; a fitted one takes those of others."""
+        asked = self.request.schedule
+        if asked == "auto":
+            return tuple(name for name in PREFERENCE if name != "fitted")
+        return ("eager-1f1b",) if asked == "fitted" else (asked,)
+
+    def _stage_counts(self, name: str) -> list[int]:
+        """With how many stages a schedule is tried."""
+        recipe, asked = SCHEDULES[name], self.request.stages_per_worker
+        if self.cuts is not None:
+            numbers = [len(self.cuts) + 1]
+        elif asked != "auto":
+            numbers = [asked * self.workers]
+        else:
+            several = recipe.stages_per_worker is not StagesPerWorker.ONE
+            numbers = [(_STAGES_PER_WORKER if several else 1) * self.workers]
+        if self.request.schedule == name:
+            for number in numbers:
+                recipe.workers(number, self.workers)  # raises where that does not work out
+            return numbers
+        places = sum(k not in self.profile.forbidden for k in range(1, self.profile.num_calls))
+        most = max(self.workers, places + 1)
+        return [n for n in numbers if recipe.takes(n, self.workers) and n <= most]
+
+    def _best(self, layout: Layout, name: str, stages: int) -> Option | None:
+        """The fastest cuts for a schedule; `None` if none fits the memory."""
+        cutter = self._cutter(layout, name, stages)
+        try:
+            if self.cuts is not None:
+                found = [cutter.at(self.cuts)]
+            else:
+                found = [cutter.best(fill) for fill in _FILLS]
+        except CapacityError as error:
+            self.short, found = error, []
+        memory = self.request.memory
+        choices = dict.fromkeys(tuple(stretches) for stretches in found if stretches)
+        options = [Option(layout, stretches, name, memory) for stretches in choices]
+        if not options:
+            self._reject(layout, name, stages)
+        return min(options, key=lambda option: option.seconds, default=None)
+
+    def _cutter(self, layout: Layout, name: str, stages: int) -> Cutter:
+        flying = in_flight(name, stages, layout.count, self.workers)
+        placement = placement_of(name, stages, self.workers)
+        return Cutter(layout, placement, flying, self.request.memory, self.request.recompute)
+
+    def _reject(self, layout: Layout, name: str, stages: int) -> None:
+        short = "" if self.short is None else f" by {show_bytes(self.short.shortfall.bytes)}"
+        self.rejected.append(
+            Candidate(
+                schedule=name,
+                num_microbatches=layout.count,
+                stages=stages,
+                predicted_step_seconds=None,
+                why=f"does not fit the memory{short}",
+            )
+        )
+
+    def _refined(self, options: list[Option]) -> list[Option]:
+        """The same options, the fastest of them improved."""
+        fastest = sorted(options, key=lambda option: option.seconds)[:_REFINED]
+        better = {id(option): self._moved(option) for option in fastest}
+        return [better.get(id(option), option) for option in options]
+
+    def _moved(self, option: Option) -> Option:
         """Move single cuts as long as the simulation gets faster.
 
         The partition's objectives count forward and backward together; how a schedule interleaves
         them, only the simulation knows.
         """
+        if self.cuts is not None:
+            return option
+        cutter = self._cutter(option.layout, option.name, len(option.stretches))
         for _ in range(_MOST_MOVES):
             moves = [
-                _Option(self, cuts, option.schedule, self._simulated(option.schedule, cuts))
-                for cuts in self._neighbours(option.cuts)
+                replace(option, stretches=tuple(stretches))
+                for cuts in _neighbours(option)
+                if (stretches := cutter.at(cuts)) is not None
             ]
             best = min(moves, key=lambda o: o.seconds, default=option)
             if best.seconds >= option.seconds:
@@ -136,99 +239,54 @@ class _Layout:
             option = best
         return option
 
-    def _neighbours(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """The cuts with one of them moved, to the places near it."""
-        edges = [0, *cuts, self.profile.num_calls]
-        for s in range(1, len(edges) - 1):
-            for places in (
-                range(edges[s] + 1, edges[s + 1]),
-                range(edges[s] - 1, edges[s - 1], -1),
-            ):
-                allowed = (k for k in places if self.allowed[k])
-                for k in islice(allowed, _REACH):
-                    yield (*edges[1:s], k, *edges[s + 1 : -1])
+    def _fitted(self, options: list[Option]) -> list[Option]:
+        """The same options, and schedules made for the stages of the fastest."""
+        if self.request.schedule not in ("auto", "fitted"):
+            return options
+        fastest = sorted(options, key=lambda option: option.seconds)[:_FITTED]
+        made = [self._fit(option) for option in fastest]
+        return made if self.request.schedule == "fitted" else [*options, *made]
 
-    def _cut_choices(self) -> list[tuple[int, ...]]:
-        found = [self._partition(fill).cuts for fill in _FILLS]
-        return list(dict.fromkeys(found))
-
-    def _partition(self, fill: float) -> Partition:
-        return partition(
-            self.seconds,
-            num_microbatches=self.count,
-            fill=fill,
-            allowed=self.allowed,
-            tie=np.asarray(self.profile.boundary),
+    def _fit(self, option: Option) -> Option:
+        """The same stages with a schedule made for them."""
+        layout, memory = option.layout, self.request.memory
+        standing = layout.peaks(option.stretches, [0] * len(option.stretches), memory)
+        caps = memory.caps(self.profile)
+        left = [max(0.0, float(cap - used)) for cap, used in zip(caps, standing, strict=True)]
+        held = tuple(layout.held(stretch) for stretch in option.stretches)
+        found = fit(
+            layout.costs(option.stretches),
+            layout.count,
+            option.placement,
+            room=Room(tuple(left), held) if min(left) < float("inf") else None,
+            split=option.splits_backward,
+            overhead=self.profile.overhead_seconds,
+            budget=_BUDGET,
         )
-
-    def _simulated(self, name: str, cuts: tuple[int, ...]) -> float:
-        stages = len(self.profile.devices)
-        times = {rows: self.stage_times(cuts, rows) for rows in self._by_rows}
-
-        def seconds(action: Action) -> float:
-            forward, backward = times[self.rows[action.microbatch]]
-            return (forward if action.kind is Kind.FORWARD else backward)[action.stage]
-
-        return simulate(build(name, stages, self.count), seconds).seconds
-
-    def stage_times(self, cuts: Sequence[int], rows: int) -> tuple[list[float], list[float]]:
-        """Forward and backward seconds of every stage, for a micro-batch of `rows`."""
-        edges = [0, *cuts, self.profile.num_calls]
-        forward, backward = self._by_rows[rows]
-        spans = list(pairwise(edges))
-        return (
-            [float(forward[s, a:b].sum()) for s, (a, b) in enumerate(spans)],
-            [float(backward[s, a:b].sum()) for s, (a, b) in enumerate(spans)],
-        )
-
-    def plan(self, option: _Option, considered: Sequence[_Option]) -> Plan:
-        """The plan of an option."""
-        profile = self.profile
-        edges = [0, *option.cuts, profile.num_calls]
-        rows = max(self.rows)
-        forward, backward = self.stage_times(option.cuts, rows)
-        stages = [
-            StagePlan(
-                worker=s,
-                device=device,
-                calls=(edges[s], edges[s + 1]),
-                first=profile.labels[edges[s]],
-                last=profile.labels[edges[s + 1] - 1],
-                weight_bytes=sum(profile.weights[edges[s] : edges[s + 1]]),
-                input_bytes=round(profile.boundary[edges[s]] * rows),
-                forward_seconds=forward[s],
-                backward_seconds=backward[s],
-            )
-            for s, device in enumerate(profile.devices)
-        ]
-        return Plan(
-            fingerprint=profile.fingerprint,
-            batch_size=profile.batch_size,
-            num_microbatches=self.count,
-            schedule=option.schedule,
-            stages=tuple(stages),
-            predicted_step_seconds=option.seconds,
-            bound_seconds=self._partition(min(1.0, self._least_fill)).objective,
-            one_device_seconds=_one_device(profile),
-            considered=tuple(
-                Candidate(
-                    schedule=o.schedule,
-                    num_microbatches=o.layout.count,
-                    predicted_step_seconds=o.seconds,
-                )
-                for o in considered
-            ),
-        )
+        return replace(option, name=found.name, rules=found.rules)
 
 
-def _one_device(profile: Profile) -> float:
-    """The first device alone, at the best of the measured micro-batch sizes."""
-    device = profile.on(profile.devices[0])
-    totals = []
-    for rows in (*device.rows, profile.batch_size):
-        forward, backward = device.seconds(rows)
-        totals.append(float(forward.sum() + backward.sum()) * profile.batch_size / rows)
-    return min(totals)
+def _time(candidate: Candidate) -> float:
+    seconds = candidate.predicted_step_seconds
+    return float("inf") if seconds is None else seconds
+
+
+def _ordered(options: Sequence[Option]) -> list[Option]:
+    """The fastest first; among those that are as fast, the one that is preferred."""
+    best = min(option.seconds for option in options)
+    equal = sorted((o for o in options if o.seconds <= best * _EQUAL), key=lambda o: o.rank)
+    rest = sorted((o for o in options if o.seconds > best * _EQUAL), key=lambda o: o.seconds)
+    return [*equal, *rest]
+
+
+def _neighbours(option: Option) -> Iterator[tuple[int, ...]]:
+    """The cuts with one of them moved, to the places near it."""
+    allowed = option.layout.allowed
+    edges = [stretch.start for stretch in option.stretches] + [option.stretches[-1].stop]
+    for s in range(1, len(edges) - 1):
+        for places in (range(edges[s] + 1, edges[s + 1]), range(edges[s] - 1, edges[s - 1], -1)):
+            for k in islice((k for k in places if allowed[k]), _REACH):
+                yield (*edges[1:s], k, *edges[s + 1 : -1])
 
 
 def _counts(profile: Profile, asked: int | Auto) -> list[int]:
@@ -237,7 +295,6 @@ def _counts(profile: Profile, asked: int | Auto) -> list[int]:
         least = max(profile.on(device).rows[0] for device in profile.devices)
         counts = {-(-batch_size // rows) for rows in _measured_sizes(profile)}
         return sorted(count for count in counts if batch_size // count >= least) or [1]
-    check_count(asked, batch_size)
     return [asked]
 
 
@@ -245,18 +302,3 @@ def _measured_sizes(profile: Profile) -> set[int]:
     """On every device. Kernels work in blocks: a size between two of them may cost far more."""
     sizes = [set(profile.on(device).rows) for device in profile.devices]
     return {rows for rows in set.intersection(*sizes) if rows <= profile.batch_size}
-
-
-def _split_rows(batch_size: int, count: int) -> list[int]:
-    small, larger = divmod(batch_size, count)
-    return [small + 1] * larger + [small] * (count - larger)
-
-
-def check_schedule(name: str) -> None:
-    """Raise unless a schedule has this name.
-
-    Raises:
-        InputError: none has.
-    """
-    if name != "auto" and name not in SCHEDULES:
-        raise InputError(f'schedule={name!r} is unknown; choose {", ".join(SCHEDULES)} or "auto"')

@@ -207,6 +207,7 @@ def lightest_route(line: Line, limit: float) -> Route:
     """
     elapsed = _sweep(line, limit, _earliest(line, limit)).elapsed
     least = _least_ties(line, elapsed, limit)
+    reached = [np.flatnonzero(np.isfinite(states)) for states in elapsed]
     into: dict[int, list[Step]] = {}
     for step in line.steps:
         into.setdefault(step.target, []).append(step)
@@ -226,24 +227,27 @@ def lightest_route(line: Line, limit: float) -> Route:
         allowed[node, last] = allowance
         ties += float(line.terms.tie[last])
         for step in into[node]:
-            rest = _rest(line, step, last, limit, allowance)
-            news = (elapsed[step.source, :last] <= rest) & (rest > allowed[step.source, :last])
-            for first in np.flatnonzero(news).tolist():
-                bound = ties + float(least[step.source, first])
+            source = step.source
+            starts = reached[source][: np.searchsorted(reached[source], last)]
+            rest = _rest(line, step, starts, last, limit, allowance)
+            news = (elapsed[source, starts] <= rest) & (rest > allowed[source, starts])
+            for first, more in zip(starts[news].tolist(), rest[news].tolist(), strict=True):
+                bound = ties + float(least[source, first])
                 link = (first, last, step, chain)
-                label = (bound, step.source, -float(rest[first]), first, ties, link)
-                heapq.heappush(heap, label)
+                heapq.heappush(heap, (bound, source, -more, first, ties, link))
 
 
-def _rest(line: Line, step: Step, last: int, limit: float, allowance: float) -> Floats:
-    """(last,): the allowance of every position where the stage that ends at `last` may begin."""
+def _rest(
+    line: Line, step: Step, starts: Positions, last: int, limit: float, allowance: float
+) -> Floats:
+    """The allowances of the positions at which the stage that ends at `last` may begin."""
     m, fill = line.terms.num_microbatches, line.terms.fill
     allowance -= float(line.terms.hop[step.stage, last])
-    best = np.full(last, -np.inf)
+    best = np.full(len(starts), -np.inf)
     for way in line.ways[step.row]:
-        work = way.until[last] - way.until[:last]
-        rest = np.minimum(limit - way.base[:last] - m * work, allowance - fill * work)
-        np.maximum(best, rest, out=best, where=way.furthest[:last] >= last)
+        work = way.until[last] - way.until[starts]
+        rest = np.minimum(limit - way.base[starts] - m * work, allowance - fill * work)
+        np.maximum(best, rest, out=best, where=way.furthest[starts] >= last)
     return best
 
 

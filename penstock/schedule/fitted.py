@@ -1,16 +1,17 @@
 """Fitted: a schedule made for measured stages, which are never all equal.
 
 A list scheduler. It runs the pipeline on a clock of its own and lets every worker that becomes
-free start the best action that can start at that moment, so no worker waits while it has work. What
-is best, and how much a stage may hold, are `Rules`; `penstock.plan.fit` searches for good ones. The
-result is a function of the costs, the number of micro-batches, the placement and the rules alone.
+free start the best action that can start at that moment. What is best, how long to wait for
+something better, and how much a stage may hold, are `Rules`; `penstock.plan.fit` searches for good
+ones. The result is a function of the costs, the number of micro-batches, the placement and the
+rules alone, so whoever knows them can build it again.
 
-Three stages, the middle one twice as slow (in halves of a second, `F` 1 and `B` 2, the middle one
-2 and 4), never wait for each other in the middle:
+Three stages in halves, the middle one twice as slow as the others. It is the one that must not
+wait, and it puts all its weight halves off to where the others have theirs:
 
-    worker 0 | F0 F1 F2 F3 .. B0 .. B1 .. B2 .. B3
-    worker 1 | .. F0 F1 F2 B0 F3 B1 .. B2 .. B3 ..
-    worker 2 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+    worker 0 | F0 F1 F2 F3 .. I0 W0 I1 W1 .. .. I2 W2 .. I3 W3 .. ..
+    worker 1 | .. F0 F1 .. I0 F2 I1 F3 .. .. I2 .. .. I3 W0 W1 W2 W3
+    worker 2 | .. .. F0 I0 F1 I1 W0 W1 F2 I2 W2 F3 I3 W3 .. .. .. ..
 """
 
 from __future__ import annotations
@@ -32,20 +33,26 @@ class Rules:
         in_flight: `in_flight[s]` is the most micro-batches that stage `s` may hold, their forward
             done and their backward, or its weight half, not.
         lead: stage `s` prefers forwards until it holds `lead[s]` micro-batches whose gradients it
-            has not sent on, and backwards from then on.
-        split: whether backwards come in halves, the weight halves wherever there is nothing else
-            to do.
+            has not sent on, and backwards from then on. Weight halves come last.
+        patience: how long a worker waits for something better that is on its way, as a share of
+            the time that what it could start at once would take. With 0 nobody waits who has work.
+        split: whether backwards come in halves.
         deepest_first: whether a worker with several stages prefers the forwards of the later ones,
             or those of the earlier ones.
+        from_the_end: whether the clock runs backwards, from the end of the step to its start. A
+            pipeline that runs backwards is one too, with forwards and backwards exchanged, and
+            what is best for it can be better. Whole backwards only.
 
     Raises:
-        ScheduleError: a stage may hold nothing, or the lengths differ.
+        ScheduleError: a stage may hold nothing, the lengths differ, or halves from the end.
     """
 
     in_flight: tuple[int, ...]
     lead: tuple[int, ...]
+    patience: float = 0.0
     split: bool = False
     deepest_first: bool = True
+    from_the_end: bool = False
 
     def __post_init__(self) -> None:
         if len(self.in_flight) != len(self.lead):
@@ -57,12 +64,17 @@ class Rules:
             raise ScheduleError(
                 f"in_flight={self.in_flight}: every stage must be able to hold one micro-batch"
             )
+        if self.split and self.from_the_end:
+            raise ScheduleError(
+                "a weight half comes after its input half, which from the end is no longer so; "
+                "give split or from_the_end, not both"
+            )
 
     @classmethod
     def eager(cls, num_stages: int, *, split: bool = False) -> Rules:
         """As many in flight as eager 1F1B has."""
         depths = tuple(2 * (num_stages - stage) - 1 for stage in range(num_stages))
-        return cls(depths, depths, split)
+        return cls(depths, depths, split=split)
 
 
 def fitted(
@@ -74,7 +86,7 @@ def fitted(
         costs: what every stage takes.
         num_microbatches: the number of micro-batches, `m`.
         placement: the worker of every stage, counted from 0.
-        rules: what to prefer; by default backwards, with as many in flight as eager 1F1B has.
+        rules: what to prefer; by default what eager 1F1B does, as far as it can.
 
     Raises:
         ScheduleError: the placement or the rules are not for as many stages as the costs.
@@ -86,114 +98,142 @@ def fitted(
             f"the costs are of {stages} stages, but placement has {len(placement)} entries and "
             f"the rules have {len(rules.lead)}; give one per stage"
         )
-    workers = _Run(costs, num_microbatches, placement, rules).workers()
-    return Schedule("fitted", stages, num_microbatches, workers)
+    if rules.from_the_end:
+        mirrored = Costs(costs.backward, costs.forward, (), costs.latency, costs.transfer)
+        lists = _Run(mirrored, num_microbatches, placement, rules).lists()
+        lists = [_mirrored(actions, num_microbatches) for actions in lists]
+    else:
+        lists = _Run(costs, num_microbatches, placement, rules).lists()
+    return Schedule("fitted", stages, num_microbatches, tuple(map(tuple, lists)))
+
+
+def _mirrored(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
+    """The same from the end: last first, and every forward a backward."""
+    other = {Kind.FORWARD: Kind.BACKWARD, Kind.BACKWARD: Kind.FORWARD}
+    return [
+        Action(other[kind], stage, num_microbatches - 1 - microbatch)
+        for kind, stage, microbatch in reversed(actions)
+    ]
+
+
+class _Queue:
+    """The actions of one kind on one stage: when each can start, and how many have."""
+
+    def __init__(self, kind: Kind, stage: int, seconds: float) -> None:
+        self.kind = kind
+        self.stage = stage
+        self.seconds = seconds
+        self.come: list[float] = []  # the past and the known future
+        self.started = 0
 
 
 class _Run:
-    """One run of the list scheduler. Everything is in lists, by stage or by worker."""
+    """One run of the list scheduler."""
 
     def __init__(
         self, costs: Costs, num_microbatches: int, placement: Sequence[int], rules: Rules
     ) -> None:
-        stages = costs.num_stages
         self.costs, self.placement, self.rules = costs, placement, rules
-        self.split = rules.split
-        self.own: list[list[int]] = [[] for _ in range(1 + max(placement))]
-        for stage in range(stages):
-            self.own[placement[stage]].append(stage)
-        # How many forwards and backwards every stage could have started by now, and has started.
-        self.forwards_came = [num_microbatches] + [0] * (stages - 1)
-        self.forwards = [0] * stages
-        self.backwards_came = [0] * stages
-        self.backwards = [0] * stages
-        self.freed = [0] * stages if self.split else self.backwards
-        self.lists: list[list[Action]] = [[] for _ in self.own]
+        backward = Kind.INPUT if rules.split else Kind.BACKWARD
+        self.forwards = self._queues(Kind.FORWARD)
+        self.backwards = self._queues(backward)
+        # What gives memory back: the weight half, or the whole backward.
+        self.releases = self._queues(Kind.WEIGHT) if rules.split else self.backwards
+        self.forwards[0].come = [0.0] * num_microbatches
+        self.choices = [self._choices(worker) for worker in range(1 + max(placement))]
         self.links: dict[tuple[int, int], float] = {}
-        # What will happen: when, a number that keeps equal times in order, the worker, and the
-        # list and its place to count up at an arrival, or None when the worker becomes free.
-        self.events: list[tuple[float, int, int, list[int] | None, int]] = []
+        # When a worker has to look what it can start: it is free again, or something has come.
+        self.looks: list[tuple[float, int]] = []
 
-    def workers(self) -> tuple[tuple[Action, ...], ...]:
-        """Every worker's list, once nothing happens any more."""
-        events = self.events
-        now, touched = 0.0, set(range(len(self.own)))
-        free = [True] * len(self.own)
-        while True:
-            for worker in sorted(touched):
-                if free[worker] and (action := self._choice(worker)):
-                    free[worker] = False
-                    self._start(worker, action, now)
-            if not events:
-                return tuple(map(tuple, self.lists))
-            now = events[0][0]
-            touched.clear()
-            while events and events[0][0] == now:
-                _, _, worker, counts, stage = heappop(events)
-                touched.add(worker)
-                if counts is None:
-                    free[worker] = True
-                else:
-                    counts[stage] += 1
+    def _queues(self, kind: Kind) -> list[_Queue]:
+        return [_Queue(kind, s, seconds) for s, seconds in enumerate(self.costs.by_kind[kind])]
 
-    def _choice(self, worker: int) -> Action | None:
-        """The best action that `worker` can start now: by the rules, or else any weight half."""
-        rules, own = self.rules, self.own[worker]
-        forward = backward = None
-        for stage in own:
-            ahead = self.forwards[stage]
-            if (
-                ahead < self.forwards_came[stage]
-                and ahead - self.freed[stage] < rules.in_flight[stage]
-                and (forward is None or rules.deepest_first)
-            ):
-                forward = stage
-            if backward is None and self.backwards[stage] < self.backwards_came[stage]:
-                backward = stage
-        if forward is not None:
-            held = self.forwards[forward] - self.backwards[forward]
-            if backward is None or held < rules.lead[forward]:
-                return Action(Kind.FORWARD, forward, self.forwards[forward])
-        if backward is not None:
-            kind = Kind.INPUT if self.split else Kind.BACKWARD
-            return Action(kind, backward, self.backwards[backward])
-        for stage in own:
-            if self.freed[stage] < self.backwards[stage]:
-                return Action(Kind.WEIGHT, stage, self.freed[stage])
-        return None
+    def _choices(self, worker: int) -> list[_Queue]:
+        """What `worker` can do, in order of preference where the rules don't care."""
+        own = [stage for stage, home in enumerate(self.placement) if home == worker]
+        forwards = [self.forwards[stage] for stage in own]
+        if self.rules.deepest_first:
+            forwards.reverse()
+        choices = [*(self.backwards[stage] for stage in own), *forwards]
+        return choices + [self.releases[stage] for stage in own if self.rules.split]
 
-    def _start(self, worker: int, action: Action, now: float) -> None:
-        kind, stage, _ = action
-        self.lists[worker].append(action)
-        end = now + self.costs.seconds(action)
-        self._expect(end, worker, None, 0)
-        if kind is Kind.WEIGHT:
-            self.freed[stage] += 1
-        elif kind is Kind.FORWARD:
-            self.forwards[stage] += 1
-            if stage + 1 < len(self.placement):
-                self._send(end, stage, stage + 1, self.forwards_came)
+    def lists(self) -> list[list[Action]]:
+        """Every worker's list, once there is nothing left to look for."""
+        lists: list[list[Action]] = [[] for _ in self.choices]
+        free = [0.0] * len(lists)
+        self.looks = [(0.0, worker) for worker in range(len(lists))]
+        while self.looks:
+            now, worker = heappop(self.looks)
+            if free[worker] > now:
+                continue
+            queue = self._pick(worker, now)
+            if queue is None:
+                continue
+            lists[worker].append(Action(queue.kind, queue.stage, queue.started))
+            queue.started += 1
+            end = free[worker] = now + queue.seconds
+            heappush(self.looks, (end, worker))
+            self._send(queue, end)
+        return lists
+
+    def _pick(self, worker: int, now: float) -> _Queue | None:
+        """The best that `worker` can start now, unless something better is worth waiting for."""
+        pick, rank, coming = None, 3, []
+        for queue in self.choices[worker]:
+            if queue.started == len(queue.come) or self._is_full(queue):
+                continue
+            own_rank = self._rank(queue)
+            if own_rank >= rank:
+                continue
+            if queue.come[queue.started] <= now:
+                pick, rank = queue, own_rank
             else:
-                self._expect(end, worker, self.backwards_came, stage)
-        else:
-            self.backwards[stage] += 1
-            if stage:
-                self._send(end, stage, stage - 1, self.backwards_came)
+                coming.append((own_rank, queue.come[queue.started]))
+        if pick is None:
+            return None
+        limit = now + self.rules.patience * pick.seconds
+        better = any(own_rank < rank and when <= limit for own_rank, when in coming)
+        return None if better else pick
 
-    def _send(self, end: float, source: int, target: int, counts: list[int]) -> None:
-        """What `source` has made reaches `target`, as the simulator has it."""
-        link = self.placement[source], self.placement[target]
+    def _is_full(self, queue: _Queue) -> bool:
+        """Whether it is a forward for which there is no room."""
+        if queue.kind is not Kind.FORWARD:
+            return False
+        stage = queue.stage
+        return queue.started - self.releases[stage].started >= self.rules.in_flight[stage]
+
+    def _rank(self, queue: _Queue) -> int:
+        """0 for what the stage prefers, 1 for the other, 2 for weight halves."""
+        if queue.kind is Kind.WEIGHT:
+            return 2
+        stage = queue.stage
+        leading = self.forwards[stage].started - self.backwards[stage].started
+        prefers_forward = leading < self.rules.lead[stage]
+        return int((queue.kind is Kind.FORWARD) != prefers_forward)
+
+    def _send(self, queue: _Queue, end: float) -> None:
+        """What an action that ends at `end` makes possible, here or where its result arrives."""
+        stage = queue.stage
+        if queue.kind is Kind.FORWARD:
+            if stage + 1 < len(self.placement):
+                self._arrive(self.forwards[stage + 1], stage, end)
+            else:
+                self._arrive(self.backwards[stage], stage, end)
+        elif queue.kind is not Kind.WEIGHT:
+            if self.rules.split:
+                self._arrive(self.releases[stage], stage, end)
+            if stage:
+                self._arrive(self.backwards[stage - 1], stage, end)
+
+    def _arrive(self, queue: _Queue, source: int, end: float) -> None:
+        """Over the link, if it is another worker's, as `penstock.simulate` has it."""
+        link = self.placement[source], self.placement[queue.stage]
         if link[0] != link[1]:
-            hop = min(source, target)
+            hop = min(source, queue.stage)
             if self.costs.transfer:
                 end = max(end, self.links.get(link, 0.0)) + self.costs.transfer[hop]
                 self.links[link] = end
             if self.costs.latency:
                 end += self.costs.latency[hop]
-        self._expect(end, link[1], counts, target)
-
-    def _expect(self, when: float, worker: int, counts: list[int] | None, stage: int) -> None:
-        self._order += 1
-        heappush(self.events, (when, self._order, worker, counts, stage))
-
-    _order = 0
+            heappush(self.looks, (end, link[1]))
+        queue.come.append(end)

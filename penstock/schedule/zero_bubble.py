@@ -13,10 +13,11 @@ ZB-H1 is 1F1B whose stage `s` puts its weight halves off by `s` micro-batches. I
 
 With equal stages and links that cost nothing it takes
 
-    m (F + B)  +  (p - 1) (F + I - W)       if m >= p and W <= I
+    m (F + B)  +  (p - 1) (F + I - W)       if m >= p, W <= F and W <= I
 
-with `B = I + W`. In general, `(p - 1) (F + max(I - W, 0))` is what it loses if `m >= p`; and with
-`m < p` and `W <= I` it takes `(m + p - 1) (F + I) + W`.
+with `B = I + W`. A weight half that is longer than a forward or an input half fills no more than
+those leave, so in general the bubble is `(p - 1) (F + I - min(F, I, W))` for `m >= p`. With `m < p`
+and a short `W` there is not enough to fill it: `(m + p - 1) (F + I) + W`.
 
 ZB-V puts two stages on every worker, the second on the way back: worker `w` has `w` and `2W-1-w`.
 The last worker turns a micro-batch round without sending it, and the first one ends what it began:

@@ -61,8 +61,8 @@ def simulate(
             start = ready
         end = sent = start + overhead + seconds(action)
         link, latency, transfer = hops[stage if kind is forward else last - stage]
-        if transfer:
-            sent = max(end, taken[link]) + transfer
+        if link:
+            sent = (taken[link] if taken[link] > end else end) + transfer
             taken[link] = sent
         free[worker] = end if overlap else sent
         arrival[microbatch] = sent + latency
@@ -71,7 +71,10 @@ def simulate(
 
 
 class _Hop(NamedTuple):
-    """Where a micro-batch goes after an action: over which link, and in how many seconds."""
+    """Where a micro-batch goes after an action: over which link, and in how many seconds.
+
+    Link 0 is none: the micro-batch stays on its worker.
+    """
 
     link: int
     latency: float

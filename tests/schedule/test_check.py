@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
@@ -116,6 +116,53 @@ def test_several_stages_on_a_worker() -> None:
     assert check(schedule) == Check(placement=(0, 1, 0), in_flight=(2, 2, 1))
 
 
+def test_halves() -> None:
+    schedule = by_hand("F0.0 F0.1 I0.0 I0.1 W0.0 W0.1", stages=1, microbatches=2)
+    assert check(schedule) == Check(placement=(0,), in_flight=(2,), splits_backward=True)
+
+
+def test_halves_hold_a_micro_batch_until_its_weight_half() -> None:
+    one = by_hand("F0.0 I0.0 W0.0 F0.1 B0.1", stages=1, microbatches=2)
+    late = by_hand("F0.0 I0.0 F0.1 W0.0 B0.1", stages=1, microbatches=2)
+    assert (check(one).in_flight, check(late).in_flight) == ((1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        ("F0.0 I0.0", r"never runs W0\.0"),
+        ("F0.0 W0.0", r"never runs I0\.0"),
+        ("F0.0", r"never runs B0\.0"),
+        ("F0.0 B0.0 W0.0", r"runs B0\.0 and W0\.0; a backward is whole, or it is two halves"),
+        ("F0.0 I0.0 B0.0 W0.0", r"runs I0\.0 and B0\.0; a backward is whole"),
+        ("F0.0 W0.0 I0.0", r"stuck on W0\.0, which waits for I0\.0"),
+        ("F0.0 I0.0 W0.0 W0.0", r"runs W0\.0 2 times"),
+    ],
+)
+def test_broken_halves(worker: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(by_hand(worker, stages=1, microbatches=1))
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        ("F0.0 F0.1 I0.0 B0.1 W0.0", r"runs B0\.1 before W0\.0"),
+        ("F0.0 F0.1 I0.0 I0.1 W0.1 W0.0", r"runs W0\.1 before W0\.0"),
+        ("F0.0 F0.1 I0.1 I0.0 W0.0 W0.1", r"runs I0\.1 before I0\.0"),
+    ],
+)
+def test_gradients_out_of_order(worker: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(by_hand(worker, stages=1, microbatches=2))
+
+
+def test_a_deadlock_names_the_half_that_is_awaited() -> None:
+    broken = by_hand("F0.0 B0.0", "I1.0 F1.0 W1.0", stages=2, microbatches=1)
+    with pytest.raises(ScheduleError, match=r"worker 0 is stuck on B0\.0, which waits for I1\.0"):
+        check(broken)
+
+
 def test_an_idle_worker_is_no_error() -> None:
     schedule = by_hand("F0.0 B0.0", "", stages=1, microbatches=1)
     assert check(schedule).in_flight == (1,)
@@ -123,18 +170,19 @@ def test_an_idle_worker_is_no_error() -> None:
 
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
-    p=st.integers(1, 4),
+    p=st.sampled_from([2, 4]),
+    v=st.integers(1, 2),
     m=st.integers(1, 5),
     data=st.data(),
 )
 def test_accepts_a_shuffled_list_only_if_any_clock_can_run_it(
-    name: str, p: int, m: int, data: st.DataObject
+    name: str, p: int, v: int, m: int, data: st.DataObject
 ) -> None:
     """Two neighbours swapped: `check` agrees with a step-by-step execution of the rules."""
-    lists = [list(actions) for actions in build(name, p, m).workers]
-    worker = data.draw(st.integers(0, p - 1))
-    place = data.draw(st.integers(0, 2 * m - 2))
-    actions = lists[worker]
+    assume(SCHEDULES[name].takes(p, p // v))
+    lists = [list(actions) for actions in build(name, p, m, num_workers=p // v).workers]
+    actions = lists[data.draw(st.integers(0, len(lists) - 1))]
+    place = data.draw(st.integers(0, len(actions) - 2))
     actions[place], actions[place + 1] = actions[place + 1], actions[place]
     schedule = Schedule(name, p, m, tuple(map(tuple, lists)))
     try:
@@ -143,7 +191,8 @@ def test_accepts_a_shuffled_list_only_if_any_clock_can_run_it(
         accepted = False
     else:
         accepted = True
-    kept_order = actions[place].kind is not actions[place + 1].kind
+    one, other = actions[place : place + 2]
+    kept_order = one.kind is not other.kind or one.stage != other.stage
     assert accepted == (kept_order and runs_to_the_end(schedule))
 
 
@@ -157,13 +206,16 @@ def runs_to_the_end(schedule: Schedule) -> bool:
         kind, s, i = action
         if kind is F:
             return s == 0 or Action(F, s - 1, i) in done
-        return Action(F, s, i) in done and (s == p - 1 or Action(B, s + 1, i) in done)
+        if kind is Kind.WEIGHT:
+            return Action(Kind.INPUT, s, i) in done
+        after = {Action(B, s + 1, i), Action(Kind.INPUT, s + 1, i)}
+        return Action(F, s, i) in done and (s == p - 1 or bool(after & done))
 
     moved = True
     while moved:
         moved = False
         for actions in lists:
-            if actions and can_run(actions[0]):
+            while actions and can_run(actions[0]):
                 done.add(actions.pop(0))
                 moved = True
     return not any(lists)

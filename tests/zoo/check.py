@@ -16,7 +16,8 @@ from torch import nn
 import penstock as ps
 from penstock.capture import Key, untouched
 from penstock.capture.trees import flatten
-from penstock.verification import copied, mean_square, run_with_threads
+from penstock.tuning import mean_square
+from penstock.verification import copied, run_with_threads
 from tests.zoo.entry import Entry, Inputs
 
 STAGES = (2, 4)

@@ -1,0 +1,128 @@
+"""What else could be done with the devices: use one of them, or give each a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.plan.cutting import Cutter
+from penstock.plan.layout import Layout, Memory, Stretch
+from penstock.plan.partition import CapacityError
+from penstock.plan.plan import Candidate
+from penstock.profile.data import Link, Profile
+from penstock.schedule import build, check
+
+_ADDED_PER_SECOND = 4e9  # bytes of gradients, where devices share their memory: about one core's
+_SCHEDULE = "1f1b"  # of the pipelines that there are copies of
+
+
+def alternatives(profile: Profile, memory: Memory) -> list[Candidate]:
+    """One device, data parallelism, and copies of a shorter pipeline where devices suffice.
+
+    The first two come first, whether they fit the memory or not. Gradients are taken to be summed
+    around a ring (Patarasuk and Yuan 2009) after the backward. Penstock runs none of them: the plan
+    says so when one of them is faster.
+    """
+    devices = len(profile.devices)
+    found = [one_device(profile, memory), data_parallel(profile, memory)]
+    for replicas in range(2, devices // 2 + 1):
+        if devices % replicas == 0 and profile.batch_size >= replicas:
+            found.append(_copies_of_pipelines(profile, memory, replicas))
+    return found
+
+
+def one_device(profile: Profile, memory: Memory) -> Candidate:
+    """The first device alone, at the best of the measured micro-batch sizes."""
+    return _copies(profile, memory, "one device", profile.devices[:1])
+
+
+def data_parallel(profile: Profile, memory: Memory) -> Candidate:
+    """A copy of the model on every device, each with its share of the batch's rows."""
+    return _copies(profile, memory, "data parallel", profile.devices)
+
+
+def _copies(profile: Profile, memory: Memory, way: str, devices: Sequence[str]) -> Candidate:
+    share = -(-profile.batch_size // len(devices))
+    alone = {name: msgspec.structs.replace(profile, devices=(name,)) for name in set(devices)}
+    slowest: tuple[float, int, float] = (0.0, 1, 0.0)
+    for own in alone.values():
+        options = []
+        for count in _counts(own, share):
+            layout = Layout(msgspec.structs.replace(own, batch_size=share), count)
+            whole = [Stretch(0, 0, own.num_calls)]
+            held = layout.peaks(whole, [1], memory)[0]
+            if held <= memory.caps(own)[0]:
+                seconds = count * float(layout.seconds.sum())
+                options.append((seconds, count, held))
+        if not options:
+            return Candidate(
+                way=way,
+                schedule="",
+                num_microbatches=1,
+                replicas=len(devices),
+                predicted_step_seconds=None,
+                why="a whole model does not fit the memory",
+            )
+        slowest = max(slowest, min(options))
+    seconds, count, held = slowest
+    return Candidate(
+        way=way,
+        schedule="",
+        num_microbatches=count,
+        replicas=len(devices),
+        predicted_step_seconds=seconds + _reduced(profile, sum(profile.weights), devices),
+        memory_bytes=round(held),
+        why="for comparison",
+    )
+
+
+def _copies_of_pipelines(profile: Profile, memory: Memory, replicas: int) -> Candidate:
+    """So many copies of a pipeline over the first devices of the list."""
+    stages = len(profile.devices) // replicas
+    share = -(-profile.batch_size // replicas)
+    own = msgspec.structs.replace(profile, devices=profile.devices[:stages], batch_size=share)
+    best: tuple[float, int, float] | None = None
+    for count in _counts(own, share):
+        layout, schedule = Layout(own, count), build(_SCHEDULE, stages, count)
+        flying = check(schedule).in_flight
+        try:
+            stretches = Cutter(layout, range(stages), flying, memory, "auto").best(1.0)
+        except CapacityError:
+            continue
+        weights = max(layout.weights[s.start : s.stop].sum() for s in stretches)
+        homes = profile.devices[::stages]
+        seconds = layout.simulated(schedule, stretches).seconds
+        seconds += _reduced(profile, float(weights), homes)
+        found = (seconds, count, max(layout.peaks(stretches, flying, memory)))
+        best = min(best, found) if best else found
+    return Candidate(
+        way="data parallel",
+        schedule=_SCHEDULE,
+        num_microbatches=best[1] if best else 1,
+        replicas=replicas,
+        stages=stages,
+        predicted_step_seconds=best[0] if best else None,
+        memory_bytes=round(best[2]) if best else 0,
+        why="for comparison" if best else "does not fit the memory",
+    )
+
+
+def _counts(profile: Profile, rows: int) -> list[int]:
+    """Into how many micro-batches of measured sizes so many rows can be split."""
+    sizes = {size for name in profile.devices for size in profile.on(name).rows if size <= rows}
+    return sorted({-(-rows // size) for size in sizes or {rows}})
+
+
+def _reduced(profile: Profile, size: float, homes: Sequence[str]) -> float:
+    """Seconds in which so many bytes of gradients are summed over these devices."""
+    copies = len(homes)
+    if copies < 2:
+        return 0.0
+    links = [
+        profile.links.get(f"{a}>{b}", Link())
+        for a, b in zip(homes, (*homes[1:], homes[0]), strict=True)
+    ]
+    speed = min(link.bytes_per_second or _ADDED_PER_SECOND for link in links)
+    latency = max(link.latency_seconds for link in links)
+    return 2 * (copies - 1) * (size / copies / speed + latency)

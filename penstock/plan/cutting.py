@@ -1,0 +1,190 @@
+"""Where to cut a program for a schedule, and what to recompute so that it fits the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.plan.layout import Floats, Layout, Memory, Span, Stretch
+from penstock.plan.partition import Variant, partition
+from penstock.plan.recompute import Segment, choose_recomputed
+
+RECOMPUTE = ("auto", "none", "all", "boundaries")
+"""What may be recomputed: what is needed, nothing, everything of a stage at once, or everything,
+a piece at a time, with the boundaries between the pieces held."""
+
+_PIECES = 16  # of a worker's share: what is recomputed is chosen among them
+
+
+class Cutter:
+    """Cuts one layout for stages on these workers.
+
+    Args:
+        layout: the costs.
+        placement: the worker of every stage.
+        in_flight: how many micro-batches every stage holds at once.
+        memory: what may be held.
+        recompute: one of `RECOMPUTE`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        placement: Sequence[int],
+        in_flight: Sequence[int],
+        memory: Memory,
+        recompute: str,
+    ) -> None:
+        self.layout = layout
+        self.placement = list(placement)
+        self.in_flight = np.asarray(in_flight, dtype=np.float64)[:, None]
+        self.memory = memory
+        self.recompute = recompute
+        # The stages of one worker share its memory evenly: exact for one stage each.
+        shares = np.bincount(self.placement)[self.placement]
+        self.caps = memory.caps(layout.profile)[self.placement] / shares
+        self.is_limited = bool(np.isfinite(self.caps).any())
+
+    def best(self, fill: float) -> list[Stretch]:
+        """The stages of the exact partition, for this weight of filling and draining.
+
+        Raises:
+            CapacityError: nothing fits the memory.
+        """
+        names, variants = self._variants()
+        found = partition(
+            variants,
+            num_microbatches=self.layout.count,
+            fill=fill,
+            latency=self._latency(),
+            allowed=self.layout.allowed,
+            tie=self.layout.boundary,
+            caps=self.caps if self.is_limited else None,
+        )
+        return self._stretches(found.cuts, [names[v] for v in found.variants])
+
+    def at(self, cuts: Sequence[int]) -> list[Stretch] | None:
+        """The stages between these cuts, recomputing what they must; `None` if they do not fit."""
+        names = ["none" if self.recompute == "auto" else self.recompute] * len(self.placement)
+        stretches = self._stretches(cuts, names)
+        if not self.is_limited:
+            return stretches
+        fitting: list[Stretch] = []
+        for stage, stretch in enumerate(stretches):
+            if self._needed(stage, stretch) > self.caps[stage]:
+                if self.recompute != "auto":
+                    return None
+                thrifty = self._recomputed(stage, stretch)
+                if thrifty is None:
+                    return None
+                stretch = thrifty
+            fitting.append(stretch)
+        return fitting
+
+    # -- variants -------------------------------------------------------------------------
+
+    def _variants(self) -> tuple[list[str], list[Variant]]:
+        """The ways to run a stage, with what each costs in time and memory."""
+        names = [self.recompute]
+        if self.recompute == "auto":
+            names = ["none", "all", "boundaries"] if self.is_limited else ["none"]
+        layout, flying = self.layout, self.in_flight
+        seconds = layout.seconds[self.placement]
+        again = seconds + layout.forward[self.placement]
+        if not self.is_limited:
+            return names, [Variant(again if n != "none" else seconds) for n in names]
+        weights = np.broadcast_to(layout.weights * self.memory.per_weight, seconds.shape)
+        entering = flying * layout.boundary + layout.passing
+        joints, largest = self._joints()
+        held = np.zeros(layout.profile.num_calls)
+        held[joints] = layout.boundary[joints]
+        made = {
+            "none": Variant(seconds, weights + flying * layout.saved, entering),
+            "all": Variant(again, weights + layout.saved, entering),
+            "boundaries": Variant(again, weights + flying * held, entering + largest),
+        }
+        return names, [made[name] for name in names]
+
+    def _joints(self) -> tuple[list[int], float]:
+        """Where pieces that are recomputed one by one meet, and the most bytes that one saves."""
+        joints = joints_of(self.layout, _PIECES * len(self.layout.profile.devices))
+        sizes = [self.layout.saved[a:b].sum() for a, b in pairwise([0, *joints, None])]
+        return joints, float(max(sizes))
+
+    def _latency(self) -> Floats | None:
+        """(stages - 1, calls + 1): one-way seconds of every boundary, after every stage."""
+        if len(self.placement) < 2 or not self.layout.profile.links:
+            return None
+        edges = [Stretch(worker, 0, 0) for worker in self.placement]
+        rows = []
+        for (a, b), hop in zip(pairwise(self.placement), self.layout.hops(edges), strict=True):
+            speed = hop.bytes_per_second
+            moving = self.layout.boundary / speed if speed else np.zeros(len(self.layout.boundary))
+            rows.append(np.zeros_like(moving) if a == b else moving + hop.latency_seconds)
+        return np.stack(rows)
+
+    # -- stretches ------------------------------------------------------------------------
+
+    def _stretches(self, cuts: Sequence[int], names: Sequence[str]) -> list[Stretch]:
+        edges = pairwise([0, *cuts, self.layout.profile.num_calls])
+        stretches = []
+        for stage, ((start, stop), name) in enumerate(zip(edges, names, strict=True)):
+            stretch = Stretch(self.placement[stage], start, stop)
+            if name == "all":
+                stretch = stretch._replace(recompute=((start, stop),))
+            elif name == "boundaries":
+                stretch = stretch._replace(recompute=self._pieces(start, stop))
+            if name != "none" and self.recompute == "auto":
+                stretch = self._recomputed(stage, stretch) or stretch
+            stretches.append(stretch)
+        return stretches
+
+    def _pieces(self, start: int, stop: int) -> tuple[Span, ...]:
+        joints = joints_of(self.layout, _PIECES * len(self.layout.profile.devices))
+        inner = [k for k in joints if start < k < stop]
+        return tuple(pairwise([start, *inner, stop]))
+
+    def _recomputed(self, stage: int, stretch: Stretch) -> Stretch | None:
+        """The stage with as little recomputed as its memory allows; `None` if it never fits."""
+        layout, worker = self.layout, stretch.worker
+        pieces = self._pieces(stretch.start, stretch.stop)
+        plain = stretch._replace(recompute=())
+        segments = [
+            Segment(
+                seconds=float(layout.forward[worker, a:b].sum()),
+                kept=float(layout.saved[a:b].sum()),
+                entry=sum(float(layout.boundary[k]) for k in {a, b} - {plain.start, plain.stop}),
+                working=float(layout.saved[a:b].sum()),
+            )
+            for a, b in pieces
+        ]
+        outside = plain._replace(stop=plain.start)  # nothing but what enters
+        standing = layout.standing(plain, self.memory.per_weight)
+        flying = int(self.in_flight[stage, 0])
+        room = float(self.caps[stage]) - standing - flying * layout.held(outside)
+        choice = None
+        if room >= 0:
+            choice = choose_recomputed(segments, in_flight=flying, available=room)
+        if choice is None:
+            return None
+        return plain._replace(recompute=tuple(pieces[k] for k in choice.segments))
+
+    def _needed(self, stage: int, stretch: Stretch) -> float:
+        standing = self.layout.standing(stretch, self.memory.per_weight)
+        return standing + float(self.in_flight[stage, 0]) * self.layout.held(stretch)
+
+
+def joints_of(layout: Layout, most: int) -> list[int]:
+    """Up to so many places for a cut where little crosses, with equally much saved between."""
+    total = layout.saved.cumsum()
+    places = np.flatnonzero(layout.allowed[1:-1]) + 1
+    if not len(places) or not total[-1]:
+        return []
+    window = np.minimum((total[places - 1] / total[-1] * most).astype(int), most - 1)
+    found = []
+    for number in np.unique(window):
+        inside = places[window == number]
+        found.append(int(inside[np.argmin(layout.boundary[inside])]))
+    return found

@@ -1,0 +1,207 @@
+"""A way to share a program out: what its stages cost in time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.profile.data import Link, Profile
+from penstock.schedule import Action, Costs, Schedule, Timeline
+from penstock.simulate import Network, simulate
+
+Floats = NDArray[np.float64]
+Span = tuple[int, int]
+"""Calls, the first and the one after the last."""
+
+
+class Stretch(NamedTuple):
+    """What one stage is.
+
+    Attributes:
+        worker: who runs it.
+        start: its first call.
+        stop: the one after its last.
+        recompute: the spans of its calls that are recomputed.
+    """
+
+    worker: int
+    start: int
+    stop: int
+    recompute: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What training holds, besides activations.
+
+    Attributes:
+        optimizer_state: bytes of optimizer state for every byte of weights: 2 for Adam, 1 for SGD
+            with momentum.
+        limit: bytes that every worker may hold; `None` for what the profile says of its device.
+    """
+
+    optimizer_state: float = 2.0
+    limit: int | None = None
+
+    @property
+    def per_weight(self) -> float:
+        """Bytes for every byte of weights: itself, its gradient, and its optimizer state."""
+        return 2.0 + self.optimizer_state
+
+    def caps(self, profile: Profile) -> Floats:
+        """(workers,): the bytes that every worker may hold, infinite where it is not known."""
+        known = [profile.capacity.get(device, np.inf) for device in profile.devices]
+        return np.array(known if self.limit is None else [self.limit] * len(known), dtype=float)
+
+
+class Layout:
+    """The calls' costs for one number of micro-batches.
+
+    Args:
+        profile: what was measured.
+        count: the number of micro-batches.
+
+    Attributes:
+        rows: of every micro-batch.
+        seconds: (workers, calls); forward and backward of a mean micro-batch.
+    """
+
+    def __init__(self, profile: Profile, count: int) -> None:
+        self.profile = profile
+        self.count = count
+        self.rows = split_rows(profile.batch_size, count)
+        self._by_rows = {rows: self._table(rows) for rows in sorted(set(self.rows))}
+        totals = {rows: table[0] + table[1] for rows, table in self._by_rows.items()}
+        mean: Floats = np.mean([totals[rows] for rows in self.rows], axis=0)
+        self.seconds = mean
+        # The pipeline may fill and drain with its smallest micro-batch: no bound may count more.
+        self.least_fill = float(np.min(totals[min(self.rows)] / np.maximum(mean, 1e-12)))
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest micro-batch."""
+        return max(self.rows)
+
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
+        """(calls + 1,): where a cut may be."""
+        places = np.ones(self.profile.num_calls + 1, dtype=bool)
+        places[list(self.profile.forbidden)] = False
+        return places
+
+    @cached_property
+    def forward(self) -> Floats:
+        """(workers, calls); the forward of the largest micro-batch."""
+        return self._by_rows[self.most_rows][0]
+
+    @cached_property
+    def saved(self) -> Floats:
+        """(calls,); bytes that a micro-batch's backward needs of every call."""
+        return np.asarray(self.profile.saved or [0.0] * self.profile.num_calls) * self.most_rows
+
+    @cached_property
+    def boundary(self) -> Floats:
+        """(calls + 1,); bytes of a micro-batch that cross every cut."""
+        return np.asarray(self.profile.boundary) * self.most_rows
+
+    @cached_property
+    def weights(self) -> Floats:
+        """(calls,); bytes of weights."""
+        return np.asarray(self.profile.weights, dtype=np.float64)
+
+    @cached_property
+    def passing(self) -> float:
+        """Bytes of the largest result and its gradient, which are there for a moment."""
+        return 2.0 * self.most_rows * max(self.profile.outputs, default=0.0)
+
+    def _table(self, rows: float) -> tuple[Floats, Floats, Floats]:
+        """Seconds of forward, backward and its weight half, (workers, calls), at these rows."""
+        kinds = [self.profile.on(device) for device in self.profile.devices]
+        both = [kind.seconds(rows) for kind in kinds]
+        forward, backward = np.stack([f for f, _ in both]), np.stack([b for _, b in both])
+        return forward, backward, np.stack([kind.weight_seconds(rows) for kind in kinds])
+
+    def hops(self, stretches: Sequence[Stretch]) -> list[Link]:
+        """The link between every two neighbouring stages."""
+        homes = [self.profile.devices[stretch.worker] for stretch in stretches]
+        return [self.profile.links.get(f"{a}>{b}", Link()) for a, b in pairwise(homes)]
+
+    def costs(self, stretches: Sequence[Stretch], rows: int | None = None) -> Costs:
+        """What the stages take for one micro-batch, by default the largest."""
+        rows = rows or self.most_rows
+        forward, backward, weight = self._by_rows[rows]
+
+        def total(table: Floats, worker: int, start: int, stop: int) -> float:
+            return float(table[worker, start:stop].sum())
+
+        again = [sum(total(forward, s.worker, *span) for span in s.recompute) for s in stretches]
+        hops = self.hops(stretches)
+        crossing = [self.profile.boundary[s.start] * rows for s in stretches[1:]]
+        return Costs(
+            forward=tuple(total(forward, *s[:3]) for s in stretches),
+            backward=tuple(
+                total(backward, *s[:3]) + more for s, more in zip(stretches, again, strict=True)
+            ),
+            weight=tuple(total(weight, *s[:3]) for s in stretches),
+            latency=tuple(hop.latency_seconds for hop in hops),
+            transfer=tuple(
+                size / hop.bytes_per_second if hop.bytes_per_second else 0.0
+                for size, hop in zip(crossing, hops, strict=True)
+            ),
+        )
+
+    def simulated(self, schedule: Schedule, stretches: Sequence[Stretch]) -> Timeline:
+        """The step that is predicted."""
+        by_rows = {rows: self.costs(stretches, rows) for rows in self._by_rows}
+        of = [by_rows[rows].by_kind for rows in self.rows]
+
+        def seconds(action: Action) -> float:
+            kind, stage, microbatch = action
+            return of[microbatch][kind][stage]
+
+        costs = by_rows[self.most_rows]
+        network = Network.of(costs, overhead=self.profile.overhead_seconds)
+        return simulate(schedule, seconds, network)
+
+    def held(self, stretch: Stretch) -> float:
+        """Bytes that a stage holds for every micro-batch in flight.
+
+        What enters it, what its calls save, and of spans that are recomputed what enters them.
+        """
+        total = self.boundary[stretch.start] + self.saved[stretch.start : stretch.stop].sum()
+        for start, stop in stretch.recompute:
+            total -= self.saved[start:stop].sum()
+        inner = {edge for span in stretch.recompute for edge in span}
+        total += sum(self.boundary[k] for k in inner if stretch.start < k < stretch.stop)
+        return float(total)
+
+    def standing(self, stretch: Stretch, per_weight: float) -> float:
+        """Bytes that a stage holds all the time, and while it works on a micro-batch."""
+        again = [float(self.saved[start:stop].sum()) for start, stop in stretch.recompute]
+        return (
+            float(self.weights[stretch.start : stretch.stop].sum()) * per_weight
+            + max(again, default=0.0)
+            + self.passing
+        )
+
+    def peaks(
+        self, stretches: Sequence[Stretch], in_flight: Sequence[int], memory: Memory
+    ) -> list[float]:
+        """The most bytes of every worker, when its stages hold so many micro-batches at once."""
+        peaks = [0.0] * len(self.profile.devices)
+        for stretch, count in zip(stretches, in_flight, strict=True):
+            standing = self.standing(stretch, memory.per_weight)
+            peaks[stretch.worker] += standing + count * self.held(stretch)
+        return peaks
+
+
+def split_rows(batch_size: int, count: int) -> list[int]:
+    """The rows of every micro-batch, as `torch.tensor_split` divides them."""
+    small, larger = divmod(batch_size, count)
+    return [small + 1] * larger + [small] * (count - larger)

@@ -1,0 +1,169 @@
+"""One way to run a program: its stages and a schedule, and what they are predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from penstock.plan.bound import schedule_bound
+from penstock.plan.layout import Layout, Memory, Stretch
+from penstock.plan.partition import partition
+from penstock.plan.plan import Candidate, Plan, StagePlan
+from penstock.schedule import SCHEDULES, Rules, Schedule, build, check
+
+# In order of preference among equals: what is simplest and holds least, first.
+PREFERENCE = (
+    *("1f1b", "eager-1f1b", "gpipe", "naive", "fitted"),
+    *("zero-bubble", "interleaved", "breadth-first", "zero-bubble-v"),
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout, its stages, and a schedule.
+
+    Attributes:
+        layout: the costs of calls for its number of micro-batches.
+        stretches: its stages.
+        name: of its schedule.
+        memory: what training holds besides activations, and may hold.
+        rules: of a fitted schedule.
+    """
+
+    layout: Layout
+    stretches: tuple[Stretch, ...]
+    name: str
+    memory: Memory
+    rules: Rules | None = None
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of every stage."""
+        return tuple(stretch.worker for stretch in self.stretches)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        stages, count = len(self.stretches), self.layout.count
+        if self.rules is None:
+            return built(self.name, stages, count, self.num_workers)
+        costs = self.layout.costs(self.stretches)
+        placement = self.placement
+        return build(self.name, stages, count, costs=costs, placement=placement, rules=self.rules)
+
+    @property
+    def num_workers(self) -> int:
+        """How many there are."""
+        return len(self.layout.profile.devices)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The simulated step."""
+        return self.layout.simulated(self.schedule, self.stretches).seconds
+
+    @cached_property
+    def flying(self) -> tuple[int, ...]:
+        """How many micro-batches every stage holds at once."""
+        if self.rules is None:
+            return in_flight(self.name, len(self.stretches), self.layout.count, self.num_workers)
+        return check(self.schedule).in_flight
+
+    @cached_property
+    def peaks(self) -> list[float]:
+        """The most bytes that every worker holds."""
+        return self.layout.peaks(self.stretches, self.flying, self.memory)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether its backwards come in halves."""
+        fitted = self.rules is not None and self.rules.split
+        return SCHEDULES[self.name].splits_backward or fitted
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Among equals, what launches and holds less is preferred."""
+        return self.layout.count, PREFERENCE.index(self.name)
+
+    @cached_property
+    def bound(self) -> float:
+        """Over all cuts for one whole backward per stage and worker, else for these stages."""
+        layout = self.layout
+        if self.splits_backward or len(self.stretches) != self.num_workers:
+            costs = layout.costs(self.stretches, min(layout.rows))
+            split = self.splits_backward
+            return schedule_bound(costs, layout.count, self.placement, split=split)
+        found = partition(
+            layout.seconds,
+            num_microbatches=layout.count,
+            fill=min(1.0, layout.least_fill),
+            allowed=layout.allowed,
+        )
+        return found.objective
+
+    def candidate(self, chosen: Option) -> Candidate:
+        """What a plan says of it, in which `chosen` was chosen."""
+        excess = self.seconds / chosen.seconds - 1
+        slower = f"{excess:.1%} slower" if excess > 0 else "as fast, but holds or launches more"
+        return Candidate(
+            schedule=self.name,
+            num_microbatches=self.layout.count,
+            stages=len(self.stretches),
+            predicted_step_seconds=self.seconds,
+            memory_bytes=round(max(self.peaks)),
+            why="chosen" if self is chosen else slower,
+        )
+
+    def plan(self, one: Candidate, copies: Candidate, considered: Sequence[Candidate]) -> Plan:
+        """The plan that follows it."""
+        profile = self.layout.profile
+        return Plan(
+            fingerprint=profile.fingerprint,
+            batch_size=profile.batch_size,
+            num_microbatches=self.layout.count,
+            schedule=self.name,
+            stages=tuple(self._stages()),
+            predicted_step_seconds=self.seconds,
+            bound_seconds=self.bound,
+            one_device_seconds=one.predicted_step_seconds,
+            data_parallel_seconds=copies.predicted_step_seconds,
+            overhead_seconds=profile.overhead_seconds,
+            rules=self.rules,
+            memory_limit=self.memory.limit,
+            considered=tuple(considered),
+        )
+
+    def _stages(self) -> Iterator[StagePlan]:
+        layout, profile = self.layout, self.layout.profile
+        costs = layout.costs(self.stretches)
+        for s, stretch in enumerate(self.stretches):
+            peak = max(layout.peaks([stretch], [self.flying[s]], self.memory))
+            yield StagePlan(
+                worker=stretch.worker,
+                device=profile.devices[stretch.worker],
+                calls=(stretch.start, stretch.stop),
+                first=profile.labels[stretch.start],
+                last=profile.labels[stretch.stop - 1],
+                weight_bytes=sum(profile.weights[stretch.start : stretch.stop]),
+                input_bytes=round(layout.boundary[stretch.start]),
+                forward_seconds=costs.forward[s],
+                backward_seconds=costs.backward[s],
+                weight_seconds=costs.weight[s],
+                latency_seconds=costs.latency[s - 1] if s else 0.0,
+                transfer_seconds=costs.transfer[s - 1] if s else 0.0,
+                held_bytes=round(layout.held(stretch)),
+                memory_bytes=round(peak),
+                recompute=stretch.recompute,
+            )
+
+
+@cache
+def built(name: str, stages: int, count: int, workers: int) -> Schedule:
+    """The schedule of this name, made once."""
+    return build(name, stages, count, num_workers=workers)
+
+
+@cache
+def in_flight(name: str, stages: int, count: int, workers: int) -> tuple[int, ...]:
+    """How many micro-batches every stage holds at once in it."""
+    return check(built(name, stages, count, workers)).in_flight
