@@ -82,8 +82,8 @@ class CapacityError(PlanError):
         super().__init__(
             f"the program does not fit: every device would need {show_bytes(shortfall.bytes)} "
             f"more ({shortfall.bytes:.0f} bytes). Cut as well as possible, stage {shortfall.stage} "
-            f"(calls {first} to {last - 1}) takes {show_bytes(shortfall.needed)} of the "
-            f"{show_bytes(have)} on device {shortfall.device}; use more devices, smaller "
+            f"(calls {first} to {last - 1}) takes {show_bytes(shortfall.needed)}, and its device "
+            f"has {show_bytes(have)}; use more devices, devices with more memory, smaller "
             "micro-batches or recompute"
         )
 

@@ -139,6 +139,14 @@ def test_more_than_is_saved_may_be_held() -> None:
     )
 
 
+def test_parts_of_bytes_are_rounded_to_the_safe_side() -> None:
+    segments = [Segment(1.0, 10.0, 0.5, 0.25)]
+    assert choose_recomputed(segments, in_flight=1, available=1.9) is None
+    found = choose_recomputed(segments, in_flight=1, available=2.0)
+    assert found is not None
+    assert found.peak == 2.0
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.05])
 def test_a_deep_stage_of_alike_blocks(spread: float) -> None:
     """Two hundred of two kinds, timed with noise: as few of the cheapest as are needed."""
@@ -158,7 +166,7 @@ def test_a_deep_stage_of_alike_blocks(spread: float) -> None:
     ("changes", "message"),
     [
         ({"in_flight": 0}, "in_flight must be at least 1, got 0"),
-        ({"available": -1.0}, "available must not be negative, got -1.0"),
+        ({"available": -1.0}, "available must be finite and not negative, got -1.0"),
         ({"segments": [Segment(1.0, 1.0, 1.0, -2.0)]}, "segment 0: working must be finite and not"),
         ({"segments": [Segment(np.nan, 1.0, 1.0, 2.0)]}, "segment 0: seconds must be finite and"),
     ],
