@@ -69,11 +69,11 @@ def choose_recomputed(
         in_flight * (sum over R of entry + sum over the others of kept)
             + max over R of working  <=  available
 
-    Exact; bytes are rounded up to whole ones first. The front has at most as many choices as there are different sums of
-    savings, so alike segments are cheap, and choices that could not even become the best with parts
-    of segments are left out. Only where dozens of segments all save different bytes at the same
-    price can more than `MOST_CHOICES` remain. Then those are followed up that promise most, and
-    `bound` says how far from the least the result can be.
+    Exact; bytes are rounded up to whole ones first. The front has at most as many choices as there
+    are different sums of savings, so alike segments are cheap, and choices that could not even
+    become the best with parts of segments are left out. Only where dozens of segments all save
+    different bytes at the same price can more than `MOST_CHOICES` remain. Then those are followed
+    up that promise most, and `bound` says how far from the least the result can be.
 
     Args:
         segments: of the stage.
