@@ -14,6 +14,7 @@ from penstock.plan.bound import schedule_bound
 from penstock.plan.fit import Fit, Room, fit
 from penstock.schedule import SCHEDULES, Costs, build, check, placement_of
 from penstock.simulate import Network, memory_over_time, simulate
+from tests.plan.exhaustive import every_schedule, step
 
 
 def random_pipeline(dice: random.Random) -> tuple[Costs, int]:
@@ -90,6 +91,25 @@ def test_never_worse_than_any_fixed_schedule(
                 fixed = build(name, v * workers, m, num_workers=workers)
                 assert found.fixed[name] == simulate(fixed, costs.seconds, network).seconds
                 assert found.seconds <= found.fixed[name]
+
+
+@pytest.mark.parametrize(
+    ("homes", "m", "split", "times"),
+    [
+        ((0, 1, 2), 3, False, 60),
+        ((0, 1, 2), 2, True, 30),
+        ((0, 1, 0), 2, False, 30),
+        ((0, 1, 1), 2, False, 30),
+    ],
+)
+def test_finds_the_best_of_all_schedules_of_a_tiny_pipeline(
+    homes: tuple[int, ...], m: int, split: bool, times: int
+) -> None:
+    dice = random.Random(5)
+    for _ in range(times):
+        costs = random_halves(dice, len(homes))
+        best = min(step(schedule, costs) for schedule in every_schedule(homes, m, split))
+        assert fit(costs, m, homes, split=split).seconds <= best * 1.0002
 
 
 def test_its_rules_make_it_again_and_work_for_another_count() -> None:
