@@ -112,6 +112,18 @@ def test_finds_the_best_of_all_schedules_of_a_tiny_pipeline(
         assert fit(costs, m, homes, split=split).seconds <= best * 1.0002
 
 
+def test_a_pipeline_that_is_best_seen_from_the_end() -> None:
+    costs = Costs(
+        forward=(0.5, 1.08, 1.32, 1.46, 0.95),
+        backward=(1.18, 2.51, 1.5, 1.36, 1.46),
+        latency=(0.19, 0.01, 0.18, 0.16),
+    )
+    found = fit(costs, 5)
+    assert found.rules is not None
+    assert found.rules.from_the_end
+    assert found.excess < 0.021  # 0.030 otherwise
+
+
 def test_its_rules_make_it_again_and_work_for_another_count() -> None:
     costs = Costs((1.0, 1.4, 0.6), (3.0, 1.3, 1.2), (), (0.1, 0.1))
     found = fit(costs, 4)
