@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,8 +55,9 @@ def plan_for(
         return plans(costs, request)[0]
     best = plans(costs, request, most=_TUNED)
     leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
-    seconds = measured(program, leaves, best, devices, progress=progress)
-    return best[seconds.index(min(seconds))]
+    steps = measured(program, leaves, best, devices, progress=progress)
+    medians = [statistics.median(seconds) for seconds in steps]
+    return best[medians.index(min(medians))]
 
 
 def profile_for(
