@@ -17,7 +17,8 @@ from penstock.tuning import measured
 from penstock.workers.devices import threads_per_worker
 from penstock.workers.probe import with_links
 
-_TUNED = 4  # plans that are measured when that is asked for
+TUNED = 4
+"""Plans that are measured when that is asked for."""
 
 
 def plan_for(
@@ -52,10 +53,31 @@ def plan_for(
     )
     if not tune:
         return plans(costs, request)[0]
-    best = plans(costs, request, most=_TUNED)
+    best = plans(costs, request, most=TUNED)
+    return tuned(program, args, kwargs, best, devices=devices, progress=progress)[0][1]
+
+
+def tuned(
+    program: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    candidates: Sequence[Plan],
+    *,
+    devices: Sequence[torch.device],
+    progress: Progress | None = None,
+) -> list[tuple[float, Plan]]:
+    """The median seconds of a step by every one of these plans, the fastest first.
+
+    Args:
+        candidates: what is measured, in turns, on a copy of the model.
+        program, args, kwargs, devices, progress: as of `plan_for`.
+
+    Raises:
+        PlanError: the model has no weights, so that it cannot be run.
+    """
     leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
-    seconds = measured(program, leaves, best, devices, progress=progress)
-    return best[seconds.index(min(seconds))]
+    seconds = measured(program, leaves, candidates, devices, progress=progress)
+    return sorted(zip(seconds, candidates, strict=True), key=lambda pair: pair[0])
 
 
 def profile_for(

@@ -141,6 +141,8 @@ def _columns(lanes: Sequence[_Lane], seconds: float, width: int) -> list[Event |
     """What a worker did for most of every column."""
     best: list[float] = [seconds / width / 2] * width
     found: list[Event | None] = [None] * width
+    if not seconds:
+        return found
     for event in sorted((e for lane in lanes for e in lane.events), key=lambda event: event.start):
         first = int(event.start / seconds * width)
         last = min(width - 1, int(event.end / seconds * width))
