@@ -175,10 +175,12 @@ def costs(name: str) -> ps.Profile:
     return ps.profile(program, devices=["cpu"])
 
 
-def planned(name: str, stages: int, microbatches: int, schedule: str = "auto") -> ps.Plan:
+def planned(
+    name: str, workers: int, microbatches: int, schedule: str = "auto", recompute: str = "auto"
+) -> ps.Plan:
     """A plan for the case on CPU workers."""
-    profile = msgspec.structs.replace(costs(name), devices=("cpu",) * stages)
-    return ps.plan(profile, num_microbatches=microbatches, schedule=schedule)
+    profile = msgspec.structs.replace(costs(name), devices=("cpu",) * workers)
+    return ps.plan(profile, num_microbatches=microbatches, schedule=schedule, recompute=recompute)
 
 
 def uniform_plan(
@@ -206,10 +208,7 @@ def uniform_plan(
     return ps.plan(profile, num_microbatches=microbatches, schedule=schedule, cuts=cuts)
 
 
-def pipeline(
-    case: Case, stages: int, microbatches: int, schedule: str = "auto", **options: Any
-) -> ps.Pipeline:
+def pipeline(case: Case, plan: ps.Plan, **options: Any) -> ps.Pipeline:
     """A pipeline over a fresh model of the case."""
-    plan = planned(case.name, stages, microbatches, schedule)
-    devices = ["cpu"] * stages
+    devices = plan.devices
     return ps.Pipeline(case.model(), case.args, case.kwargs, devices=devices, plan=plan, **options)

@@ -12,19 +12,24 @@ from torch import nn
 
 import penstock as ps
 from penstock.capture.trees import flatten
+from penstock.schedule import SCHEDULES
 from penstock.verification import Reference, run_with_threads
-from tests.models import Case, cases, pipeline
+from tests.models import Case, cases, pipeline, planned
 
-SCHEDULES = ("naive", "gpipe", "1f1b", "eager-1f1b")
-STAGES = (1, 2, 3, 4)
+WORKERS = (1, 2, 3, 4)
 COUNTS = (1, 2, 3, 5, 8)
-EVERYTHING = list(itertools.product(STAGES, COUNTS, SCHEDULES))
-# Every pair of values of two of the three occurs.
+EVERYTHING = list(itertools.product(WORKERS, COUNTS, SCHEDULES))
+NAMES = list(SCHEDULES)
+# Every number of workers meets every count, and both every schedule.
 COVERING = [
-    (p, m, SCHEDULES[(i + j) % 4]) for i, p in enumerate(STAGES) for j, m in enumerate(COUNTS)
+    (p, m, NAMES[(5 * i + j + k) % len(NAMES)])
+    for i, p in enumerate(WORKERS)
+    for j, m in enumerate(COUNTS)
+    for k in (0, 4)
 ]
 # By default the larger models are tried with these only.
 LARGER = {"vit": {(1, 3), (3, 5), (4, 8)}, "resnet50": {(1, 3), (3, 5)}}
+RECOMPUTED = list(itertools.product(("all", "boundaries"), ("1f1b", "zero-bubble", "interleaved")))
 
 
 def selection() -> list[Any]:
@@ -35,6 +40,16 @@ def selection() -> list[Any]:
             marks = () if default else (pytest.mark.slow,)
             label = f"{name}-{p}-{m}-{schedule}"
             found.append(pytest.param(name, p, m, schedule, marks=marks, id=label))
+    return found
+
+
+def recomputed() -> list[Any]:
+    """Every model with everything; by default the larger ones only in pieces, and with halves."""
+    found = []
+    for name, (recompute, schedule) in itertools.product(cases(), RECOMPUTED):
+        default = name not in LARGER or (recompute, schedule) == ("boundaries", "zero-bubble")
+        marks = () if default else (pytest.mark.slow,)
+        found.append(pytest.param(name, recompute, schedule, marks=marks))
     return found
 
 
@@ -55,8 +70,22 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("name", "p", "m", "schedule"), selection())
 def test_training_is_exact(name: str, p: int, m: int, schedule: str) -> None:
-    case = cases()[name]
-    with pipeline(case, p, m, schedule) as pipe:
+    assert_exact(name, planned(name, p, m, schedule))
+
+
+@pytest.mark.parametrize(("name", "recompute", "schedule"), recomputed())
+def test_recomputing_is_exact(name: str, recompute: str, schedule: str) -> None:
+    plan = planned(name, 2, 3, schedule, recompute=recompute)
+    assert all(stage.recompute for stage in plan.stages)
+    if recompute == "boundaries" and schedule == "1f1b":
+        assert any(len(stage.recompute) > 1 for stage in plan.stages)
+    assert_exact(name, plan)
+
+
+def assert_exact(name: str, plan: ps.Plan) -> None:
+    """Outputs, losses, gradients and state are those of one device, over a few steps."""
+    case, m = cases()[name], plan.num_microbatches
+    with pipeline(case, plan) as pipe:
         threads = pipe.threads_per_worker
         twin = copy.deepcopy(pipe.model)
         reference = Reference(twin, pipe.program, m, case.args, case.kwargs)
@@ -100,7 +129,7 @@ def plain_loop(model: nn.Module, case: Case, m: int) -> None:
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 5)])
 def test_equal_to_a_plain_loop(name: str, p: int, m: int) -> None:
     case = cases()[name]
-    with pipeline(case, p, m) as pipe:
+    with pipeline(case, planned(name, p, m)) as pipe:
         twin = copy.deepcopy(pipe.model)
         pipe.train_step(*case.args, target=case.target, loss_fn=case.loss_fn)
         run_with_threads(lambda: plain_loop(twin, case, m), pipe.threads_per_worker)
@@ -111,7 +140,7 @@ def test_equal_to_a_plain_loop(name: str, p: int, m: int) -> None:
 @pytest.mark.parametrize("name", list(cases()))
 def test_evaluation_is_the_models_own(name: str) -> None:
     case = cases()[name]
-    with pipeline(case, 3, 3) as pipe, torch.no_grad():
+    with pipeline(case, planned(name, 3, 3)) as pipe, torch.no_grad():
         pipe.eval()
         output = flatten(pipe(*case.args, **case.kwargs))[0]
         reference = Reference(pipe.model, pipe.program, 3, case.args, case.kwargs)
@@ -124,7 +153,7 @@ def test_evaluation_is_the_models_own(name: str) -> None:
 
 def trained(p: int, schedule: str, seed: int) -> dict[str, torch.Tensor]:
     case = cases()["gpt2"]
-    with pipeline(case, p, 3, schedule) as pipe:
+    with pipeline(case, planned("gpt2", p, 3, schedule)) as pipe:
         torch.manual_seed(seed)
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3)
         for _ in range(2):
@@ -138,13 +167,14 @@ def test_dropout_depends_on_the_seed_and_not_on_the_split() -> None:
     first = trained(2, "1f1b", seed=5)
     assert_same(first, trained(2, "1f1b", seed=5))
     assert_same(first, trained(3, "gpipe", seed=5))
+    assert_same(first, trained(2, "zero-bubble-v", seed=5))
     other = trained(2, "1f1b", seed=6)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
 def test_a_pipeline_leaves_the_random_stream_alone() -> None:
     case = cases()["gpt2"]
-    with pipeline(case, 2, 3) as pipe:
+    with pipeline(case, planned("gpt2", 2, 3)) as pipe:
         torch.manual_seed(7)
         state = torch.get_rng_state()
         pipe.train_step(target=case.target, loss_fn=case.loss_fn, **case.kwargs)

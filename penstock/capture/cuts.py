@@ -61,6 +61,15 @@ class Cuts:
             live.difference_update(ends[cut])
         return found
 
+    def overwritten(self, cut: int) -> tuple[int, ...]:
+        """Which of the values that cross the cut are changed in place after it, by their places."""
+        infos = [self.trace.info(value) for value in self.boundary(cut)]
+        return tuple(
+            place
+            for place, info in enumerate(infos)
+            if isinstance(info, TensorInfo) and self._mutated.get(info.storage, -1) >= cut
+        )
+
     def num_bytes(self, cut: int, sizes: Sizes) -> int:
         """The bytes that cross the cut for inputs that are this large."""
         infos = (self.trace.info(value) for value in self.boundary(cut))
@@ -74,7 +83,7 @@ class Cuts:
     def reasons(self) -> dict[int, str]:
         """Before which calls there can be no cut, and why."""
         reasons: dict[int, str] = {}
-        mutated = self._mutations()
+        mutated = self._mutated
         hidden = self._hidden()
         for cut in range(1, len(self.trace.calls)):
             memory: dict[int, Value] = {}
@@ -136,7 +145,8 @@ class Cuts:
         """The parameter, buffer or plain tensor that lives in a storage."""
         return {info.storage: attribute for attribute, info in self.trace.attributes.items()}
 
-    def _mutations(self) -> dict[int, int]:
+    @cached_property
+    def _mutated(self) -> dict[int, int]:
         """For each storage that is changed in place, the last call that does it."""
         last: dict[int, int] = {}
         for number, call in enumerate(self.trace.calls):

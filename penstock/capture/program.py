@@ -28,11 +28,19 @@ from penstock.errors import InputError, PlanError
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stretch of the program as a module, and the values that enter and leave it."""
+    """A stretch of the program as a module, and the values that enter and leave it.
+
+    Attributes:
+        module: runs it, see `penstock.capture.lowering`.
+        inputs: the values that it is given, in order.
+        outputs: the values that it returns, in order.
+        overwritten: the places of inputs that are changed in place, here or later.
+    """
 
     module: fx.GraphModule
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    overwritten: tuple[int, ...] = ()
 
 
 class Source(Protocol):
@@ -296,7 +304,8 @@ class Program:
             device = devices[index] if devices else self._home()
             calls, deferral = range(start, stop), deferrals[index] if deferrals else None
             module = lower(self.model, trace, calls, inputs, outputs, device, deferral)
-            result.append(StageProgram(module, inputs, outputs))
+            overwritten = crossing.overwritten(start)
+            result.append(StageProgram(module, inputs, outputs, overwritten))
         return result
 
     def _home(self) -> torch.device | None:

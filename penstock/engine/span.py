@@ -9,7 +9,7 @@ gradients are summed in the same order, and the bits are the same with recomputi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +31,13 @@ class Span:
         module: `module(sizes, key, *values) -> tuple`, see `penstock.capture.lowering`.
         recompute: whether its forward runs again before its backward.
         changing: the buffers that its forward changes.
+        overwritten: the places of values that enter, and are changed in place from here on.
     """
 
     module: Callable[..., Values]
     recompute: bool = False
-    changing: Sequence[torch.Tensor] = field(default=())
+    changing: Sequence[torch.Tensor] = ()
+    overwritten: Sequence[int] = ()
 
 
 class Passed(NamedTuple):
@@ -93,11 +95,19 @@ def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe
         entry, entered = enter(values)
         return entry, span.module(sizes, key, *entered)
     buffers = [buffer.detach().clone() for buffer in span.changing]
-    recipe = Recipe(span, values, sizes, key, buffers, ambient())
+    kept = tuple(_copied(v) if k in span.overwritten else v for k, v in enumerate(values))
+    recipe = Recipe(span, kept, sizes, key, buffers, ambient())
     with saved_tensors_hooks(_forget, _recall):
         _, entered = enter(values)
         results = span.module(sizes, key, *entered)
     return recipe, tuple(_without_history(value) for value in results)
+
+
+def _copied(value: Any) -> Any:
+    """A value that whoever changes the original leaves alone."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _forget(_: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from penstock.errors import InputError
 from penstock.schedule.costs import Costs
@@ -65,7 +66,7 @@ def schedule_bound(
 ) -> float:
     """The least seconds that a training step can take on this placement.
 
-    For stages `a <= s` write `head(s)` for the sum of `F_i + c_i` over `i < s`, `tail(s)` for that
+    Write `head(s)` for the sum of `F_i + c_i` over `i < s`, `tail(s)` for that
     of `B_i + c_i`, where `c_i` is the latency and the transfer between `i` and `i+1` (nothing on
     one worker), and `D(s)` for the time between the end of a forward of `s` and the earliest start
     of its backward, which is spent on the stages after `s`. The step takes at least the largest of
@@ -75,11 +76,14 @@ def schedule_bound(
     pass: the stage with the longest forwards starts its last one no earlier than `head + (m-1) F`,
     and the last micro-batch has the rest of its pass ahead. The backwards mirror it in time.
 
-    **A worker with several stages**, `a` the first and `z` the last of them, and `F`, `B` the sums
-    over its stages: its first action is a forward of `a` and its last a backward of `a`, so
-    `head(a) + m (F + B) + tail(a)`, and it also waits. Before the first backward of `z`, which
-    starts no earlier than `head(z) + F_z + D(z)`, it runs nothing but forwards, at most `m F`; and
-    after its last forward of `z` nothing but backwards. It waits for what that leaves.
+    **A worker with several stages**, `a` the first of them: its first action is a forward of `a`
+    and its last a backward of `a`, so `head(a)`, then `m` times the work of its stages, then
+    `tail(a)`. It also waits. Follow one micro-batch on its way: before it can first come to some
+    action `x` of this worker, the worker runs nothing but what comes before `x` on that way, at
+    most `m` times; what that leaves of the time to get to `x` is waited. In the same way, after
+    the last time that some `y` can end, nothing is left but what comes after `y`. If `x` is not
+    after `y`, the first of these times ends before the second begins, as one pass leads through
+    both, and the waits add.
 
     **A worker with one stage.** Let `f` be the longest forward (or transfer) up to `s`. Its
     `k`-th forward starts no earlier than `head + (k-1) f`. If it runs `k` forwards before its
@@ -91,12 +95,12 @@ def schedule_bound(
     waits add to `m (F + B)`. If none does, all forwards and then all backwards take at least
     `F + B + max(D, (m-1) f) + (m-1) b`, and mirrored `F + B + (m-1) f + max(D, (m-1) b)`.
 
-    **Backwards in halves** take `I` for `B` in `head`, `tail` and `D`. A weight half has nothing to
-    wait for at the end, so the worker's work `m (F + I + W)` has no tail after it, and the last `I`
-    of stage `s` has one: `m (F + I)`, then `tail`, then the last `W` of stage 0. Weight halves
-    can fill the time after the last forward, but not that before the first `I`: it still waits
-    then. A schedule with whole backwards does no better than one with halves, as a whole one can
-    be cut in halves that follow each other.
+    **Backwards in halves.** Without the weight halves, which nobody waits for, a step is no
+    longer than with them: all of the above holds with `I` for `B`, and after the last `I` of stage
+    0 comes its `W`. With them a worker works `m (F + I + W)` and need not wait for a tail, but
+    before the first `I` it has no `W` to fill the time with, and waits as above. A schedule with
+    whole backwards does no better than one with halves, as a whole one can be cut in halves that
+    follow each other.
 
     Args:
         costs: what the stages take. `costs.weight` counts only where backwards come in halves.
@@ -115,11 +119,26 @@ def schedule_bound(
         )
     way = _Way.of(costs, homes, split)
     one_by_one = (num_microbatches - 1) * max(*way.forward, *way.backward, *way.wire) + way.whole
-    bounds = [one_by_one + (costs.weights[0] if split else 0.0)]
+    bounds = [one_by_one + way.weight[0]]
     for worker in sorted(set(homes)):
         own = [stage for stage, home in enumerate(homes) if home == worker]
         bounds.append(way.worker_bound(own, num_microbatches))
+        if split:
+            bounds.append(way.worker_bound_without_tail(own, num_microbatches))
     return max(bounds)
+
+
+class _Leg(NamedTuple):
+    """An action of the first micro-batch that could come through alone, as its worker sees it.
+
+    `start` and `end` are seconds since the step began; `work_before` and `work_through` are the
+    seconds of work for it on the same worker, without and with this action.
+    """
+
+    start: float
+    end: float
+    work_before: float
+    work_through: float
 
 
 @dataclass(frozen=True)
@@ -129,12 +148,11 @@ class _Way:
     Attributes:
         forward: the seconds of every forward.
         backward: of every backward, or of its input half.
-        weight: of every weight half, where there are halves.
+        weight: of every weight half; zeros where backwards are whole.
         wire: how long every hop occupies its link.
         head: from the start of the step to the start of the first forward.
         tail: from the end of the last backward to the end of the last backward of stage 0.
         whole: one pass through everything.
-        split: whether backwards come in halves.
     """
 
     forward: Sequence[float]
@@ -144,7 +162,6 @@ class _Way:
     head: Sequence[float]
     tail: Sequence[float]
     whole: float
-    split: bool
 
     @classmethod
     def of(cls, costs: Costs, homes: Sequence[int], split: bool) -> _Way:
@@ -157,7 +174,7 @@ class _Way:
         tail = [0.0, *accumulate(backward[i] + delay[i] for i in links)]
         whole = head[-1] + costs.forward[-1] + backward[-1] + tail[-1]
         weight = costs.weights if split else (0.0,) * costs.num_stages
-        return cls(costs.forward, backward, weight, wire, head, tail, whole, split)
+        return cls(costs.forward, backward, weight, wire, head, tail, whole)
 
     def turn(self, stage: int) -> float:
         """`D`: from the end of a forward to the earliest start of its backward."""
@@ -165,27 +182,49 @@ class _Way:
         return self.whole - self.head[stage] - self.tail[stage] - own
 
     def worker_bound(self, own: Sequence[int], count: int) -> float:
-        """The bound of the worker with these stages."""
-        first, last = own[0], own[-1]
-        forward = sum(self.forward[s] for s in own)
-        backward = sum(self.backward[s] for s in own)
-        weight = sum(self.weight[s] for s in own)
-        # How long after its first forward its first backward starts, and the mirror of that.
-        opening = self.head[last] - self.head[first] + self.forward[last] + self.turn(last)
-        closing = self.tail[last] - self.tail[first] + self.backward[last] + self.turn(last)
-        if len(own) > 1:
-            waits = max(0.0, opening - count * forward)
-            work = count * (forward + backward)
-            if not self.split:
-                work += max(waits, closing - count * backward)
-                return self.head[first] + work + self.tail[first]
-        elif not self.split:
-            return self.head[first] + self._alone(first, count) + self.tail[first]
+        """The bound of the worker with these stages, with no regard for weight halves but one."""
+        first = own[0]
+        if len(own) == 1:
+            busy = self._alone(first, count)
         else:
-            waits = _wait(self.turn(first), self._pace(first, self.forward), forward, count)
-            work = count * (forward + backward)
-        after = max(count * weight, self.tail[first] + self.weight[0])
-        return self.head[first] + waits + work + after
+            legs = self._legs(own)
+            opening, waits = 0.0, 0.0
+            for leg in legs:
+                opening = max(opening, leg.start - self.head[first] - count * leg.work_before)
+                work_after = legs[-1].work_through - leg.work_through
+                closing = self.whole - leg.end - self.tail[first] - count * work_after
+                waits = max(waits, opening + max(0.0, closing))
+            busy = count * legs[-1].work_through + waits
+        return self.head[first] + busy + self.tail[first] + self.weight[0]
+
+    def worker_bound_without_tail(self, own: Sequence[int], count: int) -> float:
+        """The bound of its work, weight halves included, which may come last of all."""
+        first = own[0]
+        work = sum(self.forward[s] + self.backward[s] + self.weight[s] for s in own)
+        if len(own) == 1:
+            pace = self._pace(first, self.forward)
+            waits = _wait(self.turn(first), pace, self.forward[first], count)
+        else:
+            # Up to its first backward, which is of its last stage, there is no weight half.
+            early = self._legs(own)[: len(own) + 1]
+            waits = max(leg.start - self.head[first] - count * leg.work_before for leg in early)
+        return self.head[first] + count * work + waits
+
+    def _legs(self, own: Sequence[int]) -> list[_Leg]:
+        """One micro-batch's actions on the worker with these stages, in order."""
+        legs: list[_Leg] = []
+        done = 0.0
+        for stage in own:
+            seconds = self.forward[stage]
+            start = self.head[stage]
+            legs.append(_Leg(start, start + seconds, done, done + seconds))
+            done += seconds
+        for stage in reversed(own):
+            seconds = self.backward[stage]
+            end = self.whole - self.tail[stage]
+            legs.append(_Leg(end - seconds, end, done, done + seconds))
+            done += seconds
+        return legs
 
     def _alone(self, stage: int, count: int) -> float:
         """From its first forward to the end of its last backward, for a worker with one stage."""

@@ -27,6 +27,7 @@ class Cutter:
         in_flight: how many micro-batches every stage holds at once.
         memory: what may be held.
         recompute: one of `RECOMPUTE`.
+        only: the cuts that there are to be; by default any that are allowed.
     """
 
     def __init__(
@@ -36,15 +37,19 @@ class Cutter:
         in_flight: Sequence[int],
         memory: Memory,
         recompute: str,
+        only: Sequence[int] | None = None,
     ) -> None:
         self.layout = layout
-        self.placement = list(placement)
+        self.placement = tuple(placement)
+        self.allowed = layout.allowed
+        if only is not None:
+            self.allowed = np.isin(np.arange(len(layout.allowed)), list(only))
         self.in_flight = np.asarray(in_flight, dtype=np.float64)[:, None]
         self.memory = memory
         self.recompute = recompute
         # The stages of one worker share its memory evenly: exact for one stage each.
-        shares = np.bincount(self.placement)[self.placement]
-        self.caps = memory.caps(layout.profile)[self.placement] / shares
+        homes = np.array(self.placement)
+        self.caps = memory.caps(layout.profile)[homes] / np.bincount(homes)[homes]
         self.is_limited = bool(np.isfinite(self.caps).any())
 
     def best(self, fill: float) -> list[Stretch]:
@@ -59,7 +64,7 @@ class Cutter:
             num_microbatches=self.layout.count,
             fill=fill,
             latency=self._latency(),
-            allowed=self.layout.allowed,
+            allowed=self.allowed,
             tie=self.layout.boundary,
             caps=self.caps if self.is_limited else None,
         )
@@ -91,8 +96,9 @@ class Cutter:
         if self.recompute == "auto":
             names = ["none", "all", "boundaries"] if self.is_limited else ["none"]
         layout, flying = self.layout, self.in_flight
-        seconds = layout.seconds[self.placement]
-        again = seconds + layout.forward[self.placement]
+        homes = list(self.placement)
+        seconds = layout.seconds[homes]
+        again = seconds + layout.forward[homes]
         if not self.is_limited:
             return names, [Variant(again if n != "none" else seconds) for n in names]
         weights = np.broadcast_to(layout.weights * self.memory.per_weight, seconds.shape)

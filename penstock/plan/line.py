@@ -42,12 +42,14 @@ class Way:
     """A variant on a device.
 
     Attributes:
+        each: (n,); the seconds of every call.
         until: (n + 1); the seconds of all calls before position `k`.
         furthest: (n + 1); where a stage that begins at `k` has to end to fit the memory. At least
             `k`.
         base: (n + 1); what a stage adds to the objective because it begins at `k`.
     """
 
+    each: Floats
     until: Floats
     furthest: NDArray[np.intp]
     base: Floats
@@ -58,13 +60,13 @@ class Way:
         until, held = _until(seconds), _until(memory)
         reach = np.searchsorted(held, held + (cap - entry), side="right") - 1
         furthest = np.maximum(reach, np.arange(len(held)))
-        return cls(until, furthest, np.broadcast_to(np.float64(0), held.shape))
+        return cls(seconds, until, furthest, np.broadcast_to(np.float64(0), held.shape))
 
     @classmethod
     def of_bytes(cls, memory: Floats, entry: Floats, cap: float) -> Way:
         """The same with the roles exchanged: the objective is the bytes beyond the cap."""
         until = _until(memory)
-        return cls(until, np.full(until.shape, len(memory)), entry - cap)
+        return cls(memory, until, np.full(until.shape, len(memory)), entry - cap)
 
 
 class Route(NamedTuple):
@@ -152,13 +154,13 @@ class Line:
         return costs.index(min(costs))
 
     def objectives(self, route: Route) -> list[float]:
-        """The brackets of the objective, one per stage."""
+        """The brackets of the objective, one per stage, without the rounding of long sums."""
         found = []
         elapsed = 0.0
         edges = pairwise([0, *route.cuts, self.end])
         for (first, last), step, number in zip(edges, route.steps, route.ways, strict=True):
             way = self.ways[step.row][number]
-            work = float(way.until[last] - way.until[first])
+            work = float(way.each[first:last].sum())
             found.append(elapsed + float(way.base[first]) + self.terms.num_microbatches * work)
             elapsed += self.terms.fill * work + float(self.terms.hop[step.stage, last])
         return found

@@ -82,8 +82,8 @@ class CapacityError(PlanError):
         super().__init__(
             f"the program does not fit: every device would need {show_bytes(shortfall.bytes)} "
             f"more ({shortfall.bytes:.0f} bytes). Cut as well as possible, stage {shortfall.stage} "
-            f"(calls {first} to {last - 1}) takes {show_bytes(shortfall.needed)} of the "
-            f"{show_bytes(have)} on device {shortfall.device}; use more devices, smaller "
+            f"(calls {first} to {last - 1}) takes {show_bytes(shortfall.needed)}, and its device "
+            f"has {show_bytes(have)}; use more devices, devices with more memory, smaller "
             "micro-batches or recompute"
         )
 
@@ -181,12 +181,12 @@ def solve(
         raise CapacityError(find_shortfall(variants, caps, steps, terms))
     # A call that is hopeless on some device would drown the digits of the others in the sums over
     # that device's calls. Being hopeless is all that matters about it.
-    hopeless = 2 * limit / terms.num_microbatches
+    clear, hopeless = line, 2 * limit / terms.num_microbatches
     if 0 < hopeless < max(float(np.max(variant.seconds)) for variant in variants):
         clipped = [replace(v, seconds=np.minimum(v.seconds, hopeless)) for v in variants]
-        line = Line.of(clipped, caps, steps, terms)
-        limit = least_limit(line)
-    return _described(line, lightest_route(line, limit * (1 + TOLERANCE)))
+        clear = Line.of(clipped, caps, steps, terms)
+        limit = least_limit(clear)
+    return _described(line, lightest_route(clear, limit * (1 + TOLERANCE)))
 
 
 def find_shortfall(

@@ -69,11 +69,11 @@ def choose_recomputed(
         in_flight * (sum over R of entry + sum over the others of kept)
             + max over R of working  <=  available
 
-    Exact for whole bytes. The front has at most as many choices as there are different sums of
-    savings, so alike segments are cheap, and choices that could not even become the best with parts
-    of segments are left out. Only where dozens of segments all save different bytes at the same
-    price can more than `MOST_CHOICES` remain. Then those are followed up that promise most, and
-    `bound` says how far from the least the result can be.
+    Exact; bytes are rounded up to whole ones first. The front has at most as many choices as there
+    are different sums of savings, so alike segments are cheap, and choices that could not even
+    become the best with parts of segments are left out. Only where dozens of segments all save
+    different bytes at the same price can more than `MOST_CHOICES` remain. Then those are followed
+    up that promise most, and `bound` says how far from the least the result can be.
 
     Args:
         segments: of the stage.
@@ -87,6 +87,7 @@ def choose_recomputed(
         InputError: a number that is negative or not finite, or no micro-batch in flight.
     """
     _check(segments, in_flight, available)
+    segments, available = [_whole(segment) for segment in segments], math.floor(available)
     excess = in_flight * sum(segment.kept for segment in segments) - available
     numbers: tuple[int, ...] = ()
     bound = math.inf
@@ -227,11 +228,17 @@ def _peak(segments: Sequence[Segment], chosen: Sequence[int], in_flight: int) ->
     return in_flight * held + max((segments[i].working for i in chosen), default=0.0)
 
 
+def _whole(segment: Segment) -> Segment:
+    """In whole bytes, whose sums are exact."""
+    kept, entry, working = map(math.ceil, (segment.kept, segment.entry, segment.working))
+    return Segment(segment.seconds, kept, entry, working)
+
+
 def _check(segments: Sequence[Segment], in_flight: int, available: float) -> None:
     if in_flight < 1:
         raise InputError(f"in_flight must be at least 1, got {in_flight}")
-    if not available >= 0:
-        raise InputError(f"available must not be negative, got {available}")
+    if not (math.isfinite(available) and available >= 0):
+        raise InputError(f"available must be finite and not negative, got {available}")
     for number, segment in enumerate(segments):
         for name, value in vars(segment).items():
             if not (math.isfinite(value) and value >= 0):

@@ -14,7 +14,7 @@ from itertools import islice
 
 from msgspec.structs import replace as replace_fields
 
-from penstock.errors import PlanError
+from penstock.plan.advice import nothing_fits
 from penstock.plan.alternatives import alternatives
 from penstock.plan.asked import Cut
 from penstock.plan.cutting import Cutter
@@ -126,7 +126,7 @@ class _Search:
         self.workers = len(profile.devices)
         self.cuts = request.positions(profile.labels, profile.forbidden, self.workers)
         self.rejected: list[Candidate] = []
-        self.short: CapacityError | None = None
+        self.short: tuple[CapacityError, tuple[int, ...]] | None = None
 
     def plans(self, most: int) -> list[Plan]:
         """The best plans, the best first.
@@ -143,8 +143,8 @@ class _Search:
             for stages in self._stage_counts(name)
             if (option := self._best(layout, name, stages)) is not None
         ]
-        if not options:
-            raise self.short or PlanError("the stages between these cuts do not fit the memory")
+        if not options and self.short is not None:
+            raise nothing_fits(self.profile, self.request, *self.short) from self.short[0]
         ordered = _ordered(self._fitted(self._refined(options)))
         others = alternatives(self.profile, self.request.memory)
         plans = []
@@ -182,14 +182,15 @@ class _Search:
         """The fastest cuts for a schedule; `None` if none fits the memory."""
         cutter = self._cutter(layout, name, stages)
         try:
-            if self.cuts is not None:
-                found = [cutter.at(self.cuts)]
-            else:
-                found = [cutter.best(fill) for fill in _FILLS]
+            found = [cutter.best(fill) for fill in _FILLS]
         except CapacityError as error:
-            self.short, found = error, []
+            found = []
+            if self.short is None or len(cutter.placement) < len(self.short[1]):
+                self.short = error, cutter.placement
+            elif error.shortfall.bytes < self.short[0].shortfall.bytes:
+                self.short = error, self.short[1]
         memory = self.request.memory
-        choices = dict.fromkeys(tuple(stretches) for stretches in found if stretches)
+        choices = dict.fromkeys(tuple(stretches) for stretches in found)
         options = [Option(layout, stretches, name, memory) for stretches in choices]
         if not options:
             self._reject(layout, name, stages)
@@ -198,10 +199,11 @@ class _Search:
     def _cutter(self, layout: Layout, name: str, stages: int) -> Cutter:
         flying = in_flight(name, stages, layout.count, self.workers)
         placement = placement_of(name, stages, self.workers)
-        return Cutter(layout, placement, flying, self.request.memory, self.request.recompute)
+        memory, recompute = self.request.memory, self.request.recompute
+        return Cutter(layout, placement, flying, memory, recompute, self.cuts)
 
     def _reject(self, layout: Layout, name: str, stages: int) -> None:
-        short = "" if self.short is None else f" by {show_bytes(self.short.shortfall.bytes)}"
+        short = "" if self.short is None else f" by {show_bytes(self.short[0].shortfall.bytes)}"
         self.rejected.append(
             Candidate(
                 schedule=name,

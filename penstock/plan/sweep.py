@@ -58,12 +58,14 @@ def least_limit(line: Line) -> float:
     high = unlimited.accepted
     low = _too_low(line, high)
     stride = low / 1024 or high
+    earliest = _earliest(line, high)
     while math.nextafter(low, math.inf) < high:
         limit = min(low + stride, (low + high) / 2)
         limit = math.floor(limit) if line.whole else limit
-        sweep = _sweep(line, limit, _earliest(line, high))
+        sweep = _sweep(line, limit, earliest)
         if sweep.feasible:
             high = min(limit, sweep.accepted)
+            earliest = _earliest(line, high)
         else:
             low = max(math.nextafter(limit, math.inf), sweep.rejected)
             stride *= 4

@@ -83,7 +83,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
         errors = []
         for k in range(1, len(totals) - 1):
             others = self.rows[k - 1 : k + 2 : 2], totals[k - 1 : k + 2 : 2]
-            errors.append(abs(float(np.interp(self.rows[k], *others)) / totals[k] - 1.0))
+            off = abs(float(np.interp(self.rows[k], *others)) - totals[k])
+            errors.append(off / max(totals[k], 1e-12))
         return statistics.median(errors) if errors else 0.0
 
 

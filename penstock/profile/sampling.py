@@ -120,8 +120,7 @@ class Sampler:
         return found
 
     def _moved(self, leaves: Sequence[Any]) -> list[Any]:
-        """Copies of the inputs, which may be views of a larger batch."""
-        return [x.to(self.device, copy=True) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     def _kind(self, call: Call) -> Any:
         """Equal for calls that take as long."""

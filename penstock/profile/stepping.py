@@ -96,19 +96,20 @@ class Steps:
             results.update({n: scope[n] for n in entering})
 
     def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
-        """The bytes that every call is the first to hold for its backward, after one forward."""
-        copied = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]  # not of a batch
-        results = self.start(self.values(copied), sizes)
-        output = self.module.graph.output_node()
-        kept = set(output.all_input_nodes)  # and with them the history of everything
+        """The bytes that every call is the first to hold for its backward, after one forward.
+
+        Args:
+            leaves: the inputs, in memory of their own: no views of a larger batch.
+            sizes: how large they are.
+        """
+        results = self.start(self.values(leaves), sizes)
         found = []
         with torch.enable_grad(), Saved(t for _, t in named_tensors(self.model)) as saved:
             for index, nodes in enumerate(self.calls):
                 for node in nodes:
                     results[node] = _run(self.module, node, results)
                 for done in self.last_used[index]:
-                    if done not in kept:
-                        results.pop(done, None)
+                    results.pop(done, None)
                 found.append(sum(saved.take().values()))
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from penstock.errors import InputError
 from penstock.schedule.actions import Kind
@@ -57,15 +58,15 @@ def memory_over_time(
     levels = [0.0] * timeline.num_workers
     moments: list[list[float]] = [[] for _ in levels]
     bytes_: list[list[float]] = [[] for _ in levels]
+    changes = {
+        Kind.FORWARD: list(held),
+        Kind.BACKWARD: [-h for h in held],
+        Kind.INPUT: [r - h for r, h in zip(remaining, held, strict=True)],
+        Kind.WEIGHT: [-r for r in remaining],
+    }
     # A worker does one thing at a time, so its own order is all that counts.
-    for worker, (kind, stage, _), start, end in sorted(timeline.events, key=lambda e: e[2:]):
-        change, when = {
-            Kind.FORWARD: (held[stage], start),
-            Kind.BACKWARD: (-held[stage], end),
-            Kind.INPUT: (remaining[stage] - held[stage], end),
-            Kind.WEIGHT: (-remaining[stage], end),
-        }[kind]
-        levels[worker] += change
-        moments[worker].append(when)
+    for worker, (kind, stage, _), start, end in sorted(timeline.events, key=itemgetter(2, 3)):
+        levels[worker] += changes[kind][stage]
+        moments[worker].append(start if kind is Kind.FORWARD else end)
         bytes_[worker].append(levels[worker])
     return tuple(Memory(tuple(m), tuple(b)) for m, b in zip(moments, bytes_, strict=True))

@@ -153,7 +153,7 @@ class Assembly:
         for part, (number, _, _, recompute) in zip(parts, spans, strict=True):
             module, worker = part.module, self._plan.placement[number]
             changing = [b for b in module.buffers() if id(b) in changed]
-            self.stages[number].ways[-1].append(Span(module, recompute, changing))
+            self.stages[number].ways[-1].append(Span(module, recompute, changing, part.overwritten))
             _extend(self.parameters[worker], module.parameters())
             _extend(self.changing[worker], changing)
         self.ways.append(Way(trace, parts[0].inputs, parts[-1].outputs))

@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.capture import Key
-from penstock.verification import mean_square
+from penstock.tuning import mean_square
 
 X = torch.randn(6, 4)
 

@@ -33,7 +33,9 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         start = self.first(x) * self.scale
         hidden = self.drop(self.relu(self.norm(start)))
-        return self.second(hidden) * self.scale + start
+        hidden = self.second(hidden) * self.scale
+        hidden += start
+        return hidden
 
 
 def run(spans: list[int], recompute: list[bool]) -> tuple[dict[str, Any], list[Any]]:
@@ -45,7 +47,12 @@ def run(spans: list[int], recompute: list[bool]) -> tuple[dict[str, Any], list[A
     changing = list(model.buffers())
     stage = Stage(
         0,
-        [[Span(p.module, r, changing) for p, r in zip(parts, recompute, strict=True)]],
+        [
+            [
+                Span(p.module, r, changing, p.overwritten)
+                for p, r in zip(parts, recompute, strict=True)
+            ]
+        ],
         Neighbour((x.clone().requires_grad_(),)),
         Neighbour((torch.randn(ROWS, 4, 5, 5),)),
     )
@@ -70,6 +77,8 @@ def run(spans: list[int], recompute: list[bool]) -> tuple[dict[str, Any], list[A
         ([2, 4], [True, False, True]),
         ([2, 4], [True, True, True]),
         ([3], [False, False]),
+        ([8], [False, True]),  # begins with the sum in place
+        ([5, 8], [True, True, False]),
     ],
 )
 def test_the_bits_are_those_without(spans: list[int], recompute: list[bool]) -> None:

@@ -117,6 +117,21 @@ def test_a_latency_decides_between_equal_cuts() -> None:
     assert found == Partition(cuts=(3,), objective=2.2, variants=(0, 0), devices=(0, 1))
 
 
+def test_links_of_different_speed() -> None:
+    """The slow link is crossed where little does."""
+    boundary = np.array([0.0, 1.0, 9.0, 9.0, 2.0, 9.0, 0.0])
+    links = boundary * [[1.0], [100.0]]
+    found = partition(np.ones((3, 6)), num_microbatches=1, latency=links)
+    assert found.cuts[1] == 4
+    assert partition(np.ones((3, 6)), num_microbatches=1, latency=links[::-1]).cuts[0] == 1
+
+
+def test_the_ends_of_boundary_arrays_are_not_used() -> None:
+    ends = np.array([np.nan, 1.0, 1.0, 1.0, np.inf])
+    found = partition(np.ones((2, 4)), num_microbatches=1, fill=0.0, latency=ends, tie=ends)
+    assert found.objective == 2.0
+
+
 def test_a_call_that_a_device_can_hardly_run_goes_elsewhere() -> None:
     rng = np.random.default_rng(3)
     seconds = rng.random((3, 8)) * 1e-3

@@ -91,8 +91,8 @@ def test_parts_of_bytes_are_rounded_to_the_safe_side() -> None:
 
 def test_the_error_says_how_much_and_where() -> None:
     message = (
-        r"would need 38.0 kB more \(38000 bytes\).*stage 0 \(calls 0 to 3\) takes 40.0 kB of the "
-        r"2.0 kB on device 0; use more devices"
+        r"would need 38.0 kB more \(38000 bytes\).*stage 0 \(calls 0 to 3\) takes 40.0 kB, and its "
+        r"device has 2.0 kB; use more devices"
     )
     costs = [Variant(np.ones((2, 8)), np.full((2, 8), 1e4))]
     with pytest.raises(CapacityError, match=message):

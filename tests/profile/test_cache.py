@@ -117,7 +117,7 @@ def test_the_files_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cache_module, "_MOST_FILES", 2)
     kept, costs = ProfileCache(tmp_path), measured(program(), tmp_path / "other")[0]
     (tmp_path / "a note.txt").write_text("not ours")
-    for age, key in ((300, "a"), (200, "b")):
+    for age, key in ((200, "a"), (300, "b")):
         kept.put(key, costs)
         os.utime(tmp_path / f"{key}.json", (age, age))
     assert kept.get("a") is not None  # and so it is newer than b

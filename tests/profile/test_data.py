@@ -157,3 +157,11 @@ def test_another_version_is_an_error(tmp_path: Path) -> None:
 def test_where_nothing_can_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot write the profile to .*No such file"):
         profile(device((1,), 1.0)).save(tmp_path / "missing" / "p.json")
+
+
+def test_what_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    taken = tmp_path / "p.json"
+    taken.mkdir()
+    with pytest.raises(InputError, match="cannot write the profile to"):
+        profile(device((1,), 1.0)).save(taken)
+    assert list(tmp_path.iterdir()) == [taken]

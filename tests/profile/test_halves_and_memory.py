@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.profile.halving import weight_share
+from penstock.profile.saving import Saved
 from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _Pace
 from penstock.profile.timing import Timing, spread
 from tests.models import cases
@@ -152,6 +154,23 @@ def test_what_is_held_belongs_to_the_first_that_saves_it(
 def test_inputs_that_are_views_of_a_batch_count_with_their_own_rows() -> None:
     costs = profiled(mlp(), torch.randn(1000, 4)[3:11])
     assert costs.saved[0] == 16
+
+
+def test_what_is_noted_stays_until_the_end_and_no_longer() -> None:
+    with Saved([]) as saved:
+        result = torch.ones(4, requires_grad=True).exp()
+        held = weakref.ref(result.untyped_storage())
+        del result
+        assert held() is not None  # or something else could have its address
+        assert list(saved.take().values()) == [16]
+    assert held() is None
+
+
+def test_sparse_tensors_count_for_nothing() -> None:
+    matrix, x = torch.eye(4).to_sparse(), torch.ones(4, 4, requires_grad=True)
+    with Saved([]) as saved:
+        torch.sparse.mm(matrix, x)
+        assert saved.take() == {}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet"])

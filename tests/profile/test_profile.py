@@ -30,6 +30,10 @@ def test_every_call_has_a_cost() -> None:
     )
     assert kind.spread >= 0
     assert len(costs.weights) == len(costs.labels) == len(costs.boundary) - 1
+    assert len(costs.saved) == len(costs.outputs) == costs.num_calls
+    for weights, backwards in zip(kind.weight, kind.backward, strict=True):
+        assert all(0 <= w <= b for w, b in zip(weights, backwards, strict=True))
+        assert sum(weights) > 0
     assert msgspec.json.decode(msgspec.json.encode(costs), type=ps.Profile) == costs
     assert seen[0][:2] == (0, 5)
     assert seen[-1][0] == seen[-1][1] >= 5

@@ -156,3 +156,17 @@ def test_costs_by_action() -> None:
     found = [costs.seconds(Action(kind, 1, 7)) for kind in Kind]
     assert found == [2.0, 5.0, 1.0, 4.0]
     assert Costs((1.0,), (3.0,)).seconds(Action(Kind.WEIGHT, 0, 0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("deepest_first", "order"), [(True, "0 0 2 2 0 2"), (False, "0 0 0 2 2 2")]
+)
+def test_which_forwards_come_first_on_a_worker_with_several_stages(
+    deepest_first: bool, order: str
+) -> None:
+    """After two forwards of stage 0, stage 2 could go on with the first of them."""
+    costs = Costs((1.0, 0.5, 1.0), (1.0, 1.0, 1.0))
+    rules = Rules((3, 3, 3), (3, 3, 3), deepest_first=deepest_first)
+    schedule = build("fitted", 3, 3, costs=costs, placement=(0, 1, 0), rules=rules)
+    forwards = [a.stage for a in schedule.workers[0] if a.kind is Kind.FORWARD]
+    assert " ".join(map(str, forwards)) == order
