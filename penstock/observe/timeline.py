@@ -11,7 +11,8 @@ from penstock.drawing import bare, canvas, save
 from penstock.schedule import Event, Kind, Timeline
 
 _MARGIN, _PER_DIGIT = 0.0065, 0.0063  # of the width that a number needs; narrower boxes get none
-_COLUMNS = 58  # of the text: with what stands beside them they fit 80
+_TERMINAL = 80  # columns of text, with what stands beside the drawing
+_LEAST = 20  # columns of the drawing
 _BUSY, _ELSEWHERE, _IDLE_SIGN = "busy", " ", "."
 _IDLE = "#eceef0"
 
@@ -75,26 +76,35 @@ def save_figure(timeline: Timeline, path: Path, title: str | None = None) -> Non
     save(figure, path)
 
 
-def as_text(timeline: Timeline, width: int = _COLUMNS) -> str:
+def as_text(timeline: Timeline, width: int | None = None) -> str:
     """A line per worker and stage, in which every sign is a micro-batch; `legend` says which.
 
     A column is `timeline.seconds / width`; it shows what ran for most of it: `.` where nothing did,
-    and nothing in the lines of a worker's other stages.
+    and nothing in the lines of a worker's other stages. By default all of it fits a terminal.
     """
     lanes = _lanes(timeline)
-    several = any(len(own) > 1 for own in lanes)
-    digits = len(str(timeline.num_workers - 1))
-    stages = max((len(str(lane.stage)) for own in lanes for lane in own), default=1)
+    names = [_names(worker, own, timeline) for worker, own in enumerate(lanes)]
+    beside = len(names[0][0]) + len(f" || 100% {_BUSY}")
+    width = width or max(_LEAST, _TERMINAL - beside)
     lines = []
     for worker, share in enumerate(_shares(timeline)):
         ran = _columns(lanes[worker], timeline.seconds, width)
         for place, lane in enumerate(lanes[worker]):
-            cells = (_cell(event, lane) for event in ran)
-            name = f"worker {worker:>{digits}}" if not place else " " * (7 + digits)
-            name += f" stage {lane.stage:>{stages}}" if several else ""
+            cells = "".join(_cell(event, lane) for event in ran)
             busy = "" if place else f" {share:.0%} {_BUSY}"
-            lines.append(f"{name} |{''.join(cells)}|{busy}")
+            lines.append(f"{names[worker][place]} |{cells}|{busy}")
     return "\n".join(lines)
+
+
+def _names(worker: int, lanes: Sequence[_Lane], timeline: Timeline) -> list[str]:
+    """What stands before the lanes of a worker, equally wide for all workers."""
+    stages = {event.action.stage for event in timeline.events}
+    name = f"worker {worker:>{len(str(timeline.num_workers - 1))}}"
+    if len(stages) <= timeline.num_workers:
+        return [name]
+    digits = len(str(max(stages)))
+    first, *others = [f" stage {lane.stage:>{digits}}" for lane in lanes]
+    return [name + first, *(" " * len(name) + other for other in others)]
 
 
 def legend(timeline: Timeline) -> str:

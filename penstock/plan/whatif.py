@@ -38,7 +38,9 @@ from penstock.units import show_bytes
 _STAGES_PER_WORKER = 2  # where a schedule takes any number, and none is asked for
 _BUDGET, _LEAST_BUDGET = 20, 4  # rules that are tried for a fitted schedule
 _MOST_ACTIONS = 300_000  # that are scheduled in trying them
-_BASE = "eager-1f1b"  # whose stages a fitted schedule takes
+_BASES = ("eager-1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
+"""Whose stages a fitted schedule may take."""
+_FILLS = (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ class WhatIf:
             return 1
         if takes is StagesPerWorker.TWO:
             return 2
-        asked = _STAGES_PER_WORKER if self.schedule != "fitted" else 1
-        return self.stages_per_worker or asked
+        least = _STAGES_PER_WORKER if self.schedule != "fitted" else 1
+        return self.stages_per_worker or least
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
     bound = schedule_bound(costs, layout.count, option.placement, split=option.splits_backward)
     return replace(
         outcome,
+        stages=len(option.stretches),
         step_seconds=option.seconds + reduced,
         reduce_seconds=reduced,
         bound_seconds=bound + reduced,
@@ -278,15 +281,29 @@ def _option(layout: Layout, case: WhatIf, stages: int) -> Option:
     Raises:
         CapacityError: nothing fits the memory.
     """
+    if case.schedule != "fitted":
+        return _cut(layout, case, case.schedule, stages)
     workers = len(layout.profile.devices)
-    name = case.schedule
-    if name == "fitted":
-        name = _BASE if stages == workers else "interleaved"
+    most = 1 + int(layout.allowed[1:-1].sum())
+    numbers = [stages] if case.stages_per_worker else [workers, 2 * workers]
+    bases = [
+        _cut(layout, case, name, number)
+        for number in numbers
+        for name in _BASES
+        if SCHEDULES[name].takes(number, workers) and number <= most
+    ]
+    return _fitted(min(bases, key=lambda option: option.seconds))
+
+
+def _cut(layout: Layout, case: WhatIf, name: str, stages: int) -> Option:
+    """The stages for a schedule: of the partitions that weigh filling differently, the fastest."""
+    workers = len(layout.profile.devices)
     flying = in_flight(name, stages, layout.count, workers)
     placement = placement_of(name, stages, workers)
     cutter = Cutter(layout, placement, flying, case.memory, case.recompute)
-    option = Option(layout, tuple(cutter.best(1.0)), name, case.memory)
-    return _fitted(option) if case.schedule == "fitted" else option
+    found = {tuple(cutter.best(fill)) for fill in _FILLS}
+    options = [Option(layout, stretches, name, case.memory) for stretches in sorted(found)]
+    return min(options, key=lambda option: option.seconds)
 
 
 def _fitted(option: Option) -> Option:
@@ -302,6 +319,7 @@ def _fitted(option: Option) -> Option:
         layout.count,
         option.placement,
         room=Room(tuple(left), held) if min(left) < math.inf else None,
+        split=option.splits_backward,
         overhead=layout.profile.overhead_seconds,
         budget=max(_LEAST_BUDGET, min(_BUDGET, _MOST_ACTIONS // actions)),
     )
