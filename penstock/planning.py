@@ -18,7 +18,8 @@ from penstock.tuning import measured
 from penstock.workers.devices import threads_per_worker
 from penstock.workers.probe import with_links
 
-_TUNED = 4  # plans that are measured when that is asked for
+TUNED = 4
+"""Plans that are measured when that is asked for."""
 
 
 def plan_for(
@@ -53,11 +54,32 @@ def plan_for(
     )
     if not tune:
         return plans(costs, request)[0]
-    best = plans(costs, request, most=_TUNED)
+    best = plans(costs, request, most=TUNED)
+    return tuned(program, args, kwargs, best, devices=devices, progress=progress)[0][1]
+
+
+def tuned(
+    program: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    candidates: Sequence[Plan],
+    *,
+    devices: Sequence[torch.device],
+    progress: Progress | None = None,
+) -> list[tuple[float, Plan]]:
+    """The median seconds of a step by every one of these plans, the fastest first.
+
+    Args:
+        candidates: what is measured, in turns, on a copy of the model.
+        program, args, kwargs, devices, progress: as of `plan_for`.
+
+    Raises:
+        PlanError: the model has no weights, so that it cannot be run.
+    """
     leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
-    steps = measured(program, leaves, best, devices, progress=progress)
+    steps = measured(program, leaves, candidates, devices, progress=progress)
     medians = [statistics.median(seconds) for seconds in steps]
-    return best[medians.index(min(medians))]
+    return sorted(zip(medians, candidates, strict=True), key=lambda pair: pair[0])
 
 
 def profile_for(

@@ -58,6 +58,15 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def show_seconds(seconds: float) -> str:
+    """`12.3 s`, `0.46 s`, `3.21 ms`, `45.6 us`, as a person reads it."""
+    if seconds >= 0.1:
+        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+    if seconds >= 1e-4:
+        return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2f} ms"
+    return f"{1e6 * seconds:.1f} us"
+
+
 def _parse(
     text: str, units: Mapping[str, float], what: str, example: str, whole: str | None = None
 ) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import InputError
-from penstock.units import parse_bytes, parse_seconds, parse_speed, show_bytes
+from penstock.units import parse_bytes, parse_seconds, parse_speed, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,8 @@ def test_shown_as_a_person_reads_it() -> None:
         "5.0 GB",
         "7.1 TB",
     ]
+
+
+def test_times_as_a_person_reads_them() -> None:
+    times = (12.34, 0.456, 0.0456, 0.00456, 45.6e-6)
+    assert [show_seconds(s) for s in times] == ["12.3 s", "0.46 s", "45.6 ms", "4.56 ms", "45.6 us"]

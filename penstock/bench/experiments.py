@@ -20,12 +20,14 @@ from torch import nn
 
 from penstock.bench import memory, tasks
 from penstock.bench.contestants import Field
-from penstock.bench.figures import require_matplotlib, save_bars, save_sweep
+from penstock.bench.figures import save_bars, save_sweep
 from penstock.bench.measure import Contestant, machine, take_turns, warm_up
-from penstock.bench.report import BenchReport, duration
+from penstock.bench.report import BenchReport
 from penstock.bench.toy import run_toy
+from penstock.drawing import require_matplotlib
 from penstock.errors import InputError
 from penstock.profile.measure import Progress
+from penstock.units import show_seconds
 
 _TUTORIAL_ROWS, _QUICK_ROWS = 120, 24
 _SIZES = (1, 3, 5, 8, 10, 12, 20, 40, 60)  # of 120 rows, as in the tutorial
@@ -191,8 +193,8 @@ def _repeats(
     if settings.quick:
         repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(seconds_left / one_round)))
     talk(
-        f"{len(contestants)} contestants, {repeats} rounds of about {duration(one_round)}: "
-        f"{duration(repeats * one_round)} to go"
+        f"{len(contestants)} contestants, {repeats} rounds of about {show_seconds(one_round)}: "
+        f"{show_seconds(repeats * one_round)} to go"
     )
     return repeats
 

@@ -7,22 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.measure import Contestant
-from penstock.bench.report import duration
-from penstock.errors import PenstockError
+from penstock.drawing import bare, canvas, save
+from penstock.units import show_seconds
 
 _PLAIN, _OURS, _FOUND = "#9aa5b1", "#4c78a8", "#e1812c"
-
-
-def require_matplotlib() -> None:
-    """Raise if there can be no figures, before the work that they would show.
-
-    Raises:
-        PenstockError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise PenstockError("figures need matplotlib: pip install 'penstock[report]'") from error
 
 
 def save_bars(contestants: Sequence[Contestant], path: Path, title: str) -> None:
@@ -35,7 +23,7 @@ def save_bars(contestants: Sequence[Contestant], path: Path, title: str) -> None
         path: of the PNG file.
         title: above the figure.
     """
-    figure, axes = _canvas()
+    figure, axes = canvas(9, 4.2)
     places = range(len(contestants))
     colours = [_OURS if "schedule" in c.facts else _PLAIN for c in contestants]
     errors = {"ecolor": "#4a4f55", "capsize": 4}
@@ -45,7 +33,9 @@ def save_bars(contestants: Sequence[Contestant], path: Path, title: str) -> None
     axes.bar(places, means, yerr=spreads, color=colours, width=0.65, error_kw=errors)
     for place, contestant in zip(places, contestants, strict=True):
         speed = f"{contestants[0].mean / contestant.mean:.2f}x" if place else ""
-        text = f"{duration(contestant.mean)}\n{speed}" if place else duration(contestant.mean)
+        text = (
+            f"{show_seconds(contestant.mean)}\n{speed}" if place else show_seconds(contestant.mean)
+        )
         top = (place, scale * (contestant.mean + contestant.deviation))
         axes.annotate(text, top, (0, 3), textcoords="offset points", ha="center", va="bottom")
     axes.set_xticks(places, [_broken(c.name) for c in contestants], fontsize=9)
@@ -61,7 +51,7 @@ def save_sweep(contestants: Sequence[Contestant], path: Path, title: str) -> Non
         path: of the PNG file.
         title: above the figure.
     """
-    figure, axes = _canvas()
+    figure, axes = canvas(9, 4.2)
     swept, chosen = sorted(contestants[:-1], key=_size), contestants[-1]
     best = min(swept, key=lambda c: c.median)
     scale = _label_seconds(axes, contestants)
@@ -112,15 +102,7 @@ def _broken(name: str) -> str:
     return name.replace(", ", ",\n").replace("'s ", "'s\n")
 
 
-def _canvas() -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2))
-    return figure, figure.subplots()
-
-
 def _finish(figure: Any, axes: Any, path: Path, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, pad=12)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    bare(axes)
+    save(figure, path)

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.bench.measure import Contestant
 from penstock.bench.toy import ToyResult
+from penstock.units import show_seconds
 
 
 @dataclass
@@ -92,7 +93,7 @@ def _table(contestants: Sequence[Contestant], title: str, ratio_name: str, ratio
 
 def _times(contestant: Contestant) -> tuple[str, ...]:
     measured = (contestant.mean, contestant.deviation, contestant.median)
-    return (contestant.name, *(duration(seconds) for seconds in measured))
+    return (contestant.name, *(show_seconds(seconds) for seconds in measured))
 
 
 def _step(contestant: Contestant) -> tuple[str, ...]:
@@ -101,14 +102,7 @@ def _step(contestant: Contestant) -> tuple[str, ...]:
     if taken is None or share is None:
         return ("", "", "")
     return (
-        duration(taken),
-        duration(contestant.facts["predicted_seconds"]),
+        show_seconds(taken),
+        show_seconds(contestant.facts["predicted_seconds"]),
         f"{share:.0f} %",
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person reads them: `12.3 s`, `0.46 s`, `3.21 ms`."""
-    if seconds >= 0.1:
-        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2f} ms"

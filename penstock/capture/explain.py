@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.capture.calls import ROWS, Attribute, Call, TensorInfo, function_name
-from penstock.capture.outline import LEFT, aligned, lines, reasons, shown_bytes
+from penstock.capture.outline import LEFT, lines, reasons, shown_bytes
+from penstock.tables import aligned
 
 if TYPE_CHECKING:
     from torch import nn

@@ -178,18 +178,6 @@ def _bar(share: float) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def aligned(cells: Sequence[Cells], left: Sequence[int]) -> list[str]:
-    """Lines of text out of a table's cells; empty columns are left out."""
-    used = [k for k, column in enumerate(zip(*cells[1:], strict=True)) if any(column)]
-    widths = {k: max(len(row[k]) for row in cells) for k in used}
-    return [
-        "  ".join(
-            row[k].ljust(widths[k]) if k in left else row[k].rjust(widths[k]) for k in used
-        ).rstrip()
-        for row in cells
-    ]
-
-
 def shown_bytes(count: float) -> str:
     """Bytes as people write them."""
     for unit in ("B", "kB", "MB"):

@@ -16,6 +16,7 @@ _COMMANDS = {
     "inspect": "Show what a model does, call by call, and where it can be cut.",
     "profile": "Measure what every call of a model costs on these devices.",
     "plan": "Profile a model and say how to run it on these devices.",
+    "simulate": "Predict the step of a model on machines that you do not have.",
     "verify": "Prove that the split model computes the same bits as the whole one.",
     "bench": "Measure one device and pipelines side by side, and draw the figures.",
 }

@@ -12,6 +12,7 @@ import torch
 
 from penstock.errors import InputError, PenstockError
 from penstock.loading import load, load_model, parse_input
+from penstock.profile.hardware import Hardware
 from penstock.weights import empty_weights
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -133,9 +134,42 @@ def device_list(text: str | None) -> list[str]:
     return ["cpu"] * max(2, len(os.sched_getaffinity(0)))
 
 
+def described_hardware(text: str | None) -> Hardware | None:
+    """The machines of a file that --devices names; `None` if it lists devices.
+
+    Raises:
+        InputError: the file cannot be read, or something in it has no meaning.
+    """
+    return Hardware.load(text) if text is not None and text.endswith(".toml") else None
+
+
 def cut_list(text: str | None) -> list[str] | None:
     """The modules of --cuts; `None` to choose."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def asked(
+    *,
+    microbatches: str,
+    schedule: str,
+    cuts: str | None,
+    recompute: str,
+    memory_limit: str | None,
+    stages_per_worker: int | None,
+) -> dict[str, Any]:
+    """The arguments of `Pipeline` and of `Request` that the options of `pipeline_options` mean.
+
+    Raises:
+        InputError: the number of micro-batches is none.
+    """
+    return {
+        "num_microbatches": microbatch_count(microbatches),
+        "schedule": schedule,
+        "cuts": cut_list(cuts),
+        "recompute": recompute,
+        "memory_limit": memory_limit,
+        "stages_per_worker": stages_per_worker or "auto",
+    }
 
 
 def microbatch_count(text: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from penstock.errors import InputError, PenstockError, WorkerError
+from penstock.schedule import SCHEDULES
 
 
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,19 +43,62 @@ def example_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pipeline_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--devices, --microbatches, --schedule, --cuts."""
+    """--devices, and what a pipeline may be asked for: see `asked`."""
     return _decorated(
         function,
         devices_option,
         click.option("--microbatches", default="auto", show_default=True, metavar="N|auto"),
         click.option(
-            "--schedule", default="auto", show_default=True, help="naive, gpipe, 1f1b, eager-1f1b."
+            "--schedule",
+            default="auto",
+            show_default=True,
+            metavar="NAME|auto",
+            help=f"{', '.join(SCHEDULES)}.",
         ),
         click.option(
             "--cuts", metavar="LIST", help="Cut before these modules: layer2,layer4; default: auto."
         ),
+        recompute_option,
+        memory_option,
+        stages_option,
     )
 
+
+recompute_option = click.option(
+    "--recompute",
+    default="auto",
+    show_default=True,
+    metavar="auto|none|all|boundaries",
+    help="What is computed again in the backward; auto: as little as the memory allows.",
+)
+
+memory_option = click.option(
+    "--memory-limit",
+    metavar="SIZE",
+    help="What every worker may hold, 8GiB; default: what its device has, where that is known.",
+)
+
+stages_option = click.option(
+    "--stages-per-worker",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="For schedules that take any number; default: 2.",
+)
+
+optimizer_option = click.option(
+    "--optimizer-state",
+    type=click.FloatRange(min=0),
+    default=2.0,
+    show_default=True,
+    metavar="FACTOR",
+    help="Bytes for every byte of weights: 2 for Adam, 1 for SGD with momentum.",
+)
+
+figure_option = click.option(
+    "--figure",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw it as a PNG file of this name.",
+)
 
 empty_option = click.option(
     "--empty", is_flag=True, help="Build MODEL without weights, for models that do not fit."

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.cli.options import (
     empty_option,
+    figure_option,
     make_directory,
     model_options,
+    optimizer_option,
     pipeline_options,
     reported,
     show,
     talk,
 )
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.plan import Plan
+    from penstock.profile import Profile
+
+_STDOUT = Path("-")
 
 
 @click.command("plan")
 @model_options
 @empty_option
 @pipeline_options
+@optimizer_option
+@click.option("--any-order", is_flag=True, help="Devices may be put into another order.")
+@click.option("--tune", is_flag=True, help="Measure the best few plans, and keep the fastest.")
+@click.option("--fresh", is_flag=True, help="Profile again what was profiled before.")
+@click.option("--show-schedule", is_flag=True, help="Draw the schedule in units of time.")
+@figure_option
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the plan to this file, for Pipeline(plan=penstock.Plan.load(...)).",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    default=Path("plan.json"),
+    show_default=True,
+    help="Write the plan to this file, and the profile beside it; - for the plan on stdout.",
 )
+@click.option("--no-output", is_flag=True, help="Write no files.")
 @reported
 def command(
     model: str,
@@ -34,40 +53,139 @@ def command(
     seed: int,
     empty: bool,
     devices: str | None,
-    microbatches: str,
-    schedule: str,
-    cuts: str | None,
-    output: Path | None,
+    optimizer_state: float,
+    any_order: bool,
+    tune: bool,
+    fresh: bool,
+    show_schedule: bool,
+    figure: Path | None,
+    output: Path,
+    no_output: bool,
     as_json: bool,
+    **pipeline: Any,
 ) -> None:
     """Profile MODEL and say how to run it on these devices.
 
-    The example's batch size is the one that is planned for.
+    The example's batch size is the one that is planned for. --devices also takes the name of a
+    hardware description, cluster.toml: then the model is measured on the devices of this machine
+    that it refers to, and planned for those that it describes.
     """
     import msgspec
 
-    from penstock.capture import capture
-    from penstock.cli.arguments import cut_list, device_list, load_example, microbatch_count
-    from penstock.observe.progress import callback
+    from penstock.cli.arguments import asked, load_example
+    from penstock.drawing import require_matplotlib
     from penstock.plan.request import Request
-    from penstock.planning import plan_for
+    from penstock.plan.shown import winner
+
+    request = Request(**asked(**pipeline), optimizer_state=optimizer_state, any_order=any_order)
+    _check(output, as_json, figure, no_output)
+    if figure is not None:
+        require_matplotlib()
+    given = load_example(model, inputs, example, seed, empty)
+    found, costs = _planned(given, devices, request, tune=tune, fresh=fresh)
+    text = _text(found, costs, show_schedule)
+    if output == _STDOUT:
+        talk(text)
+        click.echo(found.encode(), nl=False)
+    else:
+        about = {"winner": winner(found), "confidence": msgspec.to_builtins(costs.confidence)}
+        show({**msgspec.to_builtins(found), **about}, text, as_json)
+    if output != _STDOUT and not no_output:
+        _write(found, costs, output)
+    if figure is not None:
+        _draw(found, model, figure)
+
+
+def _check(output: Path, as_json: bool, figure: Path | None, no_output: bool) -> None:
+    """Notice before the work what would be in the way after it."""
+    if output == _STDOUT and as_json:
+        raise InputError("--output - and --json both want stdout; give one of them")
+    if output != _STDOUT and not no_output:
+        make_directory(output.parent)
+    if figure is not None:
+        make_directory(figure.parent)
+
+
+def _planned(
+    given: tuple[Any, ...], devices: str | None, request: Any, *, tune: bool, fresh: bool
+) -> tuple[Plan, Profile]:
+    """The plan, and the profile that it was made from."""
+    from dataclasses import replace
+
+    from penstock.capture import capture
+    from penstock.cli.arguments import described_hardware, device_list
+    from penstock.observe.progress import callback
+    from penstock.plan import plans
+    from penstock.planning import TUNED, profile_for, tuned
     from penstock.workers.devices import existing_devices
 
-    module, args, kwargs = load_example(model, inputs, example, seed, empty)
-    if output is not None:
-        make_directory(output.parent)
-    stages = existing_devices(device_list(devices))
-    request = Request(
-        num_microbatches=microbatch_count(microbatches), schedule=schedule, cuts=cut_list(cuts)
-    )
-    with callback("capturing") as progress:
-        found = plan_for(
-            capture(module, args, kwargs),
-            devices=stages,
-            request=request,
-            progress=progress,
+    hardware = described_hardware(devices)
+    if hardware is not None and tune:
+        raise InputError(
+            f"--tune measures plans on devices that are here; --devices {devices} describes others"
         )
-    show(msgspec.to_builtins(found), str(found), as_json)
-    if output is not None:
-        found.save(output)
-        talk(f"wrote {output}")
+    names = device_list(devices) if hardware is None else hardware.measured
+    here = existing_devices(names)
+    with callback("capturing") as progress:
+        program = capture(*given)
+        if hardware is None:
+            measure = request
+        else:
+            program.check_stages(sum(machine.count for machine in hardware.machines))
+            measure = replace(request, cuts=None)  # they are for the devices that are described
+        costs = profile_for(program, devices=here, request=measure, fresh=fresh, progress=progress)
+        if hardware is not None:
+            costs = hardware.apply(costs)
+        best = plans(costs, request, most=TUNED if tune else 1)
+        if not tune:
+            return best[0], costs
+        taken = tuned(program, (), None, best, devices=here, progress=progress)
+    for seconds, plan in taken:
+        talk(_measured(seconds, plan))
+    return taken[0][1], costs
+
+
+def _measured(seconds: float, plan: Plan) -> str:
+    from penstock.units import show_seconds
+
+    predicted = show_seconds(plan.predicted_step_seconds)
+    return (
+        f"measured {plan.schedule}, {plan.num_microbatches} micro-batches: "
+        f"{show_seconds(seconds)}, {predicted} predicted"
+    )
+
+
+def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
+    """What wins, the stages, the step, and what was considered."""
+    from penstock.observe.timeline import as_text, legend
+    from penstock.plan.shown import considered, prediction, stages, verdict
+    from penstock.schedule import draw
+
+    timeline = found.timeline()
+    parts = [
+        [verdict(found)],
+        stages(found),
+        [as_text(timeline), legend(timeline)],
+        [prediction(found), f"confidence: {costs.confidence}"],
+        considered(found),
+    ]
+    if show_schedule:
+        parts.append([draw(found.schedule_for(found.num_microbatches))])
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _write(found: Plan, costs: Profile, output: Path) -> None:
+    from penstock.profile.files import profile_beside
+
+    beside = profile_beside(output)
+    found.save(output)
+    costs.save(beside)
+    talk(f"wrote {output}, and the profile that it was made from, {beside}")
+
+
+def _draw(found: Plan, model: str, path: Path) -> None:
+    from penstock.observe.timeline import save_figure
+    from penstock.plan.shown import prediction
+
+    save_figure(found.timeline(), path, f"{model.rpartition(':')[2]}\n{prediction(found)}")
+    talk(f"drew {path}")

@@ -98,7 +98,7 @@ def command(
 
 def _text(costs: Profile, every: bool) -> str:
     """The calls, and what was found beside them."""
-    from penstock.capture.outline import aligned
+    from penstock.tables import aligned
 
     kind = costs.on(costs.devices[0])
     rows = kind.rows[-1]

@@ -13,7 +13,7 @@ from penstock.plan.plan import Candidate
 from penstock.profile.data import Link, Profile
 from penstock.schedule import build, check
 
-_ADDED_PER_SECOND = 4e9  # bytes of gradients, where devices share their memory: about one core's
+ADDED_PER_SECOND = 4e9  # bytes of gradients, where devices share their memory: about one core's
 _SCHEDULE = "1f1b"  # of the pipelines that there are copies of
 
 
@@ -21,7 +21,7 @@ def alternatives(profile: Profile, memory: Memory) -> list[Candidate]:
     """One device, data parallelism, and copies of a shorter pipeline where devices suffice.
 
     The first two come first, whether they fit the memory or not. Gradients are taken to be summed
-    around a ring (Patarasuk and Yuan 2009) after the backward. Penstock runs none of them: the plan
+    around a ring after the backward. Penstock runs none of them: the plan
     says so when one of them is faster.
     """
     devices = len(profile.devices)
@@ -116,13 +116,23 @@ def _counts(profile: Profile, rows: int) -> list[int]:
 
 def _reduced(profile: Profile, size: float, homes: Sequence[str]) -> float:
     """Seconds in which so many bytes of gradients are summed over these devices."""
-    copies = len(homes)
-    if copies < 2:
+    if len(homes) < 2:
         return 0.0
     links = [
         profile.links.get(f"{a}>{b}", Link())
         for a, b in zip(homes, (*homes[1:], homes[0]), strict=True)
     ]
-    speed = min(link.bytes_per_second or _ADDED_PER_SECOND for link in links)
-    latency = max(link.latency_seconds for link in links)
-    return 2 * (copies - 1) * (size / copies / speed + latency)
+    slowest = Link(
+        latency_seconds=max(link.latency_seconds for link in links),
+        bytes_per_second=min(link.bytes_per_second or ADDED_PER_SECOND for link in links),
+    )
+    return ring_seconds(size, len(homes), slowest)
+
+
+def ring_seconds(size: float, copies: int, link: Link) -> float:
+    """Seconds in which so many bytes are summed around a ring of copies (Patarasuk and Yuan 2009).
+
+    Where the link hands values over for free, the adding itself takes `ADDED_PER_SECOND`.
+    """
+    speed = link.bytes_per_second or ADDED_PER_SECOND
+    return 2 * (copies - 1) * (size / copies / speed + link.latency_seconds)

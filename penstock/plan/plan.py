@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import msgspec
 
-from penstock.errors import PlanError
+from penstock.errors import InputError, PlanError
 from penstock.plan.shown import describe, summarise
-from penstock.profile.files import read_whole, write_whole
+from penstock.profile.files import read_whole, readable, what_is, write_whole
 from penstock.schedule import Costs, Rules, Schedule, Timeline, build
 from penstock.simulate import Network, simulate
 
@@ -188,9 +188,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         alone = self.one_device_seconds
         return alone is None or self.predicted_step_seconds < alone
 
+    def encode(self) -> bytes:
+        """JSON with a line for everything that was decided, and for every candidate."""
+        return readable(msgspec.to_builtins(self))
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; an existing file is replaced in one move."""
-        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        """Write the plan as JSON; an existing file is replaced in one move.
+
+        Raises:
+            InputError: it cannot be written there.
+        """
+        try:
+            write_whole(path, self.encode())
+        except OSError as error:
+            raise InputError(f"cannot write the plan to {path}: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -200,8 +211,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             PlanError: the file is not a plan, or one of another version.
             InputError: it cannot be read.
         """
+        text = read_whole(path, "plan")
+        if what_is(text) == "profile":
+            raise PlanError(f"{path} is a profile; give a plan that was made from it")
         try:
-            text = read_whole(path, "plan")
             version = msgspec.json.decode(text, type=_Versioned).version
             if version != _VERSION:
                 raise PlanError(
@@ -209,7 +222,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                     f"{_VERSION}; plan again"
                 )
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PlanError(f"{path} is not a plan that Plan.save wrote: {error}") from error
 
     def check_fits(self, fingerprint: str, devices: Sequence[str]) -> None:

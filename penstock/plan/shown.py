@@ -2,111 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from penstock.units import show_bytes
+from penstock.tables import aligned
+from penstock.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from penstock.plan.plan import Candidate, Plan, StagePlan
 
-_HEADING = "stage worker device calls from to weights enters fwd bwd memory recomputed".split()
-_MOST_CANDIDATES = 12
+_HEADING = ("stage", "worker", "modules", "weights", "enters", "forward", "backward", "memory", "")
+_STAGE_TEXTS = (1, 2, 8)
+_CONSIDERED = ("", "copies", "stages", "micro-batches", "predicted", "memory", "")
+_CONSIDERED_TEXTS = (0, 6)
+_RING = "as with DistributedDataParallel, which sums gradients in another order than one device"
+
+Way = Literal["pipeline", "one device", "data parallel"]
+
+
+def winner(plan: Plan) -> Way:
+    """The fastest of what was predicted: the plan itself, one device alone, or data parallelism."""
+    alone, copies, here = _predicted(plan)
+    if len(plan.devices) == 1 or here < min(alone, copies):
+        return "pipeline"
+    return "one device" if alone <= copies else "data parallel"
 
 
 def describe(plan: Plan) -> str:
-    """What wins, a line for every stage, and what was considered."""
-    stages = [_HEADING, *(_row(number, stage) for number, stage in enumerate(plan.stages))]
-    lines = [plan.summary, "", *table(stages)]
+    """What wins, a line for every stage, what is predicted, and what was considered."""
+    lines = [verdict(plan), "", *stages(plan), "", prediction(plan)]
     if plan.considered:
-        lines += ["", "considered", *considered(plan.considered)]
+        lines += ["", *considered(plan)]
     return "\n".join(lines)
 
 
-def _row(number: int, stage: StagePlan) -> list[str]:
-    first, last = stage.calls
-    again = sum(b - a for a, b in stage.recompute)
-    return [
-        str(number),
-        str(stage.worker),
-        stage.device,
-        f"{first}-{last - 1}",
-        stage.first,
-        stage.last,
-        show_bytes(stage.weight_bytes),
-        show_bytes(stage.input_bytes),
-        milliseconds(stage.forward_seconds),
-        milliseconds(stage.backward_seconds),
-        show_bytes(stage.memory_bytes),
-        f"{again} of {last - first} calls" if again else "-",
-    ]
-
-
-def considered(candidates: Sequence[Candidate]) -> list[str]:
-    """A line for each, the fastest first."""
-    rows = [["", "replicas", "stages", "micro-batches", "predicted", "memory", ""]]
-    for found in candidates[:_MOST_CANDIDATES]:
-        time = found.predicted_step_seconds
-        rows.append(
-            [
-                found.schedule or found.way,
-                str(found.replicas),
-                str(found.stages),
-                str(found.num_microbatches),
-                "-" if time is None else milliseconds(time),
-                show_bytes(found.memory_bytes) if found.memory_bytes else "-",
-                found.why,
-            ]
+def verdict(plan: Plan) -> str:
+    """What is the fastest thing to do with these devices."""
+    alone, copies, here = _predicted(plan)
+    if len(plan.devices) == 1:
+        return "There is one device: nothing to split."
+    if winner(plan) == "one device":
+        return (
+            f"One device alone is predicted to be faster ({show_seconds(alone)}): splitting is not "
+            "worth it here."
         )
-    more = len(candidates) - _MOST_CANDIDATES
-    return [*table(rows), *([f"and {more} more, in plan.considered"] if more > 0 else [])]
+    if winner(plan) == "data parallel":
+        return (
+            f"Data parallelism is predicted to be faster ({show_seconds(copies)}): a copy of the "
+            f"model on every device, {_RING}."
+        )
+    return (
+        f"Splitting is predicted to be the fastest: {show_seconds(here)} a step, "
+        f"{_against(here, alone, 'one device')}, {_against(here, copies, 'data parallelism')}."
+    )
+
+
+def prediction(plan: Plan) -> str:
+    """The configuration, and what is predicted of it."""
+    return (
+        f"{plan.schedule}, {_counted(plan)}: {show_seconds(plan.predicted_step_seconds)} "
+        f"predicted, {_share(plan)} of the bound ({show_seconds(plan.bound_seconds)})"
+    )
 
 
 def summarise(plan: Plan) -> str:
-    """One or two sentences: what wins, the configuration, and what is predicted of it."""
-    share = plan.bound_seconds / plan.predicted_step_seconds
-    text = (
-        f"{plan.schedule}, {plan.num_microbatches} micro-batches of up to "
-        f"{plan.microbatch_size} rows: {milliseconds(plan.predicted_step_seconds)} predicted, "
-        f"{share:.0%} of the bound"
-    )
-    for name, seconds in (
-        ("one device", plan.one_device_seconds),
-        ("data parallel", plan.data_parallel_seconds),
-    ):
-        if len(plan.devices) > 1:
-            shown = "does not fit" if seconds is None else milliseconds(seconds)
-            text += f"; {name} {shown}"
-    return _verdict(plan) + text
-
-
-def _verdict(plan: Plan) -> str:
-    """What is faster than the plan, if anything is."""
-    alone, copies = plan.one_device_seconds, plan.data_parallel_seconds
-    here = plan.predicted_step_seconds
+    """The same in a sentence, with what it is compared with."""
+    alone, copies, _ = _predicted(plan)
+    text = prediction(plan)
     if len(plan.devices) == 1:
-        return ""
-    if alone is not None and alone <= min(here, copies or here):
-        return (
-            f"One device alone is predicted to be faster ({milliseconds(alone)}): splitting is not "
-            "worth it here. Split, it would be "
-        )
-    if copies is None or copies > here:
-        return ""
+        return text
+    return f"{text}; one device {_fitting(alone)}; data parallel {_fitting(copies)}"
+
+
+def stages(plan: Plan) -> list[str]:
+    """A line for every stage, and what the columns do not say."""
+    rows = [_row(number, stage) for number, stage in enumerate(plan.stages)]
+    return aligned([_HEADING, *rows], _STAGE_TEXTS)
+
+
+def considered(plan: Plan) -> list[str]:
+    """A line for the best of every way and schedule, the fastest first."""
+    best: dict[tuple[str, str, int], Candidate] = {}
+    for candidate in plan.considered:
+        best.setdefault((candidate.way, candidate.schedule, candidate.replicas), candidate)
+    rows = [_considered(candidate, plan) for candidate in best.values()]
+    lines = aligned([("considered", *_CONSIDERED[1:]), *rows], _CONSIDERED_TEXTS)
+    others = len(plan.considered) - len(best)
+    if others:
+        lines.append(f"and {others} other micro-batch counts and stages; plan.considered has all")
+    return lines
+
+
+def _predicted(plan: Plan) -> tuple[float, float, float]:
+    """Seconds of one device, of data parallelism and of the plan; infinite if it does not fit."""
+    alone, copies = plan.one_device_seconds, plan.data_parallel_seconds
+    never = float("inf")
     return (
-        f"Data parallelism is predicted to be faster ({milliseconds(copies)}): a copy of "
-        "the model on every device, as with DistributedDataParallel, which sums gradients in "
-        "another order than one device. Split, it would be "
+        never if alone is None else alone,
+        never if copies is None else copies,
+        plan.predicted_step_seconds,
     )
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Cells under each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-    return [line.rstrip() for line in lines]
+def _against(here: float, other: float, name: str) -> str:
+    if other == float("inf"):
+        return f"and {name} does not fit the memory"
+    return f"{other / here:.2f} times as fast as {name} ({show_seconds(other)})"
 
 
-def milliseconds(seconds: float) -> str:
-    """`12.3 ms`."""
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.3f} ms"
+def _fitting(seconds: float) -> str:
+    return "does not fit" if seconds == float("inf") else show_seconds(seconds)
+
+
+def _counted(plan: Plan) -> str:
+    size = f"{plan.microbatch_size} row{'s' * (plan.microbatch_size > 1)}"
+    if plan.num_microbatches == 1:
+        return f"1 micro-batch of {size}"
+    upto = "up to " if plan.batch_size % plan.num_microbatches else ""
+    return f"{plan.num_microbatches} micro-batches of {upto}{size}"
+
+
+def _share(plan: Plan) -> str:
+    return f"{plan.bound_seconds / plan.predicted_step_seconds:.0%}"
+
+
+def _row(number: int, stage: StagePlan) -> tuple[str, ...]:
+    first, last = stage.calls
+    again = sum(b - a for a, b in stage.recompute)
+    return (
+        str(number),
+        f"{stage.worker} {stage.device}",
+        stage.first if stage.first == stage.last else f"{stage.first} … {stage.last}",
+        show_bytes(stage.weight_bytes),
+        show_bytes(stage.input_bytes),
+        show_seconds(stage.forward_seconds),
+        show_seconds(stage.backward_seconds),
+        show_bytes(stage.memory_bytes),
+        f"recomputes {again} of {last - first} calls" if again else "",
+    )
+
+
+def _considered(found: Candidate, plan: Plan) -> tuple[str, ...]:
+    seconds = found.predicted_step_seconds
+    name = found.schedule if found.way == "pipeline" else found.way
+    return (
+        f"{name}, {found.schedule}" if found.schedule != name and found.schedule else name,
+        str(found.replicas),
+        str(found.stages),
+        str(found.num_microbatches),
+        "-" if seconds is None else show_seconds(seconds),
+        show_bytes(found.memory_bytes) if found.memory_bytes else "-",
+        _why(found, plan),
+    )
+
+
+def _why(found: Candidate, plan: Plan) -> str:
+    """Why it was not chosen; of what Penstock does not run, how it compares."""
+    seconds = found.predicted_step_seconds
+    if found.way == "pipeline" or seconds is None:
+        return found.why
+    excess = seconds / plan.predicted_step_seconds - 1
+    if excess > 0:
+        return f"{excess:.1%} slower"
+    return f"{-excess:.1%} faster" + (", not a pipeline" if found.way != "one device" else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InputError
-from penstock.profile.files import read_whole, write_whole
+from penstock.profile.files import read_whole, readable, what_is, write_whole
 
 Seconds = NDArray[np.float64]
 
@@ -181,7 +181,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """JSON with a line for every list of numbers, which have six digits."""
-        return (_text(_rounded(msgspec.to_builtins(self, str_keys=True))) + "\n").encode()
+        return readable(_rounded(msgspec.to_builtins(self, str_keys=True)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON; an existing file is replaced in one move.
@@ -201,8 +201,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InputError: there is no such file, it is not a profile, or one of another version.
         """
+        content = read_whole(path, "profile")
+        if what_is(content) == "plan":
+            raise InputError(f"{path} is a plan; give the profile that it was made from")
         try:
-            profile = msgspec.json.decode(read_whole(path, "profile"), type=cls)
+            profile = msgspec.json.decode(content, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{path} is not a profile that Profile.save wrote: {error}") from error
         if profile.version != VERSION:
@@ -249,23 +252,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _text(value: Any, margin: str = "") -> str:
-    """JSON in which every dictionary entry, and every list in a list, has a line."""
-    inner = margin + "  "
-    if isinstance(value, dict) and value:
-        entries = (f"{_json(key)}: {_text(item, inner)}" for key, item in value.items())
-        return _block("{", entries, "}", margin)
-    if isinstance(value, list) and any(isinstance(item, list) for item in value):
-        return _block("[", (_text(item, inner) for item in value), "]", margin)
-    return _json(value)
-
-
-def _block(start: str, entries: Iterable[str], end: str, margin: str) -> str:
-    lines = ",\n".join(f"{margin}  {entry}" for entry in entries)
-    return f"{start}\n{lines}\n{margin}{end}"
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

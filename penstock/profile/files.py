@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from penstock.errors import InputError
+
+_MARKS = {"plan": "stages", "profile": "kinds"}  # what only they have
+_NESTED = (list, tuple, dict)
+_SHORT = 180  # characters; an entry of a list gets a line if it is no longer
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
@@ -38,3 +46,51 @@ def read_whole(path: str | os.PathLike[str], what: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"cannot read the {what} {path}: {error.strerror}") from error
+
+
+def profile_beside(path: Path) -> Path:
+    """Where the profile is that a plan was made from: `plan.profile.json` for `plan.json`."""
+    return path.with_name(f"{path.stem}.profile.json")
+
+
+def what_is(content: bytes) -> str | None:
+    """`"plan"` or `"profile"`, by what the file has in it; `None` for anything else."""
+    try:
+        found = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    keys = found if isinstance(found, dict) else {}
+    return next((what for what, mark in _MARKS.items() if mark in keys), None)
+
+
+def readable(value: Any) -> bytes:
+    """JSON with a line for every entry of a dictionary, and for every list or dictionary in a list.
+
+    Plain lists are on one line, and so are short dictionaries in lists.
+    """
+    return (_text(value) + "\n").encode()
+
+
+def _text(value: Any, margin: str = "") -> str:
+    inner = margin + "  "
+    if isinstance(value, dict) and value:
+        entries = (f"{_json(key)}: {_text(item, inner)}" for key, item in value.items())
+        return _block("{", entries, "}", margin)
+    if isinstance(value, (list, tuple)) and any(isinstance(item, _NESTED) for item in value):
+        return _block("[", (_item(item, inner) for item in value), "]", margin)
+    return _json(value)
+
+
+def _item(value: Any, margin: str) -> str:
+    line = _json(value)
+    is_short = isinstance(value, dict) and len(line) <= _SHORT
+    return line if is_short else _text(value, margin)
+
+
+def _block(start: str, entries: Iterable[str], end: str, margin: str) -> str:
+    lines = ",\n".join(f"{margin}  {entry}" for entry in entries)
+    return f"{start}\n{lines}\n{margin}{end}"
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -32,6 +32,7 @@ from penstock.profile.files import read_whole
 from penstock.units import parse_bytes, parse_seconds, parse_speed
 
 _DEVICE = ("name", "count", "like", "speed", "memory")
+_DEFAULT = "cpu"  # what is measured if nothing else is named
 _LINK = ("from", "to", "bandwidth", "latency")
 
 T = TypeVar("T")
@@ -85,6 +86,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
             if str(path) in str(error):
                 raise
             raise InputError(f"{path}: {error}") from None
+
+    @property
+    def measured(self) -> list[str]:
+        """The devices to measure, the default first: a CPU, if any machine is like no other."""
+        sources = [machine.like for machine in self.machines]
+        default = [_DEFAULT] if None in sources else []
+        return list(dict.fromkeys([*default, *(name for name in sources if name is not None)]))
 
     def apply(self, profile: Profile) -> Profile:
         """What the program would cost on these devices.

@@ -19,8 +19,8 @@ from penstock.bench.contestants import Field
 from penstock.bench.experiments import BenchSettings, run_bench, thinned
 from penstock.bench.figures import save_bars, save_sweep
 from penstock.bench.measure import Contestant, machine, take_turns, warm_up
-from penstock.bench.report import duration
 from penstock.bench.toy import run_toy
+from penstock.units import show_seconds
 from tests.models import mlp
 
 TWO = ("cpu", "cpu")
@@ -262,4 +262,4 @@ def test_figures_have_a_size_for_a_readme(tmp_path: Path, unit: float) -> None:
     [(0.00042, "0.42 ms"), (0.0123, "12.3 ms"), (0.4567, "0.46 s"), (123.4, "123.4 s")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert show_seconds(seconds) == text

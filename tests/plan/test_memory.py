@@ -43,7 +43,7 @@ def test_a_limit_is_kept_by_recomputing_what_it_takes() -> None:
         plan = ps.plan(hungry(), num_microbatches=4, schedule="gpipe", memory_limit=limit)
         assert max(stage.memory_bytes for stage in plan.stages) <= limit
         assert any(stage.recompute for stage in plan.stages)
-        assert plan.predicted_step_seconds > last  # less memory takes more time
+        assert plan.predicted_step_seconds >= last  # less memory takes no less time
         last = plan.predicted_step_seconds
 
 

@@ -1,0 +1,279 @@
+"""`penstock simulate`"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from penstock.cli.options import (
+    figure_option,
+    make_directory,
+    memory_option,
+    optimizer_option,
+    recompute_option,
+    reported,
+    show,
+    stages_option,
+    talk,
+)
+from penstock.errors import InputError, PenstockError
+from penstock.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from penstock.plan.plan import Plan
+    from penstock.plan.whatif import Outcome, WhatIf
+    from penstock.profile.data import Profile
+
+T = TypeVar("T")
+
+_HEADING = (
+    *("schedule", "workers", "copies", "stages", "micro-batches", "bandwidth", "latency", "batch"),
+    *("step", "samples/s", "efficiency", "of bound", "memory", ""),
+)
+_LEFT = (0, 13)
+
+
+@click.command("simulate")
+@click.argument("source", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path),
+    help="What was measured; default: PLAN's profile, which is beside it.",
+)
+@click.option("--workers", metavar="LIST", help="How many; default: as in PLAN.")
+@click.option("--microbatches", metavar="LIST", help="Of every copy; default: as in PLAN.")
+@click.option(
+    "--schedule",
+    "schedules",
+    metavar="LIST",
+    help=f"{', '.join(SCHEDULES)}, or all; default: as in PLAN.",
+)
+@click.option("--bandwidth", metavar="LIST", help="Of links, 25GB/s; default: as measured.")
+@click.option("--latency", metavar="LIST", help="One way, 10us; default: as measured.")
+@click.option(
+    "--speed", type=float, default=1.0, metavar="FACTOR", help="20: 20 times as fast as measured."
+)
+@click.option(
+    "--microbatch-size", type=int, metavar="ROWS", help="Of a micro-batch; default: as in PLAN."
+)
+@click.option(
+    "--batch", type=int, metavar="ROWS", help="Of all copies together, instead of the size."
+)
+@click.option(
+    "--replicas",
+    default="auto",
+    show_default=True,
+    metavar="N|auto",
+    help="Copies of the pipeline; auto: as few as the places to cut allow.",
+)
+@stages_option
+@memory_option
+@optimizer_option
+@recompute_option
+@figure_option
+@reported
+def command(
+    source: Path,
+    profile_path: Path | None,
+    figure: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Predict the step of a model on machines that you do not have.
+
+    PLAN is a plan, or a profile. With a profile the model is cut anew for so many workers, all
+    alike; a plan's own is found beside it. Every LIST with commas sweeps: all combinations are
+    simulated.
+
+    The batch grows with the micro-batches and copies, as their size stays; --batch keeps it.
+    Efficiency compares with as many workers that each work alone and wait for nothing.
+    """
+    from penstock.tables import aligned
+
+    plan, profile = _loaded(source, profile_path)
+    cases = _cases(plan, profile, options)
+    if figure is not None:
+        from penstock.drawing import require_matplotlib
+
+        require_matplotlib()
+        make_directory(figure.parent)
+    outcomes = _outcomes(plan, profile, cases)
+    text = "\n".join(aligned([_HEADING, *map(_row, outcomes)], _LEFT))
+    show({"outcomes": [_data(outcome) for outcome in outcomes]}, text, as_json)
+    if figure is not None:
+        from penstock.observe.sweep import save_sweep
+
+        save_sweep(outcomes, figure, f"What if: {source.name}")
+        talk(f"drew {figure}")
+
+
+# -- what is given --------------------------------------------------------------------------
+
+
+def _loaded(source: Path, profile_path: Path | None) -> tuple[Plan | None, Profile | None]:
+    """The plan if it is one, and the profile if there is one.
+
+    Raises:
+        InputError: a file that cannot be read, or that is something else.
+    """
+    from penstock.plan.plan import Plan
+    from penstock.profile.data import Profile
+    from penstock.profile.files import profile_beside, read_whole, what_is
+
+    what = what_is(read_whole(source, "plan"))
+    if what is None:
+        raise InputError(f"{source} is neither a plan nor a profile; penstock plan makes both")
+    if what == "profile":
+        if profile_path is not None:
+            raise InputError(f"{source} is a profile itself: give a plan, or leave out --profile")
+        return None, Profile.load(source)
+    plan, beside = Plan.load(source), profile_beside(source)
+    if profile_path is None and not beside.exists():
+        talk(f"no profile beside {source} ({beside.name}): taking the plan's own stages")
+        return plan, None
+    profile = Profile.load(profile_path or beside)
+    if profile.fingerprint != plan.fingerprint:
+        raise InputError(
+            f"{profile_path or beside} is the profile of another model than {source} is for: "
+            f"{profile.fingerprint}, not {plan.fingerprint}"
+        )
+    return plan, profile
+
+
+def _cases(plan: Plan | None, profile: Profile | None, asked: dict[str, Any]) -> list[WhatIf]:
+    """Every combination of what the lists say.
+
+    Raises:
+        InputError: an option means nothing, or is missing without a plan.
+    """
+    from penstock.plan.request import Request
+    from penstock.plan.whatif import WhatIf
+    from penstock.units import parse_seconds, parse_speed
+
+    size, batch = asked["microbatch_size"], asked["batch"]
+    if batch is not None and size is not None:
+        raise InputError("--batch says how large micro-batches are: leave out --microbatch-size")
+    if plan is None and (asked["microbatches"] is None or (size or batch) is None):
+        raise InputError(
+            "a profile says nothing of micro-batches: give --microbatches, and --microbatch-size "
+            "or --batch; or give a plan"
+        )
+    request = Request(
+        recompute=asked["recompute"],
+        memory_limit=asked["memory_limit"],
+        optimizer_state=asked["optimizer_state"],
+    )
+    devices = plan.devices if plan is not None else profile.devices if profile else ()
+    replicas = asked["replicas"]
+    lists: dict[str, list[Any]] = {
+        "workers": _list("--workers", asked["workers"], _whole, len(devices)),
+        "num_microbatches": _list(
+            "--microbatches", asked["microbatches"], _whole, plan and plan.num_microbatches
+        ),
+        "schedule": _schedules(asked["schedules"], plan.schedule if plan else "1f1b"),
+        "bandwidth": _list("--bandwidth", asked["bandwidth"], parse_speed, None),
+        "latency": _list("--latency", asked["latency"], parse_seconds, None),
+    }
+    return [
+        WhatIf(
+            **dict(zip(lists, values, strict=True)),
+            microbatch_size=size or (plan.microbatch_size if plan else 1),
+            batch=batch,
+            replicas=None if replicas == "auto" else _list("--replicas", replicas, _whole, 1)[0],
+            stages_per_worker=asked["stages_per_worker"],
+            speed=asked["speed"],
+            memory=request.memory,
+            recompute=request.recompute,
+        )
+        for values in product(*lists.values())
+    ]
+
+
+def _list(option: str, text: str | None, parsed: Callable[[str], T], default: Any) -> list[T]:
+    """The entries of a list with commas.
+
+    Raises:
+        InputError: one of them means nothing; the message names the option.
+    """
+    if text is None:
+        return [default]
+    try:
+        return list(dict.fromkeys(parsed(entry.strip()) for entry in text.split(",")))
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from None
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise InputError(f"{text!r} is no number; write a list like 1,2,4,8")
+    return int(text)
+
+
+def _schedules(text: str | None, default: str) -> list[str]:
+    return list(SCHEDULES) if text == "all" else _list("--schedule", text, str, default)
+
+
+# -- what comes of it -----------------------------------------------------------------------
+
+
+def _outcomes(plan: Plan | None, profile: Profile | None, cases: Sequence[WhatIf]) -> list[Outcome]:
+    """What is predicted of every case; in a sweep, one that is not possible says why.
+
+    Raises:
+        PenstockError: none is possible.
+    """
+    from penstock.plan.whatif import Outcome, what_if, what_if_planned
+
+    outcomes, failed = [], None
+    for case in cases:
+        try:
+            if profile is not None:
+                outcomes.append(what_if(profile, case))
+            elif plan is not None:
+                outcomes.append(what_if_planned(plan, case))
+        except PenstockError as error:
+            failed = error
+            outcomes.append(Outcome(case, 0, 0, 0, None, note=str(error)))
+    if failed is not None and all(not outcome.stages for outcome in outcomes):
+        raise failed
+    return outcomes
+
+
+def _data(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as plain data, with what follows from it."""
+    return {
+        **asdict(outcome),
+        "samples_per_second": outcome.samples_per_second,
+        "efficiency": outcome.efficiency,
+    }
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    """A line of the table; what was not asked about is empty, and then left out."""
+    from penstock.units import show_bytes, show_seconds
+
+    case, seconds = outcome.case, outcome.step_seconds
+    asked = (
+        *(case.schedule, f"{case.workers}", f"{outcome.replicas}" if outcome.replicas > 1 else ""),
+        *(f"{outcome.stages}" if outcome.stages else "-", f"{case.num_microbatches}"),
+        f"{show_bytes(case.bandwidth)}/s" if case.bandwidth else "",
+        show_seconds(case.latency) if case.latency is not None else "",
+        f"{outcome.batch_size}" if outcome.batch_size else "-",
+    )
+    if seconds is None:
+        return (*asked, "-", "-", "-", "-", "-", outcome.note)
+    return (
+        *asked,
+        show_seconds(seconds),
+        f"{outcome.samples_per_second:.4g}",
+        f"{outcome.efficiency:.1%}",
+        f"{outcome.bound_seconds / seconds:.1%}",
+        show_bytes(outcome.memory_bytes),
+        outcome.note,
+    )

@@ -1,0 +1,51 @@
+"""What all figures have in common. matplotlib is an extra; without it, a figure is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+
+
+def require_matplotlib() -> None:
+    """Raise if there can be no figures, before the work that they would show.
+
+    Raises:
+        PenstockError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise PenstockError("figures need matplotlib: pip install 'penstock[report]'") from error
+
+
+def canvas(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
+    """A figure of so many inches, and its axes: an array of them if there are several panels.
+
+    Raises:
+        PenstockError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots(1, panels)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write it as the name says, `step.png` as a PNG.
+
+    Raises:
+        PenstockError: it cannot be written there, or not in that format.
+    """
+    try:
+        figure.savefig(path, dpi=140, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise PenstockError(f"cannot write the figure {path}: {error}") from error
+
+
+def bare(axes: Any, *sides: str) -> None:
+    """Leave out the frame on these sides, by default at the top and on the right."""
+    for side in sides or ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,125 @@
+"""What was predicted of machines that one does not have, as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.drawing import bare, canvas, save
+from penstock.errors import PenstockError
+from penstock.plan.whatif import Outcome
+
+_COLOURS = ("#4c78a8", "#e8743b", "#5fa39a", "#b07aa1", "#9c755f", "#d4a017", "#7f7f7f", "#d37295")
+_GRID, _IDEAL = "#e6e8ea", "#9aa5b1"
+_MARKERS = "osD^vPX*"
+_GIGABYTE = 1e9
+
+_Measure = Callable[[Outcome], float | None]
+_Series = dict[str, list[Outcome]]
+
+
+def save_sweep(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
+    """Throughput and efficiency against the number of workers, and memory against schedule.
+
+    Args:
+        outcomes: what was predicted; those that are not possible are left out.
+        path: of the PNG file.
+        title: above the figure.
+
+    Raises:
+        PenstockError: nothing is possible, matplotlib is not installed, or the file cannot be
+            written.
+    """
+    possible = [outcome for outcome in outcomes if outcome.step_seconds]
+    if not possible:
+        raise PenstockError("there is nothing to draw: none of what was asked is possible")
+    series = _series(possible)
+    figure, (left, middle, right) = canvas(14, 4.2, panels=3)
+    _lines(left, series, lambda outcome: outcome.samples_per_second)
+    _ideal(left, possible)
+    left.set_yscale("log")
+    left.set_ylabel("samples per second")
+    _lines(middle, series, lambda outcome: 100 * (outcome.efficiency or 0.0))
+    middle.set_ylim(0, 105)
+    middle.set_ylabel("efficiency, percent of workers that wait for nothing")
+    _bars(right, possible)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    if len(series) > 1:
+        left.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    save(figure, path)
+
+
+def _series(outcomes: Sequence[Outcome]) -> _Series:
+    """The outcomes that differ in the number of workers alone, by what they have in common."""
+    common: dict[tuple[object, ...], list[Outcome]] = {}
+    for outcome in outcomes:
+        case = outcome.case
+        key = (case.schedule, case.num_microbatches, case.bandwidth, case.latency)
+        common.setdefault(key, []).append(outcome)
+    changing = [len(set(column)) > 1 for column in zip(*common, strict=True)]
+    return {
+        _named(key, changing): sorted(own, key=lambda outcome: outcome.case.workers)
+        for key, own in common.items()
+    }
+
+
+def _named(key: Sequence[Any], changing: Sequence[bool]) -> str:
+    """What distinguishes a series from the others."""
+    from penstock.units import show_bytes, show_seconds
+
+    schedule, count, bandwidth, latency = key
+    names = (
+        schedule,
+        f"{count} micro-batches",
+        f"{show_bytes(bandwidth)}/s" if bandwidth else "",
+        show_seconds(latency) if latency is not None else "",
+    )
+    chosen = [name for name, changes in zip(names, changing, strict=True) if changes]
+    return ", ".join(filter(None, chosen)) or str(schedule)
+
+
+def _lines(axes: Any, series: _Series, measure: _Measure) -> None:
+    """A line for every series, over the number of workers."""
+    for number, (name, own) in enumerate(series.items()):
+        look = {"color": _COLOURS[number % len(_COLOURS)], "ms": 5}
+        marker = _MARKERS[number % len(_MARKERS)]
+        workers = [outcome.case.workers for outcome in own]
+        axes.plot(workers, [measure(o) for o in own], f"{marker}-", label=name, **look)
+    counts = sorted({outcome.case.workers for own in series.values() for outcome in own})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set_xlabel("workers")
+    axes.grid(color=_GRID)
+    axes.set_axisbelow(True)
+    bare(axes)
+
+
+def _ideal(axes: Any, outcomes: Sequence[Outcome]) -> None:
+    """What workers would do that each work alone and wait for nothing."""
+    ideal = {
+        o.case.workers: o.samples_per_second / o.efficiency
+        for o in outcomes
+        if o.samples_per_second and o.efficiency
+    }
+    workers = sorted(ideal)
+    axes.plot(workers, [ideal[w] for w in workers], "--", color=_IDEAL, label="ideal", zorder=1)
+
+
+def _bars(axes: Any, outcomes: Sequence[Outcome]) -> None:
+    """The memory of the fullest worker by schedule, at the largest number of workers."""
+    most = max(outcome.case.workers for outcome in outcomes)
+    largest = [outcome for outcome in outcomes if outcome.case.workers == most]
+    series = _series(largest)
+    names = list(series)
+    held = [max(outcome.memory_bytes for outcome in own) / _GIGABYTE for own in series.values()]
+    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(names))]
+    bars = axes.barh(names, held, color=colours, height=0.65)
+    axes.bar_label(bars, [f"{size:.3g} GB" for size in held], padding=4, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * max(held))
+    axes.set_xlabel(f"memory of the fullest of {most} workers, GB")
+    axes.tick_params(axis="y", length=0)
+    bare(axes)

@@ -1,0 +1,390 @@
+"""What if: a model on machines that one does not have, from what was measured on one's own.
+
+One copy of the pipeline is cut and simulated, so thousands of workers take seconds. Of several
+copies, each on workers of its own, the gradients are summed in a ring at the end of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from penstock.errors import InputError, PlanError
+from penstock.plan.alternatives import ring_seconds
+from penstock.plan.bound import schedule_bound
+from penstock.plan.cutting import Cutter
+from penstock.plan.fit import Room, fit
+from penstock.plan.layout import Layout, Memory
+from penstock.plan.options import Option, in_flight
+from penstock.plan.partition import CapacityError
+from penstock.plan.plan import Plan
+from penstock.profile.data import Link, Profile
+from penstock.profile.hardware import Hardware, Machine
+from penstock.schedule import (
+    SCHEDULES,
+    Costs,
+    Schedule,
+    StagesPerWorker,
+    build,
+    check,
+    placement_of,
+)
+from penstock.simulate import Network, simulate
+from penstock.units import show_bytes
+
+_STAGES_PER_WORKER = 2  # where a schedule takes any number, and none is asked for
+_BUDGET, _LEAST_BUDGET = 20, 4  # rules that are tried for a fitted schedule
+_MOST_ACTIONS = 300_000  # that are scheduled in trying them
+_BASES = ("eager-1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
+"""Whose stages a fitted schedule may take."""
+_FILLS = (1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Workers that are alike, and what they are given to do.
+
+    Attributes:
+        workers: how many there are in all.
+        num_microbatches: of every copy of the pipeline.
+        microbatch_size: rows of a micro-batch.
+        schedule: a name of `penstock.schedule.SCHEDULES`.
+        replicas: copies of the pipeline, each on as many workers; `None` for as few as there must
+            be because the program has fewer stages than there are workers.
+        stages_per_worker: for schedules that take any number; `None` is two for those.
+        batch: rows of all copies together, instead of `microbatch_size`.
+        speed: how many times as fast as what was measured.
+        bandwidth: of the links between workers, in bytes per second; `None` as measured.
+        latency: one way, in seconds; `None` as measured.
+        memory: what training holds besides activations, and may hold.
+        recompute: as in `penstock.plan.request.Request`.
+
+    Raises:
+        InputError: a number that is not possible, or an unknown schedule.
+    """
+
+    workers: int
+    num_microbatches: int
+    microbatch_size: int = 1
+    schedule: str = "1f1b"
+    replicas: int | None = None
+    stages_per_worker: int | None = None
+    batch: int | None = None
+    speed: float = 1.0
+    bandwidth: float | None = None
+    latency: float | None = None
+    memory: Memory = field(default_factory=Memory)
+    recompute: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "num_microbatches", "microbatch_size", "replicas", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name}={value}; it has to be 1 at least")
+        if not 0 < self.speed < math.inf:
+            raise InputError(f"speed={self.speed} is no factor; 20 means 20 times as fast")
+        if self.schedule not in SCHEDULES:
+            raise InputError(
+                f"schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)}"
+            )
+        if self.replicas is not None and self.workers % self.replicas:
+            raise InputError(
+                f"{self.workers} workers cannot be shared out over {self.replicas} copies; give "
+                f"one of {', '.join(map(str, _divisors(self.workers)))}"
+            )
+
+    def link(self, measured: Link) -> Link:
+        """Between two workers."""
+        speed, latency = self.bandwidth, self.latency
+        return Link(
+            latency_seconds=measured.latency_seconds if latency is None else latency,
+            bytes_per_second=measured.bytes_per_second if speed is None else speed,
+        )
+
+    @property
+    def per_worker(self) -> int:
+        """The stages of every worker."""
+        takes = SCHEDULES[self.schedule].stages_per_worker
+        if takes is StagesPerWorker.ONE:
+            return 1
+        if takes is StagesPerWorker.TWO:
+            return 2
+        least = _STAGES_PER_WORKER if self.schedule != "fitted" else 1
+        return self.stages_per_worker or least
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is predicted of a case.
+
+    Attributes:
+        case: what was asked.
+        replicas: copies of the pipeline.
+        stages: of each copy.
+        batch_size: rows of all copies together.
+        step_seconds: of a training step without the optimizer; `None` if it is not possible.
+        reduce_seconds: the part of it in which the copies sum their gradients.
+        bound_seconds: with these cuts no schedule is faster.
+        one_worker_seconds: for the same batch, one worker alone with memory for it.
+        memory_bytes: the most that a worker holds.
+        note: why it is not possible, or what was chosen because it had to be.
+    """
+
+    case: WhatIf
+    replicas: int
+    stages: int
+    batch_size: int
+    step_seconds: float | None
+    reduce_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    one_worker_seconds: float = 0.0
+    memory_bytes: int = 0
+    note: str = ""
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """The throughput."""
+        return self.batch_size / self.step_seconds if self.step_seconds else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """The throughput as a share of that of as many workers that all work alone."""
+        if not self.step_seconds:
+            return None
+        return self.one_worker_seconds / self.step_seconds / self.case.workers
+
+
+def what_if(profile: Profile, case: WhatIf) -> Outcome:
+    """Cut the program anew for these workers, and simulate one copy of the pipeline.
+
+    The workers are as fast as the profile's first device, times `case.speed`.
+
+    Raises:
+        InputError: fewer rows than micro-batches.
+        PlanError: more stages are asked for than there are places to cut.
+    """
+    replicas, note = _replicas(profile, case)
+    stages = case.workers // replicas * case.per_worker
+    rows = _rows(case, replicas)
+    layout = Layout(_machines(profile, case, case.workers // replicas, rows), case.num_microbatches)
+    outcome = Outcome(case, replicas, stages, case.batch or rows * replicas, None, note=note)
+    try:
+        option = _option(layout, case, stages)
+    except CapacityError as error:
+        short = show_bytes(error.shortfall.bytes)
+        return replace(outcome, note=f"does not fit the memory by {short}")
+    weights = [0.0] * option.num_workers
+    for stretch in option.stretches:
+        weights[stretch.worker] += float(layout.weights[stretch.start : stretch.stop].sum())
+    reduced = ring_seconds(max(weights), replicas, case.link(_measured(profile)))
+    actions = 2 * case.num_microbatches * profile.overhead_seconds
+    alone = float(layout.seconds[0].sum()) * case.num_microbatches + actions
+    costs = layout.costs(option.stretches, min(layout.rows))
+    bound = schedule_bound(costs, layout.count, option.placement, split=option.splits_backward)
+    return replace(
+        outcome,
+        stages=len(option.stretches),
+        step_seconds=option.seconds + reduced,
+        reduce_seconds=reduced,
+        bound_seconds=bound + reduced,
+        one_worker_seconds=alone * replicas,
+        memory_bytes=round(max(option.peaks)),
+    )
+
+
+def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
+    """The plan's own stages on other machines, without the profile that they were cut by.
+
+    Raises:
+        PlanError: the case needs other stages, or other sizes of micro-batches.
+    """
+    schedule = _planned_schedule(plan, case)
+    costs = _planned_costs(plan, case)
+    found = check(schedule)
+    held = _planned_memory(plan, found.in_flight)
+    rows = case.num_microbatches * case.microbatch_size
+    outcome = Outcome(case, 1, len(plan.stages), case.batch or rows, None, memory_bytes=held)
+    if case.memory.limit is not None and held > case.memory.limit:
+        short = show_bytes(held - case.memory.limit)
+        return replace(outcome, note=f"does not fit the memory by {short}")
+    network = Network.of(costs, overhead=plan.overhead_seconds)
+    alone = sum(costs.forward) + sum(costs.backward) + 2 * plan.overhead_seconds
+    count, split = case.num_microbatches, found.splits_backward
+    return replace(
+        outcome,
+        step_seconds=simulate(schedule, costs.seconds, network).seconds,
+        bound_seconds=schedule_bound(costs, count, plan.placement, split=split),
+        one_worker_seconds=alone * count,
+    )
+
+
+# -- with a profile -----------------------------------------------------------------------
+
+
+def _measured(profile: Profile) -> Link:
+    """The link between two devices like the first."""
+    first = profile.devices[0]
+    return profile.links.get(f"{first}>{first}") or next(iter(profile.links.values()), Link())
+
+
+def _machines(profile: Profile, case: WhatIf, workers: int, rows: int) -> Profile:
+    """The profile on the workers of one copy, for its part of the batch."""
+    first = profile.devices[0]
+    machine = Machine(name=first, count=workers, like=first, speed=case.speed)
+    hardware = Hardware(machines=(machine,), link=case.link(_measured(profile)))
+    return msgspec.structs.replace(hardware.apply(profile), batch_size=rows)
+
+
+def _replicas(profile: Profile, case: WhatIf) -> tuple[int, str]:
+    """How many copies there are, and what to say of it.
+
+    Raises:
+        PlanError: a copy has more stages than the program has places for.
+    """
+    most = 1 + sum(k not in profile.forbidden for k in range(1, profile.num_calls))
+    fitting = [r for r in _divisors(case.workers) if case.workers // r * case.per_worker <= most]
+    if case.replicas is None and fitting:
+        note = "" if fitting[0] == 1 else f"copies: the program has {most} stages at most"
+        return fitting[0], note
+    stages = case.workers // (case.replicas or case.workers) * case.per_worker
+    if stages <= most:
+        return case.replicas or case.workers, ""
+    advice = f"give {fitting[0]} or more copies" if fitting else "give fewer stages to a worker"
+    raise PlanError(
+        f"{stages} stages are more than the {most} that the program has places for; {advice}"
+    )
+
+
+def _rows(case: WhatIf, replicas: int) -> int:
+    """The rows of one copy.
+
+    Raises:
+        InputError: fewer than micro-batches.
+    """
+    if case.batch is None:
+        return case.num_microbatches * case.microbatch_size
+    rows = -(-case.batch // replicas)
+    if rows < case.num_microbatches:
+        raise InputError(
+            f"a batch of {case.batch} gives every one of {replicas} copies {rows} rows, fewer than "
+            f"its {case.num_microbatches} micro-batches; give a larger batch, or fewer of them"
+        )
+    return rows
+
+
+def _option(layout: Layout, case: WhatIf, stages: int) -> Option:
+    """The stages of the exact partition, and the schedule.
+
+    Raises:
+        CapacityError: nothing fits the memory.
+    """
+    if case.schedule != "fitted":
+        return _cut(layout, case, case.schedule, stages)
+    workers = len(layout.profile.devices)
+    most = 1 + int(layout.allowed[1:-1].sum())
+    numbers = [stages] if case.stages_per_worker else [workers, 2 * workers]
+    bases = [
+        _cut(layout, case, name, number)
+        for number in numbers
+        for name in _BASES
+        if SCHEDULES[name].takes(number, workers) and number <= most
+    ]
+    return _fitted(min(bases, key=lambda option: option.seconds))
+
+
+def _cut(layout: Layout, case: WhatIf, name: str, stages: int) -> Option:
+    """The stages for a schedule: of the partitions that weigh filling differently, the fastest."""
+    workers = len(layout.profile.devices)
+    flying = in_flight(name, stages, layout.count, workers)
+    placement = placement_of(name, stages, workers)
+    cutter = Cutter(layout, placement, flying, case.memory, case.recompute)
+    found = {tuple(cutter.best(fill)) for fill in _FILLS}
+    options = [Option(layout, stretches, name, case.memory) for stretches in sorted(found)]
+    return min(options, key=lambda option: option.seconds)
+
+
+def _fitted(option: Option) -> Option:
+    """The same stages with a schedule made for them, in the memory that they leave."""
+    layout = option.layout
+    standing = layout.peaks(option.stretches, [0] * len(option.stretches), option.memory)
+    caps = option.memory.caps(layout.profile)
+    left = [max(0.0, float(cap) - used) for cap, used in zip(caps, standing, strict=True)]
+    held = tuple(layout.held(stretch) for stretch in option.stretches)
+    actions = 2 * layout.count * len(option.stretches)
+    found = fit(
+        layout.costs(option.stretches),
+        layout.count,
+        option.placement,
+        room=Room(tuple(left), held) if min(left) < math.inf else None,
+        split=option.splits_backward,
+        overhead=layout.profile.overhead_seconds,
+        budget=max(_LEAST_BUDGET, min(_BUDGET, _MOST_ACTIONS // actions)),
+    )
+    return replace(option, name=found.name, rules=found.rules)
+
+
+# -- with the plan alone ------------------------------------------------------------------
+
+
+def _planned_schedule(plan: Plan, case: WhatIf) -> Schedule:
+    """The schedule on the plan's stages.
+
+    Raises:
+        PlanError: the case is not about these stages.
+    """
+    asked = {
+        "workers": (case.workers, len(plan.devices)),
+        "copies": (case.replicas or 1, 1),
+        "rows in a micro-batch": (case.microbatch_size, plan.microbatch_size),
+        "rows in a batch": (case.batch or plan.batch_size, plan.batch_size),
+        "stages": (case.per_worker * case.workers, len(plan.stages)),
+    }
+    for what, (wanted, planned) in asked.items():
+        if wanted != planned and (what != "stages" or case.schedule != "fitted"):
+            raise PlanError(
+                f"the plan is for {planned} {what}, and for {wanted} the model has to be cut "
+                "again: give the profile that the plan was made from, or plan again"
+            )
+    if case.schedule == plan.schedule:
+        return plan.schedule_for(case.num_microbatches)
+    placement = placement_of(case.schedule, len(plan.stages), case.workers)
+    if placement != plan.placement:
+        raise PlanError(
+            f"{case.schedule} puts the stages on other workers than the plan does: give the "
+            "profile that the plan was made from, or plan again"
+        )
+    return build(case.schedule, len(plan.stages), case.num_microbatches, num_workers=case.workers)
+
+
+def _planned_costs(plan: Plan, case: WhatIf) -> Costs:
+    """What the plan's stages take on the machines of the case."""
+    costs, speed = plan.costs, case.speed
+    transfer, latency = costs.transfer, costs.latency
+    if case.bandwidth is not None:
+        transfer = tuple(stage.input_bytes / case.bandwidth for stage in plan.stages[1:])
+    if case.latency is not None:
+        latency = (case.latency,) * len(latency)
+    return Costs(
+        forward=tuple(seconds / speed for seconds in costs.forward),
+        backward=tuple(seconds / speed for seconds in costs.backward),
+        weight=tuple(seconds / speed for seconds in costs.weight),
+        latency=latency,
+        transfer=transfer,
+    )
+
+
+def _planned_memory(plan: Plan, in_flight: Sequence[int]) -> int:
+    """The most that a worker holds, when its stages hold so many micro-batches at once."""
+    planned = check(plan.schedule_for(plan.num_microbatches)).in_flight
+    held = [0] * len(plan.devices)
+    for stage, now, then in zip(plan.stages, in_flight, planned, strict=True):
+        held[stage.worker] += stage.memory_bytes + (now - then) * stage.held_bytes
+    return max(held)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
