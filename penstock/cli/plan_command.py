@@ -126,6 +126,8 @@ def _planned(
         )
     names = device_list(devices) if hardware is None else hardware.measured
     here = existing_devices(names)
+    if hardware is not None:
+        talk(f"measuring on {', '.join(names)}, for the machines that {devices} describes")
     with callback("capturing") as progress:
         program = capture(*given)
         if hardware is None:

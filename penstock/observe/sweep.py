@@ -42,11 +42,10 @@ def save_sweep(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     left.set_ylabel("samples per second")
     _lines(middle, series, lambda outcome: 100 * (outcome.efficiency or 0.0))
     middle.set_ylim(0, 105)
-    middle.set_ylabel("efficiency, percent of workers that wait for nothing")
+    middle.set_ylabel("efficiency, %")
     _bars(right, possible)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    if len(series) > 1:
-        left.legend(frameon=False, fontsize=9)
+    left.legend(frameon=False, fontsize=9)
     figure.tight_layout()
     save(figure, path)
 
