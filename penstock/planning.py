@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,8 +77,9 @@ def tuned(
         PlanError: the model has no weights, so that it cannot be run.
     """
     leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
-    seconds = measured(program, leaves, candidates, devices, progress=progress)
-    return sorted(zip(seconds, candidates, strict=True), key=lambda pair: pair[0])
+    steps = measured(program, leaves, candidates, devices, progress=progress)
+    medians = [statistics.median(seconds) for seconds in steps]
+    return sorted(zip(medians, candidates, strict=True), key=lambda pair: pair[0])
 
 
 def profile_for(

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.profile import DeviceProfile
+from penstock.schedule import SCHEDULES
 
 ROWS = 11  # divides by no number of micro-batches that is tested
 
@@ -183,12 +184,19 @@ def planned(
     return ps.plan(profile, num_microbatches=microbatches, schedule=schedule, recompute=recompute)
 
 
+def workers_for(schedule: str, stages: int) -> int | None:
+    """On how many workers a schedule runs so many stages: a core each, two stages if it can."""
+    takes = SCHEDULES[schedule].takes
+    return next((w for w in (stages // 2, stages) if w > 1 and takes(stages, w)), None)
+
+
 def uniform_plan(
     program: ps.Program,
-    stages: int,
+    workers: int,
     microbatches: int,
     schedule: str = "1f1b",
     cuts: Sequence[int] | None = None,
+    recompute: str = "auto",
 ) -> ps.Plan:
     """A plan for which nothing is measured: every call is taken to cost the same."""
     calls = len(program)
@@ -198,14 +206,21 @@ def uniform_plan(
     profile = ps.Profile(
         fingerprint=program.fingerprint,
         batch_size=program.example_sizes["B"],
-        devices=("cpu",) * stages,
+        devices=("cpu",) * workers,
         kinds={"cpu": kind},
         labels=tuple(call.label for call in program.train.calls),
         weights=(0,) * calls,
         boundary=(0.0,) * (calls + 1),
         forbidden={k: reason for k, reason in reasons.items() if reason},
+        saved=(1.0,) * calls,
     )
-    return ps.plan(profile, num_microbatches=microbatches, schedule=schedule, cuts=cuts)
+    return ps.plan(
+        profile,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        cuts=cuts,
+        recompute=recompute,
+    )
 
 
 def pipeline(case: Case, plan: ps.Plan, **options: Any) -> ps.Pipeline:

@@ -145,7 +145,7 @@ def test_a_model_and_arguments_of_another_kind(model: Any, args: Any, words: str
 def test_a_plan_of_something_else(pipe: ps.Pipeline) -> None:
     with pytest.raises(ps.PlanError, match="made for another model"):
         ps.Pipeline(mlp(8, 9, 8), (X,), devices=["cpu"] * 2, plan=pipe.plan)
-    with pytest.raises(ps.PlanError, match="2 stages and there are 3 devices"):
+    with pytest.raises(ps.PlanError, match="for 2 devices and there are 3"):
         ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 3, plan=pipe.plan)
 
 

@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.engine.stage import Stage
 from penstock.schedule import SCHEDULES, Kind, check
 from penstock.verification import Reference, run_with_threads
-from tests.models import UNet, cases, mlp, pipeline
+from tests.models import UNet, cases, mlp, pipeline, planned
 
 X, Y = torch.randn(10, 8), torch.randn(10, 8)
 
@@ -298,7 +298,7 @@ def test_clipping_is_torchs(pipe: ps.Pipeline) -> None:
 
 def test_the_models_own_parameters_are_trained() -> None:
     case = cases()["unet"]
-    with pipeline(case, 2, 3) as pipe:
+    with pipeline(case, planned("unet", 2, 3)) as pipe:
         before = [p.clone() for p in pipe.model.parameters()]
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         pipe.train_step(*case.args, target=case.target, loss_fn=case.loss_fn)

@@ -15,7 +15,7 @@ from torch import nn
 import penstock as ps
 from penstock.schedule import SCHEDULES
 from penstock.verification import run_with_threads
-from tests.models import uniform_plan
+from tests.models import uniform_plan, workers_for
 
 WIDTH, ROWS = 4, 5
 Step = tuple[str, int, int]
@@ -117,8 +117,11 @@ def check(data: st.DataObject) -> None:
     event(f"closed: {sorted(program.closed.values())}")
     cuts = sorted(data.draw(st.sets(st.sampled_from(allowed or [1]), min_size=1, max_size=3)))
     assume(allowed)
-    schedule = data.draw(st.sampled_from(sorted(SCHEDULES)))
-    plan = uniform_plan(program, len(cuts) + 1, count, schedule, cuts)
+    stages = len(cuts) + 1
+    schedule = data.draw(st.sampled_from([s for s in SCHEDULES if workers_for(s, stages)]))
+    recompute = data.draw(st.sampled_from(["none", "boundaries", "all"]))
+    workers = workers_for(schedule, stages) or 1
+    plan = uniform_plan(program, workers, count, schedule, cuts, recompute)
     with ps.Pipeline(model, plan=plan, program=program, devices=plan.devices) as pipe:
         batch = x.clone()
         assert [pipe.train_step(batch, loss_fn=loss_of) for _ in "12"] == expected

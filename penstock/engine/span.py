@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from penstock.capture.calls import Ambient, Sizes, ambient
 from penstock.capture.randomness import Key
+from penstock.engine.state import State
 
 Values = tuple[Any, ...]
 Gradients = Sequence[torch.Tensor | None]
@@ -30,7 +32,7 @@ class Span:
     Attributes:
         module: `module(sizes, key, *values) -> tuple`, see `penstock.capture.lowering`.
         recompute: whether its forward runs again before its backward.
-        changing: the buffers that its forward changes.
+        changing: the buffers that its forward changes in place.
         overwritten: the places of values that enter, and are changed in place from here on.
     """
 
@@ -38,6 +40,14 @@ class Span:
     recompute: bool = False
     changing: Sequence[torch.Tensor] = ()
     overwritten: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        stage = self.module
+        self._modules = list(stage.modules())[1:] if isinstance(stage, nn.Module) else []
+
+    def state(self) -> State:
+        """What its modules remember now."""
+        return State(self._modules, self.changing)
 
 
 class Passed(NamedTuple):
@@ -60,7 +70,7 @@ class Recipe(NamedTuple):
         values: what entered it.
         sizes: of the micro-batch.
         key: of its random numbers.
-        buffers: what was in the buffers that the forward changes.
+        state: what the modules remembered then.
         modes: autocast, as it was.
     """
 
@@ -68,20 +78,20 @@ class Recipe(NamedTuple):
     values: Values
     sizes: Sizes
     key: Key
-    buffers: Sequence[torch.Tensor]
+    state: State
     modes: Ambient
 
     def passed(self) -> Passed:
-        """Run the forward again; buffers are left as they are now."""
-        now = [buffer.detach().clone() for buffer in self.span.changing]
-        _write(self.span.changing, self.buffers)
+        """Run the forward again; what modules remember is left as it is now."""
+        now = self.span.state()
+        self.state.put_back()
         contexts = [torch.autocast(d, enabled=on, dtype=t) for d, on, t in self.modes.autocast]
         try:
             entry, entered = enter(self.values)
             with torch.enable_grad(), contexts[0], contexts[1]:
                 results = self.span.module(self.sizes, self.key, *entered)
         finally:
-            _write(self.span.changing, now)
+            now.put_back()
         return Passed(entry, edges(results))
 
 
@@ -94,9 +104,9 @@ def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe
     if not span.recompute:
         entry, entered = enter(values)
         return entry, span.module(sizes, key, *entered)
-    buffers = [buffer.detach().clone() for buffer in span.changing]
+    state = span.state()
     kept = tuple(_copied(v) if k in span.overwritten else v for k, v in enumerate(values))
-    recipe = Recipe(span, kept, sizes, key, buffers, ambient())
+    recipe = Recipe(span, kept, sizes, key, state, ambient())
     with saved_tensors_hooks(_forget, _recall):
         _, entered = enter(values)
         results = span.module(sizes, key, *entered)
@@ -122,13 +132,6 @@ def _without_history(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     return value.detach().requires_grad_()
-
-
-@torch.no_grad()
-def _write(buffers: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
-    """Without autograd noticing: it holds running statistics, but does not use them."""
-    for buffer, content in zip(buffers, contents, strict=True):
-        buffer.data.copy_(content)
 
 
 def run_backward(roots: Roots, gradients: Gradients) -> None:

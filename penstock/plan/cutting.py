@@ -188,6 +188,10 @@ def joints_of(layout: Layout, most: int) -> list[int]:
     places = np.flatnonzero(layout.allowed[1:-1]) + 1
     if not len(places) or not total[-1]:
         return []
+    around = layout.boundary[[0, *places, -1]]
+    places = places[(around[1:-1] <= around[:-2]) & (around[1:-1] <= around[2:])]
+    if not len(places):
+        return []
     window = np.minimum((total[places - 1] / total[-1] * most).astype(int), most - 1)
     found = []
     for number in np.unique(window):

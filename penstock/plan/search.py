@@ -187,8 +187,9 @@ class _Search:
             found = []
             if self.short is None or len(cutter.placement) < len(self.short[1]):
                 self.short = error, cutter.placement
-            elif error.shortfall.bytes < self.short[0].shortfall.bytes:
-                self.short = error, self.short[1]
+            elif len(cutter.placement) == len(self.short[1]):
+                closer = error.shortfall.bytes < self.short[0].shortfall.bytes
+                self.short = (error, cutter.placement) if closer else self.short
         memory = self.request.memory
         choices = dict.fromkeys(tuple(stretches) for stretches in found)
         options = [Option(layout, stretches, name, memory) for stretches in choices]

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 import penstock as ps
 from penstock.schedule import SCHEDULES
 from penstock.verification import run_with_threads
-from tests.models import uniform_plan
+from tests.models import uniform_plan, workers_for
 from tests.zoo.awkward import Zoo, outputs_loss
 from tests.zoo.crossing import ZOO
 
@@ -120,13 +120,14 @@ def positions(program: ps.Program) -> Iterator[tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_like_a_plain_loop_wherever_it_is_cut(name: str) -> None:
-    schedules = itertools.cycle(SCHEDULES)
+    ways = itertools.cycle(itertools.product(SCHEDULES, ("none", "boundaries", "all")))
     for cuts in positions(captured(name)[0]):
         program = fresh(name)
         twin = copy.deepcopy(program.model)
         args, kwargs = inputs(program, ROWS)
-        stages, schedule = len(cuts) + 1, next(schedules)
-        plan = uniform_plan(program, stages, COUNT, schedule, cuts=cuts)
+        found = ((workers_for(s, len(cuts) + 1), s, r) for s, r in ways)
+        workers, schedule, recompute = next(way for way in found if way[0])
+        plan = uniform_plan(program, workers or 1, COUNT, schedule, cuts, recompute)
         with ps.Pipeline(program.model, plan=plan, program=program, devices=plan.devices) as pipe:
             for _ in range(2):
                 loss = pipe.train_step(*copy.deepcopy(args), loss_fn=outputs_loss, **kwargs)
@@ -136,6 +137,6 @@ def test_trains_like_a_plain_loop_wherever_it_is_cut(name: str) -> None:
                     ),
                     1,
                 )
-                assert torch.equal(loss, expected), f"cut before {cuts}, {schedule}"
+                assert torch.equal(loss, expected), f"{cuts}, {schedule}, recompute {recompute}"
                 assert_same(gradients(pipe.model), gradients(twin))
                 assert_same(pipe.state_dict(), twin.state_dict())

@@ -1,0 +1,172 @@
+"""Memory: limits are kept, recomputing is the least that keeps them, and errors say what would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.plan.layout import Layout, Memory, Stretch
+from penstock.schedule import SCHEDULES, check
+from penstock.simulate import memory_over_time
+from tests.plan.test_plan import profile
+
+CALLS = 12
+
+
+def hungry(devices: int = 2, **changes: Any) -> ps.Profile:
+    """Calls that save 1 kB a row, with 10 bytes of weights each; little crosses every third cut."""
+    found = profile([1.0 + (k % 5) / 2 for k in range(CALLS)], devices)
+    boundary = tuple(50.0 if k % 3 == 0 else 400.0 for k in range(CALLS + 1))
+    saved = (1000.0,) * CALLS
+    found = msgspec.structs.replace(
+        found, saved=saved, weights=(10,) * CALLS, boundary=boundary, outputs=(0.0,) * CALLS
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+def test_without_a_limit_nothing_is_recomputed() -> None:
+    assert not any(stage.recompute for stage in ps.plan(hungry()).stages)
+
+
+def test_a_limit_is_kept_by_recomputing_what_it_takes() -> None:
+    free = ps.plan(hungry(), num_microbatches=4, schedule="gpipe")
+    peak = max(stage.memory_bytes for stage in free.stages)
+    assert peak == pytest.approx(4 * 4 * 6 * 1000, rel=0.2)  # m micro-batches of 4 rows, 6 calls
+    last = free.predicted_step_seconds
+    for share in (0.8, 0.6, 0.4):
+        limit = round(share * peak)
+        plan = ps.plan(hungry(), num_microbatches=4, schedule="gpipe", memory_limit=limit)
+        assert max(stage.memory_bytes for stage in plan.stages) <= limit
+        assert any(stage.recompute for stage in plan.stages)
+        assert plan.predicted_step_seconds >= last  # less memory takes no less time
+        last = plan.predicted_step_seconds
+
+
+def test_no_more_is_recomputed_than_needed() -> None:
+    """With all of it the step takes longer, without any it does not fit."""
+    limit = 80_000
+    ask: dict[str, Any] = {"num_microbatches": 4, "schedule": "gpipe"}
+    least = ps.plan(hungry(), memory_limit=limit, **ask)
+    everything = ps.plan(hungry(), recompute="boundaries", memory_limit=limit, **ask)
+    assert least.predicted_step_seconds < everything.predicted_step_seconds
+    with pytest.raises(ps.PlanError, match='What would fit: recompute="auto"'):
+        ps.plan(hungry(), recompute="none", memory_limit=limit, **ask)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 8),
+    st.integers(8_000, 90_000),
+    st.integers(1, 3),
+)
+def test_every_plan_keeps_its_limit(schedule: str, m: int, limit: int, devices: int) -> None:
+    """Also by the simulator's own account, which knows nothing of the planner's."""
+    costs = hungry(devices)
+    try:
+        plan = ps.plan(costs, num_microbatches=m, schedule=schedule, memory_limit=limit)
+    except ps.PlanError:
+        return
+    layout = Layout(costs, m)
+    stretches = [Stretch(s.worker, *s.calls, s.recompute) for s in plan.stages]
+    held = [layout.held(stretch) for stretch in stretches]
+    standing = [0.0] * devices
+    for stretch in stretches:
+        standing[stretch.worker] += layout.standing(stretch, Memory().per_weight)
+    moving = memory_over_time(plan.timeline(), held)
+    assert max(s + memory.peak for s, memory in zip(standing, moving, strict=True)) <= limit
+    assert plan.memory_limit == limit
+
+
+def test_what_is_asked_to_be_recomputed_is() -> None:
+    for stage in ps.plan(hungry(), recompute="all").stages:
+        assert stage.recompute == (stage.calls,)
+    plan = ps.plan(hungry(), recompute="boundaries", schedule="1f1b")
+    edges = [[edge for span in stage.recompute for edge in span] for stage in plan.stages]
+    assert [(found[0], found[-1]) for found in edges] == [stage.calls for stage in plan.stages]
+    inner = {edge for found in edges for edge in found} - {plan.cuts[0], 0, CALLS}
+    assert inner == {3, 6, 9} - {plan.cuts[0]}  # where little crosses
+
+
+def test_recomputing_costs_a_forward() -> None:
+    ask: dict[str, Any] = {"num_microbatches": 4, "schedule": "gpipe", "cuts": (6,)}
+    plain, again = ps.plan(hungry(), **ask), ps.plan(hungry(), recompute="all", **ask)
+    for stage, other in zip(plain.stages, again.stages, strict=True):
+        added = other.backward_seconds - stage.backward_seconds
+        assert added == pytest.approx(stage.forward_seconds)
+
+
+def test_the_devices_own_memory_is_the_default_limit() -> None:
+    small = hungry(capacity={"cpu": 60_000})
+    plan = ps.plan(small, num_microbatches=4, schedule="gpipe")
+    assert max(stage.memory_bytes for stage in plan.stages) <= 60_000
+    assert any(stage.recompute for stage in plan.stages)
+    assert plan.memory_limit is None
+
+
+def test_an_impossible_limit_says_by_how_much_and_what_would_do() -> None:
+    with pytest.raises(ps.PlanError) as raised:
+        ps.plan(hungry(), num_microbatches=1, schedule="1f1b", memory_limit=5_000)
+    text = str(raised.value)
+    assert "no plan fits the memory" in text
+    assert "and cpu may hold 5.0 kB" in text
+    assert "too little. What would fit: num_microbatches=16" in text
+
+
+def test_weights_that_fit_no_device_need_more_of_them() -> None:
+    costs = hungry(weights=(4000,) * CALLS)
+    with pytest.raises(ps.PlanError, match="What would fit: 4 devices like these"):
+        ps.plan(costs, memory_limit=60_000)
+    longer = msgspec.structs.replace(costs, devices=("cpu",) * 4)
+    assert ps.plan(longer, memory_limit=60_000).stages
+
+
+def test_cuts_that_do_not_fit() -> None:
+    with pytest.raises(ps.PlanError, match=r"What would fit:.* cuts that Penstock chooses"):
+        ps.plan(hungry(), cuts=(1,), memory_limit=16_000, num_microbatches=4, schedule="gpipe")
+
+
+def test_a_candidate_that_does_not_fit_says_so() -> None:
+    plan = ps.plan(hungry(), num_microbatches=4, recompute="none", memory_limit=60_000)
+    assert plan.schedule != "gpipe"
+    (gpipe,) = [c for c in plan.considered if c.schedule == "gpipe"]
+    assert gpipe.predicted_step_seconds is None
+    assert gpipe.why.startswith("does not fit the memory by ")
+    assert plan.considered[-1].predicted_step_seconds is None
+
+
+def test_one_device_and_copies_need_memory_too() -> None:
+    plan = ps.plan(hungry(weights=(2000,) * CALLS), memory_limit=70_000)
+    assert plan.one_device_seconds is None
+    assert plan.is_worth_it
+    assert "one device does not fit; data parallel does not fit" in plan.summary
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ({"recompute": "some"}, 'recompute=\'some\' is unknown; choose "auto", "none"'),
+        ({"memory_limit": "8 gallons"}, "'8 gallons' is not a size; write it like 8GiB"),
+        ({"memory_limit": 0}, "memory_limit=0 leaves nothing to hold"),
+        ({"stages_per_worker": 0}, "stages_per_worker=0; give a number from 1"),
+        ({"optimizer_state": -1.0}, "optimizer_state=-1.0 is below 0"),
+    ],
+)
+def test_requests_that_mean_nothing(ask: dict[str, Any], message: str) -> None:
+    with pytest.raises(ps.InputError) as raised:
+        ps.plan(hungry(), **ask)
+    assert message in str(raised.value)
+
+
+def test_what_is_held_between_pieces_is_counted() -> None:
+    layout = Layout(hungry(), 4)  # 4 rows
+    stretch = Stretch(0, 2, 8, ((2, 4), (4, 6)))
+    # What enters at 2 and at the edges 4 and 6, and what calls 6 and 7 save.
+    assert layout.held(stretch) == 4 * (400 + 400 + 50 + 2 * 1000)
+    assert layout.standing(stretch, 4.0) == 6 * 10 * 4 + 4 * 2 * 1000
+    assert check(ps.plan(hungry(), num_microbatches=4, schedule="gpipe").schedule_for(4)).in_flight
