@@ -189,5 +189,5 @@ def _draw(found: Plan, model: str, path: Path) -> None:
     from penstock.observe.timeline import save_figure
     from penstock.plan.shown import prediction
 
-    save_figure(found.timeline(), path, f"{model.rpartition(':')[2]}\n{prediction(found)}")
+    save_figure(found.timeline(), path, f"{model.rpartition(':')[2]}: {prediction(found)}")
     talk(f"drew {path}")
