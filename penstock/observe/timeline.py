@@ -81,7 +81,8 @@ def as_text(timeline: Timeline, width: int | None = None) -> str:
     """A line per worker and stage, in which every sign is a micro-batch; `legend` says which.
 
     A column is `timeline.seconds / width`; it shows what ran for most of it, `.` where the worker
-    was idle, and nothing in the lines of a worker's other stages. By default all of it fits a terminal.
+    was idle, and nothing in the lines of a worker's other stages. By default all of it fits 80
+    columns.
     """
     lanes = _lanes(timeline)
     names = [_names(worker, own, timeline) for worker, own in enumerate(lanes)]

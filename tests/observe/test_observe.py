@@ -42,6 +42,12 @@ def test_as_text_shows_what_ran_most() -> None:
     assert len(as_text(timeline, width=5).splitlines()[0]) == len("worker 0 |.....| 80% busy")
 
 
+def test_as_text_shows_many_short_actions_as_work() -> None:
+    """None of them fills half a column, but the worker is never idle."""
+    timeline = simulate(build("1f1b", 1, 30), lambda action: 1.0)
+    assert "." not in as_text(timeline, width=10)
+
+
 def test_a_step_in_which_nothing_happened(tmp_path: Path) -> None:
     assert as_text(Timeline(1, []), width=4) == "worker 0 |....| 0% busy"
     save_figure(Timeline(1, []), tmp_path / "nothing.png")
