@@ -61,7 +61,10 @@ def test_more_workers_than_stages_are_copies() -> None:
     one = what_if(equal(), replace(case, workers=64))
     assert one.note == ""
     assert one.step_seconds is not None
+    assert found.step_seconds is not None
     assert found.step_seconds == pytest.approx(one.step_seconds + found.reduce_seconds)
+    slower = found.step_seconds / one.step_seconds
+    assert found.efficiency == pytest.approx((one.efficiency or 0.0) / slower)
 
 
 def test_copies_and_stages_as_asked() -> None:
