@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -38,8 +39,11 @@ def verify(
     devices: Sequence[str | torch.device],
     num_microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     cuts: Sequence[Cut] | None = None,
+    recompute: str = "auto",
+    memory_limit: int | str | None = None,
+    stages_per_worker: int | Literal["auto"] = "auto",
     batch_dim: BatchDim = 0,
     dynamic: Dynamic | None = None,
     keep_closed: Iterable[str] = (),
@@ -64,6 +68,9 @@ def verify(
         schedule: as in `Pipeline`.
         plan: as in `Pipeline`.
         cuts: as in `Pipeline`.
+        recompute: as in `Pipeline`.
+        memory_limit: as in `Pipeline`.
+        stages_per_worker: as in `Pipeline`.
         batch_dim: as in `Pipeline`.
         dynamic: as in `Pipeline`.
         keep_closed: as in `Pipeline`.
@@ -91,6 +98,9 @@ def verify(
         schedule=schedule,
         plan=plan,
         cuts=cuts,
+        recompute=recompute,
+        memory_limit=memory_limit,
+        stages_per_worker=stages_per_worker,
         program=program,
         progress=progress,
     )

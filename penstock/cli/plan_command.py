@@ -126,6 +126,8 @@ def _planned(
         )
     names = device_list(devices) if hardware is None else hardware.measured
     here = existing_devices(names)
+    if hardware is not None:
+        talk(f"measuring on {', '.join(names)}, for the machines that {devices} describes")
     with callback("capturing") as progress:
         program = capture(*given)
         if hardware is None:
@@ -187,5 +189,5 @@ def _draw(found: Plan, model: str, path: Path) -> None:
     from penstock.observe.timeline import save_figure
     from penstock.plan.shown import prediction
 
-    save_figure(found.timeline(), path, f"{model.rpartition(':')[2]}\n{prediction(found)}")
+    save_figure(found.timeline(), path, f"{model.rpartition(':')[2]}: {prediction(found)}")
     talk(f"drew {path}")

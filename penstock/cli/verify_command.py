@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,6 +14,12 @@ from penstock.cli.options import model_options, pipeline_options, reported, show
 @click.command("verify")
 @model_options
 @pipeline_options
+@click.option(
+    "--plan",
+    "plan_path",
+    type=click.Path(path_type=Path),
+    help="Follow this file of `penstock plan`, on its devices if --devices is not given.",
+)
 @click.option("--target", metavar="SPEC", help="Like --input; given to the loss.")
 @click.option("--loss", metavar="MODULE:CALLABLE", help="loss(output, target) or loss(output).")
 @reported
@@ -21,31 +29,29 @@ def command(
     example: str | None,
     seed: int,
     devices: str | None,
-    microbatches: str,
-    schedule: str,
-    cuts: str | None,
+    plan_path: Path | None,
     target: str | None,
     loss: str | None,
     as_json: bool,
+    **pipeline: Any,
 ) -> None:
     """Prove that MODEL computes the same bits split as whole; exit code 1 if it does not."""
     from dataclasses import asdict
 
-    from penstock.cli.arguments import (
-        cut_list,
-        device_list,
-        load_example,
-        load_loss,
-        microbatch_count,
-    )
+    from penstock.cli.arguments import asked, device_list, load_example, load_loss
     from penstock.errors import InputError
     from penstock.loading import parse_input
     from penstock.observe.progress import callback
+    from penstock.plan import Plan
     from penstock.tuning import mean_square
     from penstock.verification import verify
 
     if target is not None and loss is None:
         raise InputError(f"--target {target} needs a --loss to be given to")
+    own = [name for name, value in pipeline.items() if value not in (None, "auto")]
+    if plan_path is not None and own:
+        raise InputError(f"--plan has its own {', '.join(own)}: give one or the other")
+    plan = None if plan_path is None else Plan.load(plan_path)
     module, args, kwargs = load_example(model, inputs, example, seed)
     if loss is None:
         talk("no --loss: taking the mean of the squares of every floating point output")
@@ -56,10 +62,9 @@ def command(
             kwargs,
             target=parse_input(target)[1] if target is not None else None,
             loss_fn=load_loss(loss) if loss is not None else mean_square,
-            devices=device_list(devices),
-            num_microbatches=microbatch_count(microbatches),
-            schedule=schedule,
-            cuts=cut_list(cuts),
+            devices=device_list(devices) if plan is None or devices else plan.devices,
+            plan=plan,
+            **asked(**pipeline),
             progress=progress,
         )
     show({"ok": report.ok, **asdict(report)}, str(report), as_json)

@@ -10,17 +10,28 @@ from penstock.drawing import bare, canvas, save
 from penstock.errors import PenstockError
 from penstock.plan.whatif import Outcome
 
-_COLOURS = ("#4c78a8", "#e8743b", "#5fa39a", "#b07aa1", "#9c755f", "#d4a017", "#7f7f7f", "#d37295")
+_COLOURS = (
+    "#4c78a8",
+    "#e8743b",
+    "#5fa39a",
+    "#b07aa1",
+    "#9c755f",
+    "#d4a017",
+    "#7f7f7f",
+    "#d37295",
+    "#2f6f4f",
+)
 _GRID, _IDEAL = "#e6e8ea", "#9aa5b1"
 _MARKERS = "osD^vPX*"
-_GIGABYTE = 1e9
 
-_Measure = Callable[[Outcome], float | None]
+_Measure = Callable[[Outcome], float]
 _Series = dict[str, list[Outcome]]
 
 
 def save_sweep(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """Throughput and efficiency against the number of workers, and memory against schedule.
+
+    With one number of workers all three are bars.
 
     Args:
         outcomes: what was predicted; those that are not possible are left out.
@@ -35,20 +46,37 @@ def save_sweep(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     if not possible:
         raise PenstockError("there is nothing to draw: none of what was asked is possible")
     series = _series(possible)
-    figure, (left, middle, right) = canvas(14, 4.2, panels=3)
-    _lines(left, series, lambda outcome: outcome.samples_per_second)
-    _ideal(left, possible)
-    left.set_yscale("log")
-    left.set_ylabel("samples per second")
-    _lines(middle, series, lambda outcome: 100 * (outcome.efficiency or 0.0))
-    middle.set_ylim(0, 105)
-    middle.set_ylabel("efficiency, percent of workers that wait for nothing")
-    _bars(right, possible)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    if len(series) > 1:
+    figure, (left, middle, right) = canvas(14, max(4.2, 0.35 * len(series)), panels=3)
+    if len({outcome.case.workers for outcome in possible}) > 1:
+        _lines(left, series, _throughput)
+        _ideal(left, possible)
+        left.set_yscale("log")
+        left.set_ylabel("samples per second")
         left.legend(frameon=False, fontsize=9)
+        _lines(middle, series, _efficiency)
+        middle.set_ylim(0, 105)
+        middle.set_ylabel("efficiency, %")
+    else:
+        _bars(left, series, _throughput, "samples per second")
+        _bars(middle, series, _efficiency, "efficiency, %")
+    most = max(outcome.case.workers for outcome in possible)
+    largest = {name: [o for o in own if o.case.workers == most] for name, own in series.items()}
+    _bars(right, largest, _memory, f"memory of the fullest of {most} workers, GB")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.tight_layout()
     save(figure, path)
+
+
+def _throughput(outcome: Outcome) -> float:
+    return outcome.samples_per_second or 0.0
+
+
+def _efficiency(outcome: Outcome) -> float:
+    return 100 * (outcome.efficiency or 0.0)
+
+
+def _memory(outcome: Outcome) -> float:
+    return outcome.memory_bytes / 1e9
 
 
 def _series(outcomes: Sequence[Outcome]) -> _Series:
@@ -108,18 +136,18 @@ def _ideal(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.plot(workers, [ideal[w] for w in workers], "--", color=_IDEAL, label="ideal", zorder=1)
 
 
-def _bars(axes: Any, outcomes: Sequence[Outcome]) -> None:
-    """The memory of the fullest worker by schedule, at the largest number of workers."""
-    most = max(outcome.case.workers for outcome in outcomes)
-    largest = [outcome for outcome in outcomes if outcome.case.workers == most]
-    series = _series(largest)
-    names = list(series)
-    held = [max(outcome.memory_bytes for outcome in own) / _GIGABYTE for own in series.values()]
-    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(names))]
-    bars = axes.barh(names, held, color=colours, height=0.65)
-    axes.bar_label(bars, [f"{size:.3g} GB" for size in held], padding=4, fontsize=9)
+def _bars(axes: Any, series: _Series, measure: _Measure, label: str) -> None:
+    """A bar for every series that has an outcome, in the colour of its line."""
+    shown = {
+        name: (measure(own[-1]), _COLOURS[number % len(_COLOURS)])
+        for number, (name, own) in enumerate(series.items())
+        if own
+    }
+    values, colours = zip(*shown.values(), strict=True)
+    bars = axes.barh(list(shown), values, color=colours, height=0.65)
+    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=4, fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * max(held))
-    axes.set_xlabel(f"memory of the fullest of {most} workers, GB")
+    axes.set_xlim(0, 1.15 * max(values) or 1)
+    axes.set_xlabel(label)
     axes.tick_params(axis="y", length=0)
     bare(axes)

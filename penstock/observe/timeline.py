@@ -15,6 +15,7 @@ _TERMINAL = 80  # columns of text, with what stands beside the drawing
 _LEAST = 20  # columns of the drawing
 _BUSY, _ELSEWHERE, _IDLE_SIGN = "busy", " ", "."
 _IDLE = "#eceef0"
+_ABOVE_LEGEND = 24  # points
 
 
 class _Style(NamedTuple):
@@ -70,7 +71,7 @@ def save_figure(timeline: Timeline, path: Path, title: str | None = None) -> Non
     axes.set_xlim(0, end or 1)
     axes.set_ylim(timeline.num_workers - 0.45, -0.55)
     axes.set_xlabel(f"{unit} since the step began; the numbers are micro-batches")
-    axes.set_title(title or "One training step", loc="left", fontsize=11)
+    axes.set_title(title or "One training step", loc="left", fontsize=11, pad=_ABOVE_LEGEND)
     _add_legend(axes, _kinds(timeline))
     bare(axes, "top", "right", "left")
     save(figure, path)
@@ -79,8 +80,9 @@ def save_figure(timeline: Timeline, path: Path, title: str | None = None) -> Non
 def as_text(timeline: Timeline, width: int | None = None) -> str:
     """A line per worker and stage, in which every sign is a micro-batch; `legend` says which.
 
-    A column is `timeline.seconds / width`; it shows what ran for most of it: `.` where nothing did,
-    and nothing in the lines of a worker's other stages. By default all of it fits a terminal.
+    A column is `timeline.seconds / width`; it shows what ran for most of it, `.` where the worker
+    was idle, and nothing in the lines of a worker's other stages. By default all of it fits 80
+    columns.
     """
     lanes = _lanes(timeline)
     names = [_names(worker, own, timeline) for worker, own in enumerate(lanes)]
@@ -148,20 +150,23 @@ def _shares(timeline: Timeline) -> list[float]:
 
 
 def _columns(lanes: Sequence[_Lane], seconds: float, width: int) -> list[Event | None]:
-    """What a worker did for most of every column."""
-    best: list[float] = [seconds / width / 2] * width
+    """What a worker did for most of the time that it was busy in every column.
+
+    None where it was idle for more than half of it.
+    """
+    busy, best = [0.0] * width, [0.0] * width
     found: list[Event | None] = [None] * width
     if not seconds:
         return found
+    share = seconds / width
     for event in sorted((e for lane in lanes for e in lane.events), key=lambda event: event.start):
-        first = int(event.start / seconds * width)
-        last = min(width - 1, int(event.end / seconds * width))
-        for column in range(first, last + 1):
-            low, high = column * seconds / width, (column + 1) * seconds / width
-            overlap = min(event.end, high) - max(event.start, low)
+        first = int(event.start / share)
+        for column in range(first, min(width, int(event.end / share) + 1)):
+            overlap = min(event.end, (column + 1) * share) - max(event.start, column * share)
+            busy[column] += overlap
             if overlap >= best[column]:
                 best[column], found[column] = overlap, event
-    return found
+    return [event if b >= share / 2 else None for event, b in zip(found, busy, strict=True)]
 
 
 def _cell(event: Event | None, lane: _Lane) -> str:
@@ -254,5 +259,5 @@ def _add_legend(axes: Any, kinds: Sequence[Kind]) -> None:
 
     colours = {**{_STYLES[kind].name: _STYLES[kind].colour for kind in kinds}, "idle": _IDLE}
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncol": len(handles)}
-    axes.legend(handles=handles, frameon=False, **place)
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncol": len(handles)}
+    axes.legend(handles=handles, frameon=False, borderaxespad=0.2, borderpad=0, **place)

@@ -247,7 +247,7 @@ def _replicas(profile: Profile, case: WhatIf) -> tuple[int, str]:
     most = 1 + sum(k not in profile.forbidden for k in range(1, profile.num_calls))
     fitting = [r for r in _divisors(case.workers) if case.workers // r * case.per_worker <= most]
     if case.replicas is None and fitting:
-        note = "" if fitting[0] == 1 else f"copies: the program has {most} stages at most"
+        note = "" if fitting[0] == 1 else f"copies, as the program has places for {most} stages"
         return fitting[0], note
     stages = case.workers // (case.replicas or case.workers) * case.per_worker
     if stages <= most:

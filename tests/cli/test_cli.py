@@ -194,54 +194,6 @@ def test_evaluation_that_leaves_calls_out() -> None:
     assert not explanation.same_in_eval
 
 
-# -- plan ---------------------------------------------------------------------------------
-
-
-def test_plan_writes_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "plan.json"
-    result = run("plan", *SMALL, "--devices", "cpu,cpu", "--output", str(path), "--json")
-    assert result.exit_code == 0, result.output
-    plan = ps.Plan.load(path)
-    assert len(plan.stages) == 2
-    assert json.loads(result.stdout)["schedule"] == plan.schedule
-    assert f"wrote {path}" in result.stderr
-
-
-def test_plan_shows_the_table() -> None:
-    options = ("--devices", "cpu,cpu", "--microbatches", "2", "--schedule", "gpipe")
-    result = run("plan", *SMALL, *options)
-    assert result.stdout.startswith("stage  device")
-    assert "gpipe, 2 micro-batches of up to 3 rows" in result.stdout
-
-
-def test_plan_of_a_model_without_weights_cut_as_asked() -> None:
-    options = ("--devices", "cpu,cpu", "--microbatches", "2", "--cuts", "2", "--empty", "--json")
-    result = run("plan", *SMALL, *options)
-    assert result.exit_code == 0, result.output
-    stages = json.loads(result.stdout)["stages"]
-    assert [stage["calls"] for stage in stages] == [[0, 2], [2, 3]]
-    shown = run("inspect", *SMALL, "--empty", "--depth", "1").stdout
-    assert shown.splitlines()[1].split()[:6] == [
-        "Sequential",
-        "Sequential",
-        "3",
-        "160",
-        "B",
-        "100%",
-    ]
-    wrong = run("plan", *SMALL, "--devices", "cpu,cpu", "--cuts", "3")
-    assert wrong.exit_code == 1
-    assert "no call of the program is in a module named '3'; there are '0'" in wrong.stderr
-
-
-def test_a_file_in_the_way_is_noticed_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    result = run("plan", *SMALL, "--output", str(tmp_path / "file" / "plan.json"))
-    assert result.exit_code == 2
-    assert "cannot write to" in result.stderr
-    assert "profiling" not in result.stderr
-
-
 # -- verify -------------------------------------------------------------------------------
 
 

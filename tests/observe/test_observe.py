@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import penstock as ps
 from penstock.observe import progress
 from penstock.observe.progress import Progress, callback
-from penstock.observe.timeline import as_text, save_figure
-from penstock.schedule import Timeline, build
+from penstock.observe.sweep import save_sweep
+from penstock.observe.timeline import as_text, legend, save_figure
+from penstock.plan.whatif import WhatIf, what_if
+from penstock.schedule import Action, Event, Kind, Timeline, build
 from penstock.simulate import simulate
+from tests.plan.test_plan import profile
 
 GPIPE = simulate(build("gpipe", 2, 3), lambda action: 1.0)
 
@@ -36,6 +40,12 @@ def test_as_text_shows_what_ran_most() -> None:
         "worker 0 |01..aa2bb3cc.dd| 80% busy\nworker 1 |.0aa1bb2cc3dd..| 80% busy"
     )
     assert len(as_text(timeline, width=5).splitlines()[0]) == len("worker 0 |.....| 80% busy")
+
+
+def test_as_text_shows_many_short_actions_as_work() -> None:
+    """None of them fills half a column, but the worker is never idle."""
+    timeline = simulate(build("1f1b", 1, 30), lambda action: 1.0)
+    assert "." not in as_text(timeline, width=10)
 
 
 def test_a_step_in_which_nothing_happened(tmp_path: Path) -> None:
@@ -62,6 +72,88 @@ def test_a_figure_shows_work_and_idleness_to_scale(tmp_path: Path) -> None:
     assert forward > 0.1
     assert backward == pytest.approx(forward, rel=0.1)
     assert idle == pytest.approx(2 / 3 * forward, rel=0.15)  # 2 of 8 seconds, beside 3 and 3
+
+
+HALVES = Timeline(
+    2,
+    [
+        Event(0, Action(Kind.FORWARD, 0, 0), 0.0, 2.0),
+        Event(1, Action(Kind.FORWARD, 1, 0), 2.0, 4.0),
+        Event(1, Action(Kind.FORWARD, 2, 0), 4.0, 6.0),
+        Event(1, Action(Kind.INPUT, 2, 0), 6.0, 8.0),
+        Event(1, Action(Kind.WEIGHT, 2, 0), 8.0, 10.0),
+    ],
+)
+
+
+def test_as_text_has_a_line_for_every_stage_of_a_worker() -> None:
+    """Elsewhere is not idle: a dot in all of its lines is."""
+    assert as_text(HALVES, width=10) == (
+        "worker 0 stage 0 |00........| 20% busy\n"
+        "worker 1 stage 1 |..00      | 80% busy\n"
+        "         stage 2 |..  00aaAA|"
+    )
+    assert (
+        legend(HALVES) == "0-9 forwards, a-z input halves of backwards, A-Z weight halves, . idle"
+    )
+    assert legend(GPIPE) == "0-9 forwards, a-z backwards, . idle"
+
+
+@pytest.mark.parametrize("workers", [2, 12])
+def test_as_text_fits_a_terminal(workers: int) -> None:
+    for schedule, stages in (("1f1b", workers), ("zero-bubble-v", 2 * workers)):
+        timeline = simulate(build(schedule, stages, 32), lambda action: 1.0)
+        assert max(map(len, as_text(timeline).splitlines())) in (79, 80)
+
+
+def test_events_that_take_no_time() -> None:
+    assert as_text(Timeline(1, [Event(0, Action(Kind.FORWARD, 0, 0), 0.0, 0.0)]), width=2) == (
+        "worker 0 |..| 0% busy"
+    )
+
+
+def test_a_figure_has_a_lane_for_every_stage_and_a_colour_for_every_kind(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    path = tmp_path / "step.png"
+    save_figure(HALVES, path)
+    image = imread(path)
+    shares = [coloured(image, c) for c in ("#4c78a8", "#e8743b", "#5fa39a", "#eceef0")]
+    forward, halves, weights, idle = shares
+    assert coloured(image, "#f2a65a") == 0
+    assert halves == pytest.approx(weights, rel=0.1)
+    assert forward == pytest.approx(4 * halves, rel=0.15)  # a whole lane, and two half ones
+    assert idle == pytest.approx(10 * halves, rel=0.15)  # eight seconds of a lane and two
+
+
+def test_a_figure_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ps.PenstockError, match=r"cannot write the figure .*step\.nothing"):
+        save_figure(GPIPE, tmp_path / "step.nothing")
+
+
+# -- sweeps -------------------------------------------------------------------------------
+
+
+def test_a_sweep_draws_every_series_and_the_ideal(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    costs = profile([1.0] * 8, saved=(1e9,) * 8)
+    cases = [
+        WhatIf(workers=workers, num_microbatches=8, schedule=name)
+        for name in ("1f1b", "gpipe")
+        for workers in (1, 2, 4)
+    ]
+    found = [what_if(costs, case) for case in cases]
+    save_sweep(found, tmp_path / "both.png", "two")
+    save_sweep(found[:3], tmp_path / "one.png", "one")
+    both, one = (imread(tmp_path / name) for name in ("both.png", "one.png"))
+    assert both.shape[1] > 2 * both.shape[0]
+    second = "#e8743b"
+    assert coloured(both, second) > 0.02
+    assert coloured(one, second) == 0
+    assert coloured(one, "#9aa5b1") > 0
+    with pytest.raises(ps.PenstockError, match="there is nothing to draw"):
+        save_sweep([], tmp_path / "none.png", "none")
 
 
 # -- progress -----------------------------------------------------------------------------
