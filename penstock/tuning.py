@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from penstock.runner import Runner
 from penstock.workers.devices import threads_per_worker
 from penstock.workers.placement import place
 
-_ROUNDS = 5
+_ROUNDS = 2
+_WARM_UPS, _STEPS = 2, 3  # of a plan in a row
 _TIMEOUTS = 50  # times what was predicted
 
 
@@ -39,60 +40,54 @@ def measured(
 ) -> list[list[float]]:
     """The seconds of `train_step`s with every plan, without the optimizer.
 
-    The plans take turns, so that what disturbs one disturbs all. The model's weights are read, and
-    its gradients, buffers and random numbers are left alone.
+    The plans take turns, so that what disturbs one disturbs all, a few steps each, as memory that
+    another plan has used is slow at first. The model's weights are read, and its gradients,
+    buffers and random numbers are left alone.
 
     Args:
         program: what is run.
         leaves: of the inputs of a batch.
         plans: for as many devices as there are.
         devices: of the workers.
-        rounds: how often each is measured, after one that does not count.
+        rounds: how often each has its turn.
         progress: called as it goes on.
 
     Raises:
         PlanError: the model has no weights, so that it cannot be run.
     """
-    with ExitStack() as stack:
-        stack.enter_context(own_generators_kept(program.model.modules()))
-        stack.enter_context(generators_kept(devices))
-        steps = [_prepared(program, leaves, plan, devices, stack) for plan in plans]
-        taken: list[list[float]] = [[] for _ in plans]
-        for turn in range(rounds + 1):
-            for number, step in enumerate(steps):
-                if progress:
-                    what = f"measuring {plans[number].schedule}"
-                    progress(turn * len(steps) + number, (rounds + 1) * len(steps), what)
-                start = time.perf_counter()
-                step()
-                taken[number].append(time.perf_counter() - start)
-        return [seconds[1:] for seconds in taken]
-
-
-def _prepared(
-    program: Program,
-    leaves: Sequence[Any],
-    plan: Plan,
-    devices: Sequence[torch.device],
-    stack: ExitStack,
-) -> Callable[[], None]:
-    """A step of the plan on a shadow of the model."""
     if any(parameter.is_meta for parameter in program.model.parameters()):
         raise PlanError("plans cannot be measured on a model without weights; leave out tune")
+    taken: list[list[float]] = [[] for _ in plans]
     twin = copy.copy(program)
-    twin.model = shadow(program.model, devices[0], program.written)
-    place(twin, plan.cuts, [devices[worker] for worker in plan.placement])
+    with own_generators_kept(program.model.modules()), generators_kept(devices):
+        twin.model = shadow(program.model, devices[0], program.written)
+        for turn in range(rounds):
+            for number, plan in enumerate(plans):
+                if progress:
+                    done = turn * len(plans) + number
+                    progress(done, rounds * len(plans), f"measuring {plan.schedule}")
+                taken[number] += _steps(twin, leaves, plan, devices)
+    return taken
+
+
+def _steps(
+    program: Program, leaves: Sequence[Any], plan: Plan, devices: Sequence[torch.device]
+) -> list[float]:
+    """The seconds of some steps in a row."""
+    place(program, plan.cuts, [devices[worker] for worker in plan.placement])
     timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
-    runner = Runner(twin, plan, devices, threads_per_worker(devices), timeout)
-    stack.callback(runner.close)
-    batch = Batch.split(twin, leaves, plan.num_microbatches)
+    runner = Runner(program, plan, devices, threads_per_worker(devices), timeout)
+    batch = Batch.split(program, leaves, plan.num_microbatches)
     shares = [rows / sum(batch.rows) for rows in batch.rows]
     loss = Loss(mean_square, [()] * len(batch), shares)
-
-    def step() -> None:
-        runner.train(runner.assemblies[True], batch, loss)
-
-    return step
+    taken = []
+    with closing(runner):
+        for _ in range(_WARM_UPS + _STEPS):
+            program.model.zero_grad()
+            start = time.perf_counter()
+            runner.train(runner.assemblies[True], batch, loss)
+            taken.append(time.perf_counter() - start)
+    return taken[_WARM_UPS:]
 
 
 def mean_square(output: Any) -> torch.Tensor:
