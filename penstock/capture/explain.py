@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.capture.calls import ROWS, Attribute, Call, TensorInfo, function_name
-from penstock.capture.outline import LEFT, lines, reasons, shown_bytes
+from penstock.capture.outline import LEFT, lines, reasons
 from penstock.tables import aligned
+from penstock.units import show_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -230,9 +231,9 @@ def _cells(row: CallRow) -> tuple[str, ...]:
         str(row.number),
         row.label,
         f"{row.parameters:,}" if row.parameters else "",
-        shown_bytes(row.weight_bytes) if row.weight_bytes else "",
+        show_bytes(row.weight_bytes) if row.weight_bytes else "",
         "" if row.seconds is None else f"{row.seconds * 1000:.2f} ms",
-        "" if row.cut_bytes is None else shown_bytes(row.cut_bytes),
+        "" if row.cut_bytes is None else show_bytes(row.cut_bytes),
         ", ".join(marks),
         ", ".join(row.outputs),
     )

@@ -9,7 +9,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.capture.explain import CallRow, Explanation
+    from penstock.units import show_bytes
+from penstock.capture.explain import CallRow, Explanation
 
 _LINES = 48  # as many as fit a screen; deeper levels are left out
 _NAMED = 3  # functions that a line names
@@ -164,11 +165,11 @@ def _cells(group: Sequence[Node], name: str, total: Totals) -> Cells:
         name,
         first.kind + (f" ×{len(group)}" if len(group) > 1 else ""),
         str(sum(len(node.rows) for node in group)),
-        shown_bytes(weights) if weights else "",
+        show_bytes(weights) if weights else "",
         f"{weights / total.weight_bytes:.0%}" if weights else "",
         f"{share:.0%}" if total.seconds else "",
         _bar(share),
-        shown_bytes(before.cut_bytes or 0) if before is not None and first.kind else "",
+        show_bytes(before.cut_bytes or 0) if before is not None and first.kind else "",
         "; ".join(notes),
     )
 
@@ -176,15 +177,6 @@ def _cells(group: Sequence[Node], name: str, total: Totals) -> Cells:
 def _bar(share: float) -> str:
     eighths = round(share * _BAR * 8)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
-
-
-def shown_bytes(count: float) -> str:
-    """Bytes as people write them."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def reasons(closed: dict[str, str]) -> list[str]:

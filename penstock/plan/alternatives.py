@@ -53,7 +53,8 @@ def _copies(profile: Profile, memory: Memory, way: str, devices: Sequence[str]) 
             whole = [Stretch(0, 0, own.num_calls)]
             held = layout.peaks(whole, [1], memory)[0]
             if held <= memory.caps(own)[0]:
-                seconds = count * float(layout.seconds.sum())
+                actions = 2 * count * profile.overhead_seconds
+                seconds = count * float(layout.seconds.sum()) + actions
                 options.append((seconds, count, held))
         if not options:
             return Candidate(

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.plan.layout import Floats, Layout, Memory, Span, Stretch
+from penstock.plan.layout import Layout, Memory, Span, Stretch
 from penstock.plan.partition import Variant, partition
 from penstock.plan.recompute import Segment, choose_recomputed
 
@@ -63,7 +63,7 @@ class Cutter:
             variants,
             num_microbatches=self.layout.count,
             fill=fill,
-            latency=self._latency(),
+            latency=self.layout.crossing(self.placement),
             allowed=self.allowed,
             tie=self.layout.boundary,
             caps=self.caps if self.is_limited else None,
@@ -118,18 +118,6 @@ class Cutter:
         joints = joints_of(self.layout, _PIECES * len(self.layout.profile.devices))
         sizes = [self.layout.saved[a:b].sum() for a, b in pairwise([0, *joints, None])]
         return joints, float(max(sizes))
-
-    def _latency(self) -> Floats | None:
-        """(stages - 1, calls + 1): one-way seconds of every boundary, after every stage."""
-        if len(self.placement) < 2 or not self.layout.profile.links:
-            return None
-        edges = [Stretch(worker, 0, 0) for worker in self.placement]
-        rows = []
-        for (a, b), hop in zip(pairwise(self.placement), self.layout.hops(edges), strict=True):
-            speed = hop.bytes_per_second
-            moving = self.layout.boundary / speed if speed else np.zeros(len(self.layout.boundary))
-            rows.append(np.zeros_like(moving) if a == b else moving + hop.latency_seconds)
-        return np.stack(rows)
 
     # -- stretches ------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from penstock.plan.bound import schedule_bound
 from penstock.schedule import SCHEDULES, Costs, Kind, Rules, Schedule, build, check
 from penstock.simulate import Network, memory_over_time, simulate
 
+_EQUAL = 1e-9  # sums of the same times in another order
 _CLOSE = 1e-4  # of the bound; closer than this, no measurement tells the difference
 _DEPTHS = (2.0, 1.0, 3.0, math.inf)  # round trips that a stage is ahead, the most likely ones first
 _PATIENCE = (0.0, 0.3, 0.6, 1.0)
@@ -198,7 +199,7 @@ class _Search:
 
     def _is_better(self, seconds: float, schedule: Schedule) -> bool:
         """Faster than the best so far, or as fast while holding less."""
-        if self.best is None or seconds != self.best[0]:
+        if self.best is None or not math.isclose(seconds, self.best[0], rel_tol=_EQUAL):
             return self.best is None or seconds < self.best[0]
         return sum(check(schedule).in_flight) < sum(check(self.best[3]).in_flight)
 

@@ -132,6 +132,24 @@ class Layout:
         homes = [self.profile.devices[stretch.worker] for stretch in stretches]
         return [self.profile.links.get(f"{a}>{b}", Link()) for a, b in pairwise(homes)]
 
+    def crossing(self, placement: Sequence[int], rows: int | None = None) -> Floats | None:
+        """(stages - 1, calls + 1): one-way seconds of every boundary after every stage.
+
+        Args:
+            placement: the worker of every stage.
+            rows: of the micro-batch, by default the largest.
+        """
+        if len(placement) < 2 or not self.profile.links:
+            return None
+        sizes = np.asarray(self.profile.boundary) * (rows or self.most_rows)
+        hops = self.hops([Stretch(worker, 0, 0) for worker in placement])
+        found = np.zeros((len(hops), len(sizes)))
+        for row, (a, b), hop in zip(found, pairwise(placement), hops, strict=True):
+            if a != b:
+                row += hop.latency_seconds
+                row += sizes / hop.bytes_per_second if hop.bytes_per_second else 0.0
+        return found
+
     def costs(self, stretches: Sequence[Stretch], rows: int | None = None) -> Costs:
         """What the stages take for one micro-batch, by default the largest."""
         rows = rows or self.most_rows

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from penstock.plan.bound import schedule_bound
+from penstock.plan.fit import Room, fit
 from penstock.plan.layout import Layout, Memory, Stretch
 from penstock.plan.partition import partition
 from penstock.plan.plan import Candidate, Plan, StagePlan
@@ -81,9 +82,31 @@ class Option:
         return SCHEDULES[self.name].splits_backward or fitted
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Among equals, what launches and holds less is preferred."""
-        return self.layout.count, PREFERENCE.index(self.name)
+    def rank(self) -> tuple[float, int, int]:
+        """Among equals, what holds and launches less is preferred."""
+        return max(self.peaks), self.layout.count, PREFERENCE.index(self.name)
+
+    def fitted(self, budget: int) -> Option:
+        """The same stages with a schedule made for them, in the memory that they leave.
+
+        Args:
+            budget: so many rules are tried.
+        """
+        layout, memory = self.layout, self.memory
+        standing = layout.peaks(self.stretches, [0] * len(self.stretches), memory)
+        caps = memory.caps(layout.profile)
+        left = [max(0.0, float(cap) - used) for cap, used in zip(caps, standing, strict=True)]
+        held = tuple(layout.held(stretch) for stretch in self.stretches)
+        found = fit(
+            layout.costs(self.stretches),
+            layout.count,
+            self.placement,
+            room=Room(tuple(left), held) if min(left) < float("inf") else None,
+            split=self.splits_backward,
+            overhead=layout.profile.overhead_seconds,
+            budget=budget,
+        )
+        return replace(self, name=found.name, rules=found.rules)
 
     @cached_property
     def bound(self) -> float:
@@ -97,6 +120,7 @@ class Option:
             layout.seconds,
             num_microbatches=layout.count,
             fill=min(1.0, layout.least_fill),
+            latency=layout.crossing(self.placement, min(layout.rows)),
             allowed=layout.allowed,
         )
         return found.objective

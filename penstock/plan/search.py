@@ -18,7 +18,6 @@ from penstock.plan.advice import nothing_fits
 from penstock.plan.alternatives import alternatives
 from penstock.plan.asked import Cut
 from penstock.plan.cutting import Cutter
-from penstock.plan.fit import Room, fit
 from penstock.plan.layout import Layout
 from penstock.plan.options import PREFERENCE, Option, in_flight
 from penstock.plan.orders import partition_any_order
@@ -247,26 +246,8 @@ class _Search:
         if self.request.schedule not in ("auto", "fitted"):
             return options
         fastest = sorted(options, key=lambda option: option.seconds)[:_FITTED]
-        made = [self._fit(option) for option in fastest]
+        made = [option.fitted(_BUDGET) for option in fastest]
         return made if self.request.schedule == "fitted" else [*options, *made]
-
-    def _fit(self, option: Option) -> Option:
-        """The same stages with a schedule made for them."""
-        layout, memory = option.layout, self.request.memory
-        standing = layout.peaks(option.stretches, [0] * len(option.stretches), memory)
-        caps = memory.caps(self.profile)
-        left = [max(0.0, float(cap - used)) for cap, used in zip(caps, standing, strict=True)]
-        held = tuple(layout.held(stretch) for stretch in option.stretches)
-        found = fit(
-            layout.costs(option.stretches),
-            layout.count,
-            option.placement,
-            room=Room(tuple(left), held) if min(left) < float("inf") else None,
-            split=option.splits_backward,
-            overhead=self.profile.overhead_seconds,
-            budget=_BUDGET,
-        )
-        return replace(option, name=found.name, rules=found.rules)
 
 
 def _time(candidate: Candidate) -> float:

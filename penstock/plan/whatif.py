@@ -16,7 +16,6 @@ from penstock.errors import InputError, PlanError
 from penstock.plan.alternatives import ring_seconds
 from penstock.plan.bound import schedule_bound
 from penstock.plan.cutting import Cutter
-from penstock.plan.fit import Room, fit
 from penstock.plan.layout import Layout, Memory
 from penstock.plan.options import Option, in_flight
 from penstock.plan.partition import CapacityError
@@ -292,7 +291,9 @@ def _option(layout: Layout, case: WhatIf, stages: int) -> Option:
         for name in _BASES
         if SCHEDULES[name].takes(number, workers) and number <= most
     ]
-    return _fitted(min(bases, key=lambda option: option.seconds))
+    option = min(bases, key=lambda option: option.seconds)
+    actions = 2 * layout.count * len(option.stretches)
+    return option.fitted(max(_LEAST_BUDGET, min(_BUDGET, _MOST_ACTIONS // actions)))
 
 
 def _cut(layout: Layout, case: WhatIf, name: str, stages: int) -> Option:
@@ -304,26 +305,6 @@ def _cut(layout: Layout, case: WhatIf, name: str, stages: int) -> Option:
     found = {tuple(cutter.best(fill)) for fill in _FILLS}
     options = [Option(layout, stretches, name, case.memory) for stretches in sorted(found)]
     return min(options, key=lambda option: option.seconds)
-
-
-def _fitted(option: Option) -> Option:
-    """The same stages with a schedule made for them, in the memory that they leave."""
-    layout = option.layout
-    standing = layout.peaks(option.stretches, [0] * len(option.stretches), option.memory)
-    caps = option.memory.caps(layout.profile)
-    left = [max(0.0, float(cap) - used) for cap, used in zip(caps, standing, strict=True)]
-    held = tuple(layout.held(stretch) for stretch in option.stretches)
-    actions = 2 * layout.count * len(option.stretches)
-    found = fit(
-        layout.costs(option.stretches),
-        layout.count,
-        option.placement,
-        room=Room(tuple(left), held) if min(left) < math.inf else None,
-        split=option.splits_backward,
-        overhead=layout.profile.overhead_seconds,
-        budget=max(_LEAST_BUDGET, min(_BUDGET, _MOST_ACTIONS // actions)),
-    )
-    return replace(option, name=found.name, rules=found.rules)
 
 
 # -- with the plan alone ------------------------------------------------------------------
