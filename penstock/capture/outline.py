@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from penstock.units import show_bytes
+
 if TYPE_CHECKING:
-    from penstock.units import show_bytes
-from penstock.capture.explain import CallRow, Explanation
+    from penstock.capture.explain import CallRow, Explanation
 
 _LINES = 48  # as many as fit a screen; deeper levels are left out
 _NAMED = 3  # functions that a line names
