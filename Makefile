@@ -37,6 +37,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.compare --json out/compare.json
 	$(BIN)/python -W ignore -m benchmarks.capture_time --json out/capture.json
 	$(BIN)/python -W ignore -m benchmarks.large --json out/large.json
+	$(BIN)/python -m benchmarks.partition --large --json out/partition.json
+	$(BIN)/python -W ignore -m benchmarks.halves --json out/halves.json
+	$(BIN)/python -W ignore -m benchmarks.truth --json out/truth.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

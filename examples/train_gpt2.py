@@ -1,6 +1,6 @@
 """Trains GPT-2 on the sources of Python's standard library, on all devices of this machine.
 
-    python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--out out/demo]
+    python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--plan FILE] [--out out/demo]
 
 A byte-level language model of 10.7 million parameters from transformers' own configuration class,
 cut, planned and trained by Penstock. It ends with what was measured: the step beside one device's,
@@ -182,7 +182,7 @@ def report(
         ("  after step", ", ".join(str(step) for step, _ in losses)),
         (f"step on {devices}", f"{1e3 * split:.0f} ms ({_range(times[0])})"),
         ("step on one device", f"{1e3 * alone:.0f} ms ({_range(times[1])})"),
-        ("speed-up", f"{alone / split:.2f}x with {len(plan.stages)} workers"),
+        ("speed-up", f"{alone / split:.2f}x with {len(plan.devices)} workers"),
         ("predicted", f"{1e3 * plan.predicted_step_seconds:.0f} ms"),
         ("share of the bound", f"{plan.bound_seconds / split:.0%}"),
         ("same bits as one device", "yes, all of them" if exact.ok else "NO"),
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--devices", default=",".join(all_devices()))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plan", help="follow this plan, of this model, instead of planning")
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     options = parser.parse_args()
 
@@ -221,6 +222,7 @@ def main() -> None:
             model,
             kwargs={"input_ids": tokens},
             devices=options.devices.split(","),
+            plan=options.plan,
             progress=progress,
         )
     with pipe:
@@ -240,6 +242,7 @@ def main() -> None:
         with pipe.recording() as timelines:
             pipe.train_step(input_ids=tokens, target=target, loss_fn=language_loss)
         options.out.mkdir(parents=True, exist_ok=True)
+        pipe.plan.save(options.out / "plan.json")
         figure = options.out / "step.png"
         save_figure(timelines[0], figure)
     report(pipe, losses, times, exact, figure)

@@ -317,3 +317,22 @@ def test_automatic_choices_are_the_plans(pipe: ps.Pipeline) -> None:
     assert pipe.plan.num_microbatches == 3
     warned = str(pipe.plan).startswith(("One device alone", "Data parallelism"))
     assert warned or pipe.plan.is_worth_it
+
+
+def test_a_memory_limit_is_kept_by_recomputing() -> None:
+    model, twin = mlp(*[32] * 9), mlp(*[32] * 9)
+    twin.load_state_dict(model.state_dict())
+    x, y = torch.randn(64, 32), torch.randn(64, 32)
+    ask: dict[str, Any] = {"devices": ["cpu", "cpu"], "num_microbatches": 4, "schedule": "gpipe"}
+    with ps.Pipeline(twin, (x,), **ask) as free:
+        held = max(stage.held_bytes for stage in free.plan.stages)
+        peak = max(stage.memory_bytes for stage in free.plan.stages)
+        free.train_step(x, target=y, loss_fn=F.mse_loss)
+    limit = peak - held
+    with ps.Pipeline(model, (x,), memory_limit=f"{limit}B", **ask) as pipe:
+        assert any(stage.recompute for stage in pipe.plan.stages)
+        assert max(stage.memory_bytes for stage in pipe.plan.stages) <= limit
+        pipe.train_step(x, target=y, loss_fn=F.mse_loss)
+    assert_same_gradients(model, twin)
+    with pytest.raises(ps.PlanError, match="no plan fits the memory"):
+        ps.Pipeline(model, (x,), memory_limit=1000, **ask)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, permutations
 
 from msgspec.structs import replace as replace_fields
 
+from penstock.errors import PlanError
 from penstock.plan.advice import nothing_fits
 from penstock.plan.alternatives import alternatives
 from penstock.plan.asked import Cut
@@ -34,6 +35,7 @@ _REFINED = 3  # of the fastest options
 _FITTED = 2  # of the fastest options
 _BUDGET = 40  # rules that are tried for each
 _MOST_MOVES = 20
+_FEW = 3  # devices, of which all orders are tried
 _REACH = 4  # places on each side of a cut
 _STAGES_PER_WORKER = 2  # where a schedule takes any number, and none is asked for
 
@@ -93,16 +95,25 @@ def plans(profile: Profile, request: Request, most: int = 1) -> list[Plan]:
     request.check_count(profile.batch_size)
     if not request.any_order:
         return _Search(profile, request).plans(most)
-    found = [
-        plan
-        for order in _orders(profile, request)
-        for plan in _Search(replace_fields(profile, devices=order), request).plans(most)
-    ]
+    found: list[Plan] = []
+    errors: list[PlanError] = []
+    for order in _orders(profile, request):
+        try:
+            found += _Search(replace_fields(profile, devices=order), request).plans(most)
+        except PlanError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
     return sorted(found, key=lambda plan: plan.predicted_step_seconds)[:most]
 
 
 def _orders(profile: Profile, request: Request) -> list[tuple[str, ...]]:
-    """The orders of the devices that are best for some number of micro-batches."""
+    """Orders of the devices, the given one first: all if they are few, or else those that the
+    exact partition over orders finds best for some number of micro-batches, memory apart.
+    """
+    if len(profile.devices) <= _FEW:
+        every = dict.fromkeys(permutations(profile.devices))
+        return list(dict.fromkeys([profile.devices, *every]))
     kinds = list(dict.fromkeys(profile.devices))
     counts = [profile.devices.count(kind) for kind in kinds]
     one_each = replace_fields(profile, devices=tuple(kinds))

@@ -162,7 +162,7 @@ def test_stays_within_the_room(seed: int, m: int, split: bool, v: int) -> None:
     timeline = simulate(found.schedule, costs.seconds, Network.of(costs))
     memory = memory_over_time(timeline, room.held, room.put_off)
     assert all(one.peak <= most for one, most in zip(memory, room.workers, strict=True))
-    assert all(found.seconds <= seconds for seconds in found.fixed.values())
+    assert found.seconds <= min(found.fixed.values(), default=found.seconds) * (1 + 1e-9)
 
 
 def test_less_room_costs_time() -> None:

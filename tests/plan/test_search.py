@@ -98,3 +98,22 @@ def test_no_cut_is_better_a_call_away(costs: list[float], count: int) -> None:
         if 0 < cut < len(costs):
             other = ps.plan(found, num_microbatches=count, schedule="1f1b", cuts=(cut,))
             assert plan.predicted_step_seconds <= other.predicted_step_seconds
+
+
+def test_many_devices_are_put_into_the_order_that_suits() -> None:
+    """One heavy call at the end wants the fast device, which is given first."""
+    costs = profile([1.0] * 6 + [4.0], devices=4)
+    fast = costs.on("cpu")
+    quick = msgspec.structs.replace(
+        fast,
+        kind="fast",
+        forward=tuple(tuple(x / 4 for x in line) for line in fast.forward),
+        backward=tuple(tuple(x / 4 for x in line) for line in fast.backward),
+    )
+    mixed = msgspec.structs.replace(
+        costs, devices=("fast", "cpu", "cpu", "cpu"), kinds={"cpu": fast, "fast": quick}
+    )
+    given = ps.plan(mixed, schedule="1f1b", num_microbatches=8)
+    free = ps.plan(mixed, schedule="1f1b", num_microbatches=8, any_order=True)
+    assert free.devices == ("cpu", "cpu", "cpu", "fast")
+    assert free.predicted_step_seconds < given.predicted_step_seconds

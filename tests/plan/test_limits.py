@@ -170,3 +170,20 @@ def test_what_is_held_between_pieces_is_counted() -> None:
     assert layout.held(stretch) == 4 * (400 + 400 + 50 + 2 * 1000)
     assert layout.standing(stretch, 4.0) == 6 * 10 * 4 + 4 * 2 * 1000
     assert check(ps.plan(hungry(), num_microbatches=4, schedule="gpipe").schedule_for(4)).in_flight
+
+
+def test_an_order_that_fits_is_found() -> None:
+    """The weights are at the end, where the small device must not be."""
+    costs = hungry(weights=(10,) * 9 + (9_000,) * 3)
+    kind = costs.on("cpu")
+    mixed = msgspec.structs.replace(
+        costs,
+        devices=("cpu", "small"),
+        kinds={"cpu": kind, "small": msgspec.structs.replace(kind, kind="small")},
+        capacity={"small": 60_000},
+    )
+    ask: dict[str, Any] = {"num_microbatches": 8, "schedule": "1f1b", "cuts": (9,)}
+    with pytest.raises(ps.PlanError, match=r"and small may hold 60\.0 kB"):
+        ps.plan(mixed, **ask)
+    plan = ps.plan(mixed, any_order=True, **ask)
+    assert plan.devices == ("small", "cpu")
