@@ -168,7 +168,7 @@ class _Search:
         asked = self.request.schedule
         if asked == "auto":
             return tuple(name for name in PREFERENCE if name != "fitted")
-        return ("eager-1f1b",) if asked == "fitted" else (asked,)
+        return ("eager-1f1b", "interleaved") if asked == "fitted" else (asked,)
 
     def _stage_counts(self, name: str) -> list[int]:
         """With how many stages a schedule is tried."""

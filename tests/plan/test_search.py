@@ -117,3 +117,15 @@ def test_many_devices_are_put_into_the_order_that_suits() -> None:
     free = ps.plan(mixed, schedule="1f1b", num_microbatches=8, any_order=True)
     assert free.devices == ("cpu", "cpu", "cpu", "fast")
     assert free.predicted_step_seconds < given.predicted_step_seconds
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_fitted_schedule_takes_any_number_of_stages(devices: int) -> None:
+    costs = profile([1.0, 3.0, 2.0, 1.0, 2.0], devices)
+    plan = ps.plan(costs, schedule="fitted", num_microbatches=4, cuts=(1, 2, 3))
+    assert plan.cuts == (1, 2, 3)
+    assert len(plan.devices) == devices
+    several = ps.plan(costs, schedule="fitted", num_microbatches=4)
+    assert several.predicted_step_seconds <= ps.plan(
+        costs, schedule="eager-1f1b", num_microbatches=4
+    ).predicted_step_seconds * (1 + 1e-9)
