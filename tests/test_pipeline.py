@@ -336,3 +336,20 @@ def test_a_memory_limit_is_kept_by_recomputing() -> None:
     assert_same_gradients(model, twin)
     with pytest.raises(ps.PlanError, match="no plan fits the memory"):
         ps.Pipeline(model, (x,), memory_limit=1000, **ask)
+
+
+def test_a_module_of_a_sequential_used_in_several_stages() -> None:
+    """Its parameters travel between stages; `0.weight` is no name in Python."""
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.ReLU(), nn.Linear(8, 8), shared, nn.Linear(8, 8), shared)
+    x = torch.randn(6, 8)
+    report = ps.verify(
+        model,
+        (x,),
+        target=x,
+        loss_fn=nn.functional.mse_loss,
+        devices=["cpu", "cpu"],
+        num_microbatches=3,
+        cuts=["4"],
+    )
+    assert report.ok, str(report)

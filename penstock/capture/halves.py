@@ -145,13 +145,13 @@ def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs
         *(inside.get(id(v), v) for v in args),
         **{name: inside.get(id(v), v) for name, v in kwargs.items()},
     )
+    if not isinstance(result, torch.Tensor) or result.grad_fn is None:
+        return result
     if half.is_one_product is None:
         half.is_one_product = is_one_product(result)
-        if not half.is_one_product:
-            return function(*args, **kwargs)
     own = _Own(get_gradient_edge(result), [inside[id(v)] for v in entering], parameters)
     anchor = torch.empty(0, requires_grad=True)
-    return _Halve.apply(own, half.deferral, anchor, result.detach(), *entering)
+    return _Halve.apply(own, half, anchor, result.detach(), *entering)
 
 
 def is_one_product(result: Any) -> bool:
@@ -200,19 +200,23 @@ class _Halve(torch.autograd.Function):
     def forward(
         ctx: Any,
         own: _Own,
-        deferral: Deferral,
+        half: Half,
         anchor: torch.Tensor,
         result: torch.Tensor,
         *entering: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.own, ctx.deferral = own, deferral
+        ctx.own, ctx.half = own, half
         return result.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         own, (gradient,) = ctx.own, gradients
         found: Sequence[torch.Tensor | None] = ()
+        if not ctx.half.is_one_product:  # its first time; from the second on it runs plainly
+            leaves = [*own.inputs, *own.parameters]
+            torch.autograd.backward([own.edge], [gradient], inputs=leaves)
+            return (None, None, None, None, *(leaf.grad for leaf in own.inputs))
         if own.inputs:
             found = torch.autograd.grad(own.edge, own.inputs, gradient, retain_graph=True)
-        ctx.deferral.pending.append(Pending(own.edge, gradient, own.parameters))
+        ctx.half.deferral.pending.append(Pending(own.edge, gradient, own.parameters))
         return (None, None, None, None, *found)

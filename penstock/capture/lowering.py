@@ -95,9 +95,10 @@ class _Lowering:
 
     def placeholder(self, value: Value) -> None:
         """Add one more argument, which carries `value`."""
-        name = value.name if isinstance(value, Attribute) else f"value_{value.call}_{value.leaf}"
-        if isinstance(value, Ref) and value.call < 0:
-            name = f"input_{value.leaf}"
+        if isinstance(value, Attribute):  # the "0.weight" of a Sequential is no name in Python
+            name = f"attribute_{value.name}"
+        else:
+            name = f"value_{value.call}_{value.leaf}" if value.call >= 0 else f"input_{value.leaf}"
         self._nodes[value] = self.graph.placeholder(name.replace(".", "_"))
 
     def value(self, value: Value) -> fx.Node:

@@ -165,3 +165,27 @@ def test_without_gradients_it_is_the_plain_call() -> None:
         (result,) = stage({"B": ROWS}, None, x)
     assert torch.equal(result, model(x))
     assert not result.requires_grad
+
+
+class Counting(nn.Module):
+    """Knows how often it was called."""
+
+    def __init__(self, product: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.product = product
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x @ self.weight if self.product else x * self.weight.sum() * self.calls
+
+
+@pytest.mark.parametrize("product", [True, False])
+def test_a_module_is_called_once_for_every_forward(product: bool) -> None:
+    model, deferral = Counting(product), Deferral()
+    stage = lowered(nn.Sequential(nn.Linear(4, 4), model), torch.randn(ROWS, 4), deferral)
+    model.calls = 0
+    for calls in (1, 2, 3):
+        backward(stage, torch.randn(ROWS, 4))
+        assert model.calls == calls
