@@ -142,7 +142,7 @@ class Pipeline:
             )
         plan.check_fits(self.program.fingerprint, [str(device) for device in self._devices])
         self._devices = _in_order(self._devices, plan)
-        self.program.check_cuts(plan.cuts)
+        self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
         self.plan = plan
         place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
         timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)

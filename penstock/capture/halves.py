@@ -155,8 +155,8 @@ def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs
 
 
 def is_one_product(result: Any) -> bool:
-    """Whether the backward from here to the leaves is one product, and views."""
-    if not isinstance(result, torch.Tensor) or result.grad_fn is None:
+    """Whether the backward from here to the leaves is one product, and views, and not watched."""
+    if not isinstance(result, torch.Tensor) or result.grad_fn is None or result._backward_hooks:
         return False
     products, seen, waiting = 0, set(), [result.grad_fn]
     while waiting:
@@ -179,8 +179,8 @@ def _next(node: Node) -> Iterable[Node]:
 def _parameters(function: Callable[..., Any], given: Sequence[Any]) -> list[nn.Parameter]:
     """Those that get a gradient; none if hooks of a module would notice that there are halves."""
     if isinstance(function, nn.Module):
-        if function._backward_hooks or function._backward_pre_hooks:
-            return []
+        if function._backward_hooks or function._backward_pre_hooks or function._forward_hooks:
+            return []  # a forward hook may hang one on the result, which would see both halves
         return [p for p in function.parameters() if p.requires_grad]
     return [v for v in given if isinstance(v, nn.Parameter) and v.requires_grad]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from penstock.errors import InputError, PlanError
 from penstock.plan.shown import describe, summarise
 from penstock.profile.files import read_whole, readable, what_is, write_whole
-from penstock.schedule import Costs, Rules, Schedule, Timeline, build
+from penstock.schedule import SCHEDULES, Costs, Rules, Schedule, Timeline, build
 from penstock.simulate import Network, simulate
 
 _VERSION = 2
@@ -221,9 +221,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                     f"{path} is a plan of version {version}, this Penstock reads version "
                     f"{_VERSION}; plan again"
                 )
-            return msgspec.json.decode(text, type=cls)
+            found = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PlanError(f"{path} is not a plan that Plan.save wrote: {error}") from error
+        if wrong := next(found._mistakes(), None):
+            raise PlanError(f"{path} is not a plan that can be followed: {wrong}")
+        return found
+
+    def _mistakes(self) -> Iterator[str]:
+        """What somebody may have got wrong who wrote to the file by hand."""
+        if self.schedule not in SCHEDULES:
+            yield f"schedule={self.schedule!r} is unknown; there are {', '.join(SCHEDULES)}"
+        if not 1 <= self.num_microbatches <= self.batch_size:
+            yield f"{self.num_microbatches} micro-batches of {self.batch_size} rows"
+        if not (self.predicted_step_seconds > 0 and self.bound_seconds > 0):
+            yield "predicted_step_seconds and bound_seconds have to be more than zero"
+        if not self.stages or {*self.placement} != {*range(len({*self.placement}))}:
+            yield "stages: their workers have to be numbered from 0, without gaps"
+        begin = 0
+        for number, stage in enumerate(self.stages):
+            first, end = stage.calls
+            if first != begin or end <= first:
+                yield f"stage {number}: calls={first, end} do not go on from call {begin}"
+            begin = end
+            edges = [first, *(edge for span in stage.recompute for edge in span), end]
+            if edges != sorted(edges) or any(a == b for a, b in stage.recompute):
+                yield f"stage {number}: recompute={stage.recompute} are no spans of {first, end}"
 
     def check_fits(self, fingerprint: str, devices: Sequence[str]) -> None:
         """Raise unless the plan was made for this program and this many devices.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from torch import nn
 
 import penstock
 from penstock.capture import Program
@@ -147,11 +148,27 @@ def cache_key(program: Program, leaves: Sequence[Any], asked: Sequence[Any]) -> 
         torch.are_deterministic_algorithms_enabled(),
         program.fingerprint,
         repr(model),  # what closed modules are made of, as far as they say
+        [_made_of(module) for module in model.modules()],
         [(name, _shown(p)) for name, p in model.named_parameters(remove_duplicate=False)],
         [_shown(leaf) for leaf in leaves],
         asked,
     ]
     return hashlib.sha256(msgspec.json.encode(shown)).hexdigest()[:32]
+
+
+def _made_of(module: nn.Module) -> list[str]:
+    """A module's code and settings: what a closed one does is in no recording."""
+    code = getattr(type(module).forward, "__code__", None)
+    settings = [
+        f"{name}={getattr(value, '__qualname__', value)}"
+        for name, value in sorted(vars(module).items())
+        if name != "training"
+        and (isinstance(value, (bool, int, float, str)) or hasattr(value, "__qualname__"))
+    ]
+    body = "" if code is None else f"{code.co_code.hex()} {code.co_names}"
+    constants = () if code is None else code.co_consts
+    plain = [c for c in constants if isinstance(c, (bool, int, float, str, tuple))]
+    return [type(module).__qualname__, body, repr(plain), *settings]
 
 
 def _shown(leaf: Any) -> str:

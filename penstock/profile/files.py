@@ -20,10 +20,15 @@ _SHORT = 180  # characters; an entry of a list gets a line if it is no longer
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file under another name and move it into place, so that nobody reads half of it.
 
+    A link stays a link to what is written; a device or a pipe is written to, not replaced.
+
     Raises:
         OSError: it cannot be written; an existing file is as it was.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
     scratch = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         scratch.write_bytes(content)

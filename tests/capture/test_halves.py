@@ -189,3 +189,12 @@ def test_a_module_is_called_once_for_every_forward(product: bool) -> None:
     for calls in (1, 2, 3):
         backward(stage, torch.randn(ROWS, 4))
         assert model.calls == calls
+
+
+def test_a_hook_of_a_result_fires_once() -> None:
+    model, deferral, fired = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Deferral(), []
+    stage = known(model, deferral)
+    model[0].register_forward_hook(lambda _, __, out: out.register_hook(fired.append) and None)
+    backward(stage, torch.randn(ROWS, 4))
+    run_pending(deferral.take())
+    assert len(fired) == 1

@@ -129,3 +129,26 @@ def test_a_plan_knows_its_model() -> None:
     plan = ps.plan(profile([1, 2, 3]))
     with pytest.raises(ps.PlanError, match=r"made for another model.*began with call0, call"):
         plan.check_fits("0" * 16, ["cpu", "cpu"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schedule": "foo"},
+        {"num_microbatches": 0},
+        {"bound_seconds": 0.0},
+        {"worker": -1},
+        {"worker": 7},
+        {"calls": (0, 1)},
+        {"calls": (99, 100)},
+        {"recompute": ((0, 99),)},
+    ],
+)
+def test_a_file_that_was_edited_to_nonsense(change: dict[str, Any], tmp_path: Path) -> None:
+    plan = ps.plan(profile([1.0] * 6))
+    if change.keys() & {"worker", "calls", "recompute"}:
+        last = msgspec.structs.replace(plan.stages[-1], **change)
+        change = {"stages": (*plan.stages[:-1], last)}
+    msgspec.structs.replace(plan, **change).save(tmp_path / "plan.json")
+    with pytest.raises(ps.PlanError, match=r"plan\.json is not a plan that can be followed"):
+        ps.Plan.load(tmp_path / "plan.json")

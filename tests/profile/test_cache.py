@@ -83,6 +83,33 @@ def test_another_model_has_another_key() -> None:
     assert _key(mlp(4, 4, 4)) == _key(mlp(4, 4, 4))
 
 
+class Deep(nn.Module):
+    """One call that a recording cannot look into, of any length."""
+
+    def __init__(self, depth: int, function: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.depth, self.function = depth, function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.depth):
+            x = self.function(x @ self.weight)
+        return x
+
+
+class Deeper(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+def test_what_a_closed_module_does_is_in_the_key() -> None:
+    closed = [Deep(1, torch.relu), Deep(9, torch.relu), Deep(1, torch.tanh), Deeper(1, torch.relu)]
+    models = [nn.Sequential(nn.Linear(4, 4), module) for module in closed]
+    programs = [ps.capture(model, (X,), keep_closed=["1"]) for model in models]
+    keys = {cache_key(program, [X], ["cpu"]) for program in programs}
+    assert len(keys) == len(models)
+
+
 def test_other_values_have_the_same_key() -> None:
     assert _key(mlp(4, 4, 4), X) == _key(mlp(4, 4, 4), X + 1)
 
