@@ -59,8 +59,8 @@ class Request:
         per_worker = self.stages_per_worker
         if per_worker != "auto" and not (isinstance(per_worker, int) and per_worker > 0):
             raise InputError(f'stages_per_worker={per_worker!r}; give a number from 1, or "auto"')
-        if self.optimizer_state < 0:
-            raise InputError(f"optimizer_state={self.optimizer_state} is below 0")
+        if not 0 <= self.optimizer_state < float("inf"):
+            raise InputError(f"optimizer_state={self.optimizer_state} is below 0, or no number")
         if self.memory.limit is not None and self.memory.limit <= 0:
             raise InputError(f"memory_limit={self.memory_limit!r} leaves nothing to hold")
 

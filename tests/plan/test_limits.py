@@ -155,6 +155,7 @@ def test_one_device_and_copies_need_memory_too() -> None:
         ({"memory_limit": 0}, "memory_limit=0 leaves nothing to hold"),
         ({"stages_per_worker": 0}, "stages_per_worker=0; give a number from 1"),
         ({"optimizer_state": -1.0}, "optimizer_state=-1.0 is below 0"),
+        ({"optimizer_state": float("nan")}, "optimizer_state=nan is below 0, or no number"),
     ],
 )
 def test_requests_that_mean_nothing(ask: dict[str, Any], message: str) -> None:
