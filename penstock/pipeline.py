@@ -140,7 +140,8 @@ class Pipeline:
                 tune=tune,
                 progress=progress,
             )
-        plan.check_fits(self.program.fingerprint, [str(device) for device in self._devices])
+        names = [str(device) for device in self._devices]
+        plan.check_fits(self.program.fingerprint, names, len(self.program))
         self._devices = _in_order(self._devices, plan)
         self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
         self.plan = plan

@@ -46,7 +46,10 @@ def parse_speed(text: str) -> float:
     size, per, unit = text.partition("/")
     if per and unit.strip() != "s":
         raise InputError(f"{text!r} is not a speed; write it like 25GB/s")
-    return _parse(size, _BYTES, "a speed", "25GB/s", whole=text)
+    speed = _parse(size, _BYTES, "a speed", "25GB/s", whole=text)
+    if not speed:
+        raise InputError(f"{text!r}: nothing would ever arrive; leave it out for a free link")
+    return speed
 
 
 def show_bytes(count: float) -> str:

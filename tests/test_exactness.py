@@ -35,7 +35,7 @@ RECOMPUTED = list(itertools.product(("all", "boundaries"), ("1f1b", "zero-bubble
 def selection() -> list[Any]:
     found = []
     for name in cases():
-        for p, m, schedule in EVERYTHING:
+        for p, m, schedule in COVERING if name in LARGER else EVERYTHING:
             default = (p, m, schedule) in COVERING and (p, m) in LARGER.get(name, {(p, m)})
             marks = () if default else (pytest.mark.slow,)
             label = f"{name}-{p}-{m}-{schedule}"

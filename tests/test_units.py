@@ -34,6 +34,11 @@ def test_a_speed_is_per_second() -> None:
         parse_speed("25GB/h")
 
 
+def test_a_dead_link_is_refused() -> None:
+    with pytest.raises(InputError, match="'0GB/s': nothing would ever arrive"):
+        parse_speed("0GB/s")
+
+
 def test_shown_as_a_person_reads_it() -> None:
     assert [show_bytes(n) for n in (12, 1500, 2_340_000, 5e9, 7.1e12)] == [
         "12 B",

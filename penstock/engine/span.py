@@ -4,6 +4,8 @@ A stage is one span, unless parts of it are recomputed (Chen et al. 2016, arXiv:
 such a part only what enters it is kept, and its forward runs a second time when its backward is
 due. Between two spans values are cut off from their history just as between two stages, so that
 gradients are summed in the same order, and the bits are the same with recomputing as without.
+(Autocast is an exception where a weight is used on both sides: within one graph it is cast once and
+its gradients are summed in the lower precision, across two each side casts for itself.)
 """
 
 from __future__ import annotations

@@ -232,12 +232,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """What somebody may have got wrong who wrote to the file by hand."""
         if self.schedule not in SCHEDULES:
             yield f"schedule={self.schedule!r} is unknown; there are {', '.join(SCHEDULES)}"
+            return
         if not 1 <= self.num_microbatches <= self.batch_size:
             yield f"{self.num_microbatches} micro-batches of {self.batch_size} rows"
         if not (self.predicted_step_seconds > 0 and self.bound_seconds > 0):
             yield "predicted_step_seconds and bound_seconds have to be more than zero"
         if not self.stages or {*self.placement} != {*range(len({*self.placement}))}:
             yield "stages: their workers have to be numbered from 0, without gaps"
+        elif self.rules is None:
+            workers = max(self.placement) + 1
+            recipe, stages = SCHEDULES[self.schedule], len(self.stages)
+            takes = recipe.takes(stages, workers)
+            if not takes or recipe.place(stages, workers) != self.placement:
+                yield f"{self.schedule} does not run stages on workers {self.placement}"
         begin = 0
         for number, stage in enumerate(self.stages):
             first, end = stage.calls
@@ -248,8 +255,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             if edges != sorted(edges) or any(a == b for a, b in stage.recompute):
                 yield f"stage {number}: recompute={stage.recompute} are no spans of {first, end}"
 
-    def check_fits(self, fingerprint: str, devices: Sequence[str]) -> None:
+    def check_fits(self, fingerprint: str, devices: Sequence[str], calls: int) -> None:
         """Raise unless the plan was made for this program and this many devices.
+
+        Args:
+            fingerprint: of the program.
+            devices: that there are.
+            calls: of the program.
 
         Raises:
             PlanError: it was made for another.
@@ -259,6 +271,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"the plan was made for another model (its program is {self.fingerprint}, this "
                 f"one is {fingerprint}); its stages began with "
                 f"{', '.join(stage.first for stage in self.stages)}. Plan again for this model"
+            )
+        if self.stages[-1].calls[1] != calls:
+            raise PlanError(
+                f"the plan's last stage ends with call {self.stages[-1].calls[1] - 1}, and the "
+                f"program has {calls} calls; plan again"
             )
         if len(devices) != len(self.devices):
             raise PlanError(

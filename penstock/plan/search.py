@@ -167,7 +167,8 @@ class _Search:
         """The schedules whose stages are looked for; a fitted one takes those of others."""
         asked = self.request.schedule
         if asked == "auto":
-            return tuple(name for name in PREFERENCE if name != "fitted")
+            alone = self.workers == 1 and self.cuts is None
+            return PREFERENCE[:1] if alone else tuple(n for n in PREFERENCE if n != "fitted")
         return ("eager-1f1b", "interleaved") if asked == "fitted" else (asked,)
 
     def _stage_counts(self, name: str) -> list[int]:
@@ -254,7 +255,7 @@ class _Search:
 
     def _fitted(self, options: list[Option]) -> list[Option]:
         """The same options, and schedules made for the stages of the fastest."""
-        if self.request.schedule not in ("auto", "fitted"):
+        if self.request.schedule not in ("auto", "fitted") or len(options) == 1:
             return options
         fastest = sorted(options, key=lambda option: option.seconds)[:_FITTED]
         made = [option.fitted(_BUDGET) for option in fastest]

@@ -220,8 +220,10 @@ def check_count(num_microbatches: int, batch_size: int) -> None:
     """Raise unless a batch can be split into that many micro-batches.
 
     Raises:
-        InputError: it has fewer rows.
+        InputError: it has fewer rows, or that is no number.
     """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
+        raise InputError(f'num_microbatches={num_microbatches!r}; give a number, or "auto"')
     if not 1 <= num_microbatches <= batch_size:
         raise InputError(
             f"num_microbatches={num_microbatches}, but the batch has {batch_size} rows: choose "

@@ -193,7 +193,7 @@ def test_a_module_is_called_once_for_every_forward(product: bool) -> None:
 
 def test_a_hook_of_a_result_fires_once() -> None:
     model, deferral, fired = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Deferral(), []
-    stage = known(model, deferral)
+    stage = lowered(model, torch.randn(ROWS, 4), deferral)
     model[0].register_forward_hook(lambda _, __, out: out.register_hook(fired.append) and None)
     backward(stage, torch.randn(ROWS, 4))
     run_pending(deferral.take())

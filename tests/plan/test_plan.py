@@ -128,7 +128,7 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
 def test_a_plan_knows_its_model() -> None:
     plan = ps.plan(profile([1, 2, 3]))
     with pytest.raises(ps.PlanError, match=r"made for another model.*began with call0, call"):
-        plan.check_fits("0" * 16, ["cpu", "cpu"])
+        plan.check_fits("0" * 16, ["cpu", "cpu"], 3)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +152,17 @@ def test_a_file_that_was_edited_to_nonsense(change: dict[str, Any], tmp_path: Pa
     msgspec.structs.replace(plan, **change).save(tmp_path / "plan.json")
     with pytest.raises(ps.PlanError, match=r"plan\.json is not a plan that can be followed"):
         ps.Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_whose_stages_were_moved_by_hand(tmp_path: Path) -> None:
+    plan, path = ps.plan(profile([1, 2, 3, 4]), schedule="zero-bubble-v"), tmp_path / "plan.json"
+    first, second, *others = plan.stages
+    moved = [
+        msgspec.structs.replace(first, worker=second.worker),
+        msgspec.structs.replace(second, worker=first.worker),
+    ]
+    msgspec.structs.replace(plan, stages=(*moved, *others)).save(path)
+    with pytest.raises(ps.PlanError, match=r"zero-bubble-v does not run stages on workers \(1, 0"):
+        ps.Plan.load(path)
+    with pytest.raises(ps.PlanError, match="last stage ends with call 3, and the program has 5"):
+        plan.check_fits(plan.fingerprint, plan.devices, 5)
