@@ -41,9 +41,12 @@ def nothing_fits(
         f"{show_bytes(have)}: {show_bytes(found.bytes)} too little"
     )
     ways = list(_ways(profile, request))
-    if ways:
-        return PlanError(f"{text}. What would fit: {'; '.join(ways)}")
-    return PlanError(f"{text}. Neither recomputing, nor smaller micro-batches, nor more devices do")
+    if not ways:
+        count = profile.batch_size
+        most = replace(request, recompute="auto", num_microbatches=count, cuts=None)
+        missing = show_bytes(_missing(profile, most))
+        ways = [f'{missing} more a worker, with recompute="auto" and num_microbatches={count}']
+    return PlanError(f"{text}. What would fit: {'; '.join(ways)}")
 
 
 def _ways(profile: Profile, request: Request) -> Iterator[str]:
@@ -73,6 +76,11 @@ def _ways(profile: Profile, request: Request) -> Iterator[str]:
 
 def _fits(profile: Profile, request: Request) -> bool:
     """Whether the most frugal schedule has a partition for it."""
+    return _missing(profile, request) == 0
+
+
+def _missing(profile: Profile, request: Request) -> float:
+    """By how many bytes a worker has too little for the most frugal schedule, at best."""
     workers = len(profile.devices)
     asked = request.num_microbatches
     count = profile.batch_size if asked == "auto" else asked
@@ -81,6 +89,8 @@ def _fits(profile: Profile, request: Request) -> bool:
     cutter = Cutter(layout, range(workers), flying, request.memory, request.recompute)
     try:
         cutter.best(1.0)
-    except PlanError:
-        return False
-    return True
+    except CapacityError as error:
+        return error.shortfall.bytes
+    except PlanError:  # there are not enough places to cut
+        return float("inf")
+    return 0.0

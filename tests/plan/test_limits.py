@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -188,3 +189,14 @@ def test_an_order_that_fits_is_found() -> None:
         ps.plan(mixed, **ask)
     plan = ps.plan(mixed, any_order=True, **ask)
     assert plan.devices == ("small", "cpu")
+
+
+def test_a_limit_that_nothing_meets_says_what_would_be_enough() -> None:
+    with pytest.raises(ps.PlanError) as raised:
+        ps.plan(hungry(), memory_limit=900)
+    found = re.search(r"What would fit: (\S+) kB more a worker, with recompute", str(raised.value))
+    assert found is not None
+    enough = 900 + round(1000 * float(found.group(1))) + 50  # it is rounded
+    assert ps.plan(hungry(), memory_limit=enough, num_microbatches=16)
+    with pytest.raises(ps.PlanError):
+        ps.plan(hungry(), memory_limit=enough - 100, num_microbatches=16)
