@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.engine.stage import Stage
-from penstock.schedule import SCHEDULES, Kind, check
+from penstock.schedule import SCHEDULES, check
 from penstock.verification import Reference, run_with_threads
 from tests.models import UNet, cases, mlp, pipeline, planned
 
@@ -226,8 +226,8 @@ def test_recording(pipe: ps.Pipeline) -> None:
     pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
     assert len(timelines) == 2
     first = timelines[0]
-    assert len(first.events) == 2 * 2 * 3
-    assert {e.action.kind for e in first.events} == {Kind.FORWARD, Kind.BACKWARD}
+    actions = [a for actions in pipe.plan.schedule_for(3).workers for a in actions]
+    assert sorted(e.action for e in first.events) == sorted(actions)
     assert min(e.start for e in first.events) == 0
     assert all(0 < busy <= first.seconds for busy in first.busy())
 
@@ -324,6 +324,7 @@ def test_a_memory_limit_is_kept_by_recomputing() -> None:
     twin.load_state_dict(model.state_dict())
     x, y = torch.randn(64, 32), torch.randn(64, 32)
     ask: dict[str, Any] = {"devices": ["cpu", "cpu"], "num_microbatches": 4, "schedule": "gpipe"}
+    ask["cuts"] = ["8"]
     with ps.Pipeline(twin, (x,), **ask) as free:
         held = max(stage.held_bytes for stage in free.plan.stages)
         peak = max(stage.memory_bytes for stage in free.plan.stages)

@@ -268,11 +268,17 @@ def _time(candidate: Candidate) -> float:
 
 
 def _ordered(options: Sequence[Option]) -> list[Option]:
-    """The fastest first; among those that are as fast, the one that is preferred."""
+    """The fastest first; among those that are as fast, the one that is preferred.
+
+    One for every schedule and count: a fit may have ended with a schedule that was there before.
+    """
     best = min(option.seconds for option in options)
     equal = sorted((o for o in options if o.seconds <= best * _EQUAL), key=lambda o: o.rank)
     rest = sorted((o for o in options if o.seconds > best * _EQUAL), key=lambda o: o.seconds)
-    return [*equal, *rest]
+    first: dict[tuple[str, int], Option] = {}
+    for option in [*equal, *rest]:
+        first.setdefault((option.name, option.layout.count), option)
+    return list(first.values())
 
 
 def _neighbours(option: Option) -> Iterator[tuple[int, ...]]:
