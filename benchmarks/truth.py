@@ -37,7 +37,7 @@ from penstock.tuning import mean_square
 
 COUNTS = (2, 4, 8, 16)
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
-WARM_UPS, STEPS = 2, 5
+WARM_UPS, STEPS = 2, 4
 DEVICES = [torch.device("cpu")] * 2
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

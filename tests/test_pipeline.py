@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.engine.stage import Stage
-from penstock.schedule import SCHEDULES, check
+from penstock.schedule import SCHEDULES, Rules, check
 from penstock.verification import Reference, run_with_threads
 from tests.models import UNet, cases, mlp, pipeline, planned
 
@@ -354,3 +354,29 @@ def test_a_module_of_a_sequential_used_in_several_stages() -> None:
         cuts=["4"],
     )
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zero-bubble-v", "fitted"])
+def test_weight_halves_are_put_off_where_the_plan_says_so(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(mlp(*[8] * 8), p=2, m=4, schedule=schedule) as found:
+        plan = found.plan
+    if schedule == "fitted":
+        workers = range(len(plan.stages))
+        depths = tuple(2 * (len(workers) - s) - 1 for s in workers)
+        plan = msgspec.structs.replace(
+            plan, schedule="fitted", rules=Rules(in_flight=depths, lead=depths, split=True)
+        )
+    put_off: list[int] = []
+    weight = Stage.weight_backward
+
+    def watched(stage: Stage, microbatch: int) -> None:
+        put_off.append(len(stage.deferred.get(microbatch, ())))
+        weight(stage, microbatch)
+
+    monkeypatch.setattr(Stage, "weight_backward", watched)
+    with ps.Pipeline(mlp(*[8] * 8), (X,), devices=["cpu"] * 2, plan=plan) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    assert plan.splits_backward is (schedule != "1f1b")
+    assert sum(put_off) == (4 * 7 if plan.splits_backward else 0)  # every layer, every micro-batch

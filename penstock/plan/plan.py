@@ -152,6 +152,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.batch_size // self.num_microbatches)
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether backwards come in halves."""
+        by_rules = self.rules is not None and self.rules.split
+        return SCHEDULES[self.schedule].splits_backward or by_rules
+
+    @property
     def costs(self) -> Costs:
         """What the stages take for the largest micro-batch."""
         return Costs(

@@ -22,7 +22,7 @@ from penstock.engine.stage import Held, MicroBatch, Sink, Source, Stage
 from penstock.errors import InputError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.plan import Plan
-from penstock.schedule import SCHEDULES, Action, Event, Kind, check
+from penstock.schedule import Action, Event, Kind, check
 
 Pass = Literal["train", "forward", "backward", "infer"]
 """What a run does: both directions interleaved, or one of them, or forwards without gradients."""
@@ -96,7 +96,6 @@ class Assembly:
         self._plan = plan
         self._training = training
         homes = [devices[worker] for worker in plan.placement]
-        self._halves = SCHEDULES[plan.schedule].splits_backward
         self.feed = Feed(homes[0])
         self.outlet = Outlet(self._assemble)
         links = [LocalLink(a, b) for a, b in pairwise(homes)]
@@ -144,7 +143,9 @@ class Assembly:
             trace,
             [start for _, start, _, _ in spans[1:]],
             [self._homes[number] for number, *_ in spans],
-            [self.stages[number].deferral for number, *_ in spans] if self._halves else None,
+            [self.stages[number].deferral for number, *_ in spans]
+            if self._plan.splits_backward
+            else None,
         )
         buffers = dict(self._program.model.named_buffers())
         changed = {id(buffers[name]) for name in trace.changed}
