@@ -28,7 +28,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.bench.measure import machine
-from penstock.loading import load_model
+from penstock.loading import load_model, tolerate_missing_torchvision_operators
 from penstock.observe.progress import callback
 from penstock.plan.request import Request
 from penstock.planning import profile_for
@@ -49,7 +49,7 @@ def resnet50() -> Example:
 
 def vit() -> Example:
     """Eight blocks of a small vision transformer, 32 images of 128x128."""
-    torch.manual_seed(0)
+    tolerate_missing_torchvision_operators()
     from torchvision.models import VisionTransformer
 
     model = VisionTransformer(
@@ -60,6 +60,7 @@ def vit() -> Example:
 
 def gpt2() -> Example:
     """Six layers of GPT-2, half as wide, 32 rows of 128 tokens."""
+    tolerate_missing_torchvision_operators()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=6, n_embd=384, n_head=6, vocab_size=4096, n_positions=128)
