@@ -32,7 +32,7 @@ _LEFT = (1,)
 @devices_option
 @click.option("--microbatches", default="auto", show_default=True, metavar="N|auto")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), help="About how long to measure; default: 20."
+    "--seconds", type=click.FloatRange(min=0), help="About how long to measure; default: 30."
 )
 @click.option("--no-cache", is_flag=True, help="Measure again what was measured before.")
 @click.option("--calls", is_flag=True, help="Every call, instead of the heaviest.")

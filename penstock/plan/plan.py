@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import msgspec
 
-from penstock.errors import InputError, PlanError
+from penstock.errors import PlanError
 from penstock.plan.shown import describe, summarise
-from penstock.profile.files import read_whole, readable, what_is, write_whole
+from penstock.profile.files import read_whole, readable, save_whole, what_is
 from penstock.schedule import SCHEDULES, Costs, Rules, Schedule, Timeline, build
 from penstock.simulate import Network, simulate
 
@@ -204,10 +204,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InputError: it cannot be written there.
         """
-        try:
-            write_whole(path, self.encode())
-        except OSError as error:
-            raise InputError(f"cannot write the plan to {path}: {error.strerror}") from error
+        save_whole(path, self.encode(), "plan")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InputError
-from penstock.profile.files import read_whole, readable, what_is, write_whole
+from penstock.profile.files import read_whole, readable, save_whole, what_is
 
 Seconds = NDArray[np.float64]
 
@@ -189,10 +189,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InputError: it cannot be written there.
         """
-        try:
-            write_whole(path, self.encode())
-        except OSError as error:
-            raise InputError(f"cannot write the profile to {path}: {error.strerror}") from error
+        save_whole(path, self.encode(), "profile")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

@@ -37,6 +37,23 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         scratch.unlink(missing_ok=True)
 
 
+def save_whole(path: str | os.PathLike[str], content: bytes, what: str) -> None:
+    """`write_whole`, to a file that the user named.
+
+    Args:
+        path: the file.
+        content: of it.
+        what: what it is, `"profile"`, for the message.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise InputError(f"cannot write the {what} to {path}: {error.strerror}") from error
+
+
 def read_whole(path: str | os.PathLike[str], what: str) -> bytes:
     """The content of a file that the user named.
 

@@ -139,13 +139,12 @@ class Assembly:
     def _add(self, trace: Trace) -> int:
         """Let the stages know one more way."""
         spans = [(number, *span) for number, s in enumerate(self._plan.stages) for span in s.spans]
+        deferrals = [self.stages[number].deferral for number, *_ in spans]
         parts = self._program.stages_of(
             trace,
             [start for _, start, _, _ in spans[1:]],
             [self._homes[number] for number, *_ in spans],
-            [self.stages[number].deferral for number, *_ in spans]
-            if self._plan.splits_backward
-            else None,
+            deferrals if self._plan.splits_backward else None,
         )
         buffers = dict(self._program.model.named_buffers())
         changed = {id(buffers[name]) for name in trace.changed}
