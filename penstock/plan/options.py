@@ -7,17 +7,23 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from penstock.plan.bound import schedule_bound
+from penstock.plan.cutting import Cutter
 from penstock.plan.fit import Room, fit
 from penstock.plan.layout import Layout, Memory, Stretch
 from penstock.plan.partition import partition
 from penstock.plan.plan import Candidate, Plan, StagePlan
-from penstock.schedule import SCHEDULES, Rules, Schedule, build, check
+from penstock.schedule import SCHEDULES, Rules, Schedule, build, check, placement_of
 
 # In order of preference among equals: what is simplest and holds least, first.
 PREFERENCE = (
     *("1f1b", "eager-1f1b", "gpipe", "naive", "fitted"),
     *("zero-bubble", "interleaved", "breadth-first", "zero-bubble-v"),
 )
+
+STAGES_PER_WORKER = 2
+"""Where a schedule takes any number, and none is asked for."""
+
+_FILLS = (1.0, 0.5, 0.0)
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,31 @@ class Option:
                 memory_bytes=round(peak),
                 recompute=stretch.recompute,
             )
+
+
+def cutter_for(
+    layout: Layout,
+    name: str,
+    stages: int,
+    memory: Memory,
+    recompute: str,
+    only: Sequence[int] | None = None,
+) -> Cutter:
+    """What cuts a layout for a schedule; the arguments are those of `Cutter`."""
+    workers = len(layout.profile.devices)
+    flying = in_flight(name, stages, layout.count, workers)
+    return Cutter(layout, placement_of(name, stages, workers), flying, memory, recompute, only)
+
+
+def fastest(cutter: Cutter, name: str) -> Option:
+    """The exact partitions that weigh filling and draining differently; the fastest simulated.
+
+    Raises:
+        CapacityError: nothing fits the memory.
+    """
+    found = dict.fromkeys(tuple(cutter.best(fill)) for fill in _FILLS)
+    options = [Option(cutter.layout, stretches, name, cutter.memory) for stretches in found]
+    return min(options, key=lambda option: option.seconds)
 
 
 @cache

@@ -20,24 +20,28 @@ from penstock.plan.alternatives import alternatives
 from penstock.plan.asked import Cut
 from penstock.plan.cutting import Cutter
 from penstock.plan.layout import Layout
-from penstock.plan.options import PREFERENCE, Option, in_flight
+from penstock.plan.options import (
+    PREFERENCE,
+    STAGES_PER_WORKER,
+    Option,
+    cutter_for,
+    fastest,
+)
 from penstock.plan.orders import partition_any_order
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Candidate, Plan
 from penstock.plan.request import Auto, Request
 from penstock.profile.data import Profile
-from penstock.schedule import SCHEDULES, StagesPerWorker, placement_of
+from penstock.schedule import SCHEDULES, StagesPerWorker
 from penstock.units import show_bytes
 
 _EQUAL = 1.002  # predictions closer than this say nothing
-_FILLS = (1.0, 0.5, 0.0)
 _REFINED = 3  # of the fastest options
 _FITTED = 2  # of the fastest options
 _BUDGET = 40  # rules that are tried for each
 _MOST_MOVES = 20
 _FEW = 3  # devices, of which all orders are tried
 _REACH = 4  # places on each side of a cut
-_STAGES_PER_WORKER = 2  # where a schedule takes any number, and none is asked for
 
 
 def plan(
@@ -180,7 +184,7 @@ class _Search:
             numbers = [asked * self.workers]
         else:
             several = recipe.stages_per_worker is not StagesPerWorker.ONE
-            numbers = [(_STAGES_PER_WORKER if several else 1) * self.workers]
+            numbers = [(STAGES_PER_WORKER if several else 1) * self.workers]
         if self.request.schedule == name:
             for number in numbers:
                 recipe.workers(number, self.workers)  # raises where that does not work out
@@ -193,36 +197,28 @@ class _Search:
         """The fastest cuts for a schedule; `None` if none fits the memory."""
         cutter = self._cutter(layout, name, stages)
         try:
-            found = [cutter.best(fill) for fill in _FILLS]
+            return fastest(cutter, name)
         except CapacityError as error:
-            found = []
             if self.short is None or len(cutter.placement) < len(self.short[1]):
                 self.short = error, cutter.placement
             elif len(cutter.placement) == len(self.short[1]):
                 closer = error.shortfall.bytes < self.short[0].shortfall.bytes
                 self.short = (error, cutter.placement) if closer else self.short
-        memory = self.request.memory
-        choices = dict.fromkeys(tuple(stretches) for stretches in found)
-        options = [Option(layout, stretches, name, memory) for stretches in choices]
-        if not options:
-            self._reject(layout, name, stages)
-        return min(options, key=lambda option: option.seconds, default=None)
+            self._reject(layout, name, stages, error)
+            return None
 
     def _cutter(self, layout: Layout, name: str, stages: int) -> Cutter:
-        flying = in_flight(name, stages, layout.count, self.workers)
-        placement = placement_of(name, stages, self.workers)
         memory, recompute = self.request.memory, self.request.recompute
-        return Cutter(layout, placement, flying, memory, recompute, self.cuts)
+        return cutter_for(layout, name, stages, memory, recompute, self.cuts)
 
-    def _reject(self, layout: Layout, name: str, stages: int) -> None:
-        short = "" if self.short is None else f" by {show_bytes(self.short[0].shortfall.bytes)}"
+    def _reject(self, layout: Layout, name: str, stages: int, error: CapacityError) -> None:
         self.rejected.append(
             Candidate(
                 schedule=name,
                 num_microbatches=layout.count,
                 stages=stages,
                 predicted_step_seconds=None,
-                why=f"does not fit the memory{short}",
+                why=f"does not fit the memory by {show_bytes(error.shortfall.bytes)}",
             )
         )
 

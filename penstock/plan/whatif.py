@@ -15,9 +15,8 @@ import msgspec
 from penstock.errors import InputError, PlanError
 from penstock.plan.alternatives import ring_seconds
 from penstock.plan.bound import schedule_bound
-from penstock.plan.cutting import Cutter
 from penstock.plan.layout import Layout, Memory
-from penstock.plan.options import Option, in_flight
+from penstock.plan.options import STAGES_PER_WORKER, Option, cutter_for, fastest
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Plan
 from penstock.profile.data import Link, Profile
@@ -34,12 +33,10 @@ from penstock.schedule import (
 from penstock.simulate import Network, simulate
 from penstock.units import show_bytes
 
-_STAGES_PER_WORKER = 2  # where a schedule takes any number, and none is asked for
 _BUDGET, _LEAST_BUDGET = 20, 4  # rules that are tried for a fitted schedule
 _MOST_ACTIONS = 300_000  # that are scheduled in trying them
 _BASES = ("eager-1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
 """Whose stages a fitted schedule may take."""
-_FILLS = (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ class WhatIf:
             return 1
         if takes is StagesPerWorker.TWO:
             return 2
-        least = _STAGES_PER_WORKER if self.schedule != "fitted" else 1
+        least = STAGES_PER_WORKER if self.schedule != "fitted" else 1
         return self.stages_per_worker or least
 
 
@@ -297,14 +294,8 @@ def _option(layout: Layout, case: WhatIf, stages: int) -> Option:
 
 
 def _cut(layout: Layout, case: WhatIf, name: str, stages: int) -> Option:
-    """The stages for a schedule: of the partitions that weigh filling differently, the fastest."""
-    workers = len(layout.profile.devices)
-    flying = in_flight(name, stages, layout.count, workers)
-    placement = placement_of(name, stages, workers)
-    cutter = Cutter(layout, placement, flying, case.memory, case.recompute)
-    found = {tuple(cutter.best(fill)) for fill in _FILLS}
-    options = [Option(layout, stretches, name, case.memory) for stretches in sorted(found)]
-    return min(options, key=lambda option: option.seconds)
+    """The stages for a schedule."""
+    return fastest(cutter_for(layout, name, stages, case.memory, case.recompute), name)
 
 
 # -- with the plan alone ------------------------------------------------------------------
