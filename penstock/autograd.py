@@ -15,54 +15,44 @@ import torch
 
 from penstock.capture import Sizes
 from penstock.engine.microbatch import unmerge
-from penstock.engine.stage import Held
+from penstock.engine.span import Gradients
 from penstock.errors import PenstockError
-from penstock.workers.assembly import Assembly, Way
+from penstock.workers.ways import Way
 
 
 class Passage:
     """A batch that has gone forward and may come back.
 
     Args:
-        assembly: the stages it went through.
-        held: what they held of it.
-        run: runs the backward pass on the workers.
+        run: runs the backward pass on the workers, from these gradients of the results; returns
+            those of the inputs.
+        differentiable: which results a backward can start from.
         sizes: of each micro-batch.
         way: the way that it went, as far as its results are concerned.
     """
 
     def __init__(
         self,
-        assembly: Assembly,
-        held: Sequence[dict[int, Held]],
-        run: Callable[[], None],
+        run: Callable[[dict[int, Gradients]], dict[int, Gradients]],
+        differentiable: Sequence[bool],
         sizes: Sequence[Sizes],
         way: Way,
     ) -> None:
-        self._assembly = assembly
         self._way = way
-        self._held: Sequence[dict[int, Held]] | None = held
-        self._run = run
+        self._run: Callable[[dict[int, Gradients]], dict[int, Gradients]] | None = run
         self._sizes = sizes
-        self.differentiable = [root is not None for root in held[-1][0].end.roots]
+        self.differentiable = differentiable
         self.gradients: list[torch.Tensor | None] = []
 
-    def backward(self) -> dict[int, Sequence[torch.Tensor | None]]:
+    def backward(self) -> dict[int, Gradients]:
         """Run the backward; returns the gradients of the inputs of every micro-batch."""
-        if self._held is None:
+        if self._run is None:
             raise PenstockError(
                 "backward ran a second time through the same pipeline call, whose activations "
                 "are gone; call the pipeline again (retain_graph=True has no effect on it)"
             )
-        held, self._held = self._held, None
-        assembly = self._assembly
-        assembly.give_held(held)
-        assembly.outlet.gradients = dict(enumerate(self._split()))
-        try:
-            self._run()
-            return assembly.feed.gradients
-        finally:
-            assembly.clear()
+        run, self._run = self._run, None
+        return run(dict(enumerate(self._split())))
 
     def _split(self) -> list[list[torch.Tensor | None]]:
         """The results' gradients, for each micro-batch."""
@@ -141,7 +131,7 @@ class _Deliver(torch.autograd.Function):
 
 
 def backward_into_inputs(
-    slices: Sequence[Sequence[Any]], gradients: Mapping[int, Sequence[torch.Tensor | None]]
+    slices: Sequence[Sequence[Any]], gradients: Mapping[int, Gradients]
 ) -> None:
     """Pass what the first stage's values got on to inputs that require a gradient."""
     for microbatch in sorted(gradients):

@@ -8,12 +8,15 @@
     ├── ScheduleError      a schedule that would deadlock or do its work wrongly
     ├── ClosedError        the pipeline was closed, by the user or by an error
     ├── WorkerError        a worker failed; the cause is chained
+    │   └── WorkerDied     its process ended, or was killed
     └── WorkerTimeout      a worker did not answer in time
 
 A message says what, the values, why, and the nearest thing that works.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class PenstockError(Exception):
@@ -53,14 +56,46 @@ class WorkerError(PenstockError):
         action: what it was doing, `"forward"`, `"loss"` or `"backward"`.
     """
 
-    def __init__(self, stage: int, microbatch: int, action: str, cause: BaseException) -> None:
+    def __init__(
+        self, stage: int | None, microbatch: int | None, action: str, cause: BaseException | None
+    ) -> None:
         self.stage = stage
         self.microbatch = microbatch
         self.action = action
-        super().__init__(
-            f"stage {stage} failed in the {action} of micro-batch {microbatch}: "
-            f"{type(cause).__name__}: {cause}"
+        self.__cause__ = cause
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        return (
+            f"stage {self.stage} failed in the {self.action} of micro-batch {self.microbatch}: "
+            f"{type(self.__cause__).__name__}: {self.__cause__}"
         )
+
+    def __reduce__(self) -> Any:
+        state = {k: v for k, v in vars(self).items() if k == "__notes__"}
+        return type(self), (self.stage, self.microbatch, self.action, self.__cause__), state
+
+
+class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says which
+    """The process of a worker ended while it was needed. The pipeline is closed.
+
+    Attributes:
+        worker: which, from 0.
+        stage, microbatch, action: what it was doing; `None` and `""` if it was between passes.
+    """
+
+    def __init__(
+        self, worker: int, how: str, stage: int | None, microbatch: int | None, action: str
+    ) -> None:
+        self.worker = worker
+        self._how = how
+        super().__init__(stage, microbatch, action, None)
+
+    def _text(self) -> str:
+        where = "between two passes"
+        if self.stage is not None:
+            where = f"in the {self.action} of micro-batch {self.microbatch} in stage {self.stage}"
+        return f"worker {self.worker} {self._how} {where}; the pipeline is closed"
 
 
 class WorkerTimeout(PenstockError, TimeoutError):  # noqa: N818 - "TimeoutError" is Python's own

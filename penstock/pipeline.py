@@ -20,6 +20,8 @@ from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.batch import Batch, Targets, Weight, given_targets, split_target, weights
 from penstock.engine.ends import Loss
 from penstock.engine.microbatch import merge
+from penstock.engine.orders import Order
+from penstock.engine.span import Gradients
 from penstock.errors import InputError
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
@@ -30,8 +32,12 @@ from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
+from penstock.workers.crew import Crew, ThreadCrew
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.placement import place
+from penstock.workers.process_crew import ProcessCrew
+
+_CREWS = ("auto", "threads", "processes")
 
 
 class Pipeline:
@@ -92,7 +98,7 @@ class Pipeline:
         devices: Sequence[str | torch.device],
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
-        workers: Literal["auto", "threads"] = "auto",
+        workers: Literal["auto", "threads", "processes"] = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
         recompute: str = "auto",
@@ -108,8 +114,8 @@ class Pipeline:
         allocator: Allocator = "keep",
         progress: Progress | None = None,
     ) -> None:
-        if workers not in ("auto", "threads"):
-            raise InputError(f'workers={workers!r} is unknown; choose "threads" or "auto"')
+        if workers not in _CREWS:
+            raise InputError(f"workers={workers!r} is unknown; choose one of {', '.join(_CREWS)}")
         request = Request(
             num_microbatches=num_microbatches,
             schedule=schedule,
@@ -147,7 +153,11 @@ class Pipeline:
         self.plan = plan
         place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
         timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
-        self._runner = Runner(self.program, plan, self._devices, threads, timeout)
+        if workers == "processes":
+            crew: Crew = ProcessCrew(plan, model, threads, timeout, self.allocator_kept)
+        else:
+            crew = ThreadCrew(plan, self._devices, threads, timeout)
+        self._runner = Runner(self.program, plan, self._devices, crew)
 
     # -- training -------------------------------------------------------------------------
 
@@ -225,8 +235,7 @@ class Pipeline:
         if not callable(loss_fn):
             raise InputError(f"loss_fn={loss_fn!r} is not a function of (output, target)")
         loss = Loss(loss_fn, targets, weights(weight, targets, batch.rows))
-        assembly = self._runner.assemblies[self.model.training]
-        total, slices, gradients = self._runner.train(assembly, batch, loss)
+        total, slices, gradients = self._runner.train(batch, loss, self.model.training)
         backward_into_inputs(slices, gradients)
         return total
 
@@ -243,21 +252,22 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         batch = self._split(args, kwargs)
-        assembly = self._runner.assemblies[self.model.training]
-        microbatches, slices = self._runner.feed(assembly, batch)
         graph = torch.is_grad_enabled()
-        try:
-            way = assembly.common_way(microbatches)
-            self._runner.run(assembly, "forward" if graph else "infer", microbatches)
-            results = [assembly.outlet.results[i] for i in range(len(batch))]
-            held = assembly.take_held()
-        finally:
-            assembly.clear()
+        order = self._runner.order("forward" if graph else "infer", batch, self.model.training)
+        way = self._runner.ways(self.model.training).common(order.microbatches)
+        outcome = self._runner.run(order)
+        results = [outcome.results[k] for k in range(len(batch))]
         merged = merge(way.trace, way.outputs, results)
         if graph:
-            run = partial(self._runner.run, assembly, "backward", microbatches)
-            merged = deliver(Passage(assembly, held, run, batch.sizes, way), slices, merged)
+            back = partial(self._back, order)
+            passage = Passage(back, outcome.differentiable, batch.sizes, way)
+            self._runner.forget_with(passage, order)
+            merged = deliver(passage, order.values, merged)
         return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
+
+    def _back(self, order: Order, gradients: dict[int, Gradients]) -> dict[int, Gradients]:
+        """The backward of a batch that has gone forward."""
+        return self._runner.run(order.back(gradients)).gradients
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         leaves = self.program.flatten_inputs(args, kwargs)
@@ -278,15 +288,15 @@ class Pipeline:
         Raises:
             InputError: the class cannot be divided among workers.
         """
-        owners = self._owned()
         chosen = self.model.parameters() if params is None else params
-        return PipelineOptimizer(kind, chosen, owners, self._runner.workers.run, **options)
+        divide = partial(self._runner.crew.optimizer, owners=self._owned())
+        return PipelineOptimizer(kind, chosen, divide, **options)
 
     def _owned(self) -> list[list[nn.Parameter]]:
         """The parameters of every worker; those that no stage uses belong to the first."""
         owned: list[list[nn.Parameter]] = []
         seen: set[int] = set()
-        for parameters in self._runner.assemblies[True].parameters:
+        for parameters in self._runner.crew.holdings.parameters:
             owned.append([p for p in parameters if id(p) not in seen])
             seen.update(map(id, parameters))
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]

@@ -1,10 +1,10 @@
-"""Runs a plan: the stages of a program on their workers, pass by pass."""
+"""Runs a plan: batches as passes of its stages, and what comes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,111 +13,103 @@ from penstock.capture import Key, Program, Ref
 from penstock.capture.calls import ambient
 from penstock.engine.batch import Batch
 from penstock.engine.ends import Loss
+from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.span import Gradients
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
-from penstock.schedule import Event, Timeline
-from penstock.train.backup import Backup
-from penstock.workers.assembly import Assembly, Pass
-from penstock.workers.threads import ThreadWorkers
+from penstock.schedule import Timeline
+from penstock.workers.crew import Crew
+from penstock.workers.ways import Ways
 
 Slices = list[list[Any]]
 """For every micro-batch the values that the first stage gets."""
 
 
 class Runner:
-    """The stages of a plan, on thread workers. The model's weights are where the plan wants them.
+    """The stages of a plan, run by a crew. The model's weights are where the plan wants them.
 
     Args:
         program: what is run.
         plan: how.
         devices: of the workers.
-        threads: intra-op threads of each CPU worker.
-        timeout: seconds that a pass may take.
+        crew: who does it.
 
     Attributes:
-        assemblies: the stages, for training and for evaluation.
-        workers: who runs them.
         loss_device: where the last stage is.
+        crew: who does it.
     """
 
     def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        devices: Sequence[torch.device],
-        threads: int,
-        timeout: float,
+        self, program: Program, plan: Plan, devices: Sequence[torch.device], crew: Crew
     ) -> None:
-        training = Assembly(program, plan, devices, training=True)
-        evaluation = training
+        training = evaluation = Ways(program, plan, devices, True, crew.add)
         if not program.same_in_eval:
-            evaluation = Assembly(program, plan, devices, training=False)
-        self.assemblies = {True: training, False: evaluation}
-        self.loss_device = devices[plan.placement[-1]]
+            evaluation = Ways(program, plan, devices, False, crew.add)
+        self._ways = {True: training, False: evaluation}
         self._num_workers = len(devices)
-        self._timeout = timeout
-        self._steps = 0
+        self._batches = 0
         self._timelines: list[Timeline] | None = None
-        self.workers = ThreadWorkers(devices, threads, self._abort, self._reset)
+        self.loss_device = devices[plan.placement[-1]]
+        self.crew = crew
 
-    def feed(self, assembly: Assembly, batch: Batch) -> tuple[list[MicroBatch], Slices]:
-        """Hand the micro-batches to the first stage; returns them, and what of them it gets."""
-        ways = [assembly.way_of(part) for part in batch.parts]
-        slices = [
-            [part[value.leaf] for value in assembly.ways[way].inputs if isinstance(value, Ref)]
-            for part, way in zip(batch.parts, ways, strict=True)
+    def ways(self, training: bool) -> Ways:
+        """The ways through the model in this mode."""
+        return self._ways[training]
+
+    def order(self, what: Pass, batch: Batch, training: bool, loss: Loss | None = None) -> Order:
+        """The order for a pass of this batch."""
+        ways = self._ways[training]
+        taken = [ways.taken(part) for part in batch.parts]
+        values = [
+            tuple(part[value.leaf] for value in ways[way].inputs if isinstance(value, Ref))
+            for part, way in zip(batch.parts, taken, strict=True)
         ]
-        assembly.feed.values = [tuple(part) for part in slices]
-        keys = self._keys(len(batch))
-        return [MicroBatch(*each) for each in zip(batch.sizes, keys, ways, strict=True)], slices
+        number, self._batches = self._batches, self._batches + 1
+        keys = [Key(torch.initial_seed(), number, k) for k in range(len(batch))]
+        microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
+        modes = ambient()._replace(grad=what != "infer")
+        recorded = self._timelines is not None
+        return Order(
+            what, ways.training, microbatches, modes, number, values, loss, recorded=recorded
+        )
 
     def train(
-        self, assembly: Assembly, batch: Batch, loss: Loss
-    ) -> tuple[torch.Tensor, Slices, dict[int, Any]]:
+        self, batch: Batch, loss: Loss, training: bool = True
+    ) -> tuple[torch.Tensor, Sequence[Sequence[Any]], dict[int, Gradients]]:
         """Forward and backward of a batch, interleaved.
 
         Returns:
             the weighted loss of the batch, what the first stage got, and the gradients of that.
         """
-        microbatches, slices = self.feed(assembly, batch)
-        assembly.outlet.take_losses(loss)
-        try:
-            self.run(assembly, "train", microbatches)
-            losses, gradients = assembly.outlet.losses, assembly.feed.gradients
-        finally:
-            assembly.clear()
-        total = losses[0] * loss.weights[0]
+        order = self.order("train", batch, training, loss)
+        outcome = self.run(order)
+        total = outcome.losses[0] * loss.weights[0]
         for microbatch in range(1, len(batch)):
-            total = total + losses[microbatch] * loss.weights[microbatch]
-        return total, slices, gradients
+            total = total + outcome.losses[microbatch] * loss.weights[microbatch]
+        return total, order.values, outcome.gradients
 
-    def run(self, assembly: Assembly, what: Pass, microbatches: Sequence[MicroBatch]) -> None:
+    def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
-        events: list[Event] | None = None if self._timelines is None else []
-        jobs: Sequence[Callable[[], Any]] = assembly.jobs(what, microbatches, ambient(), events)
-        backups: dict[int, Backup] = {}
-        jobs = [
-            partial(_with_backup, job, backups, worker, assembly, what in ("train", "backward"))
-            for worker, job in enumerate(jobs)
-        ]
+        return self.finish(self.crew.start(order))
+
+    def finish(self, ticket: Any) -> Outcome:
+        """Wait for a pass that was started."""
         try:
-            self.workers.run(jobs, self._timeout)
-        except BaseException as error:
-            for backup in backups.values():
-                backup.restore()
-            if isinstance(error, WorkerError) and isinstance(error.__cause__, InputError):
+            outcome = self.crew.finish(ticket)
+        except WorkerError as error:
+            if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise
-        if self._timelines is not None and events:
-            start = min(event.start for event in events)
-            moved = [e._replace(start=e.start - start, end=e.end - start) for e in events]
+        if self._timelines is not None and outcome.events:
+            start = min(event.start for event in outcome.events)
+            moved = [e._replace(start=e.start - start, end=e.end - start) for e in outcome.events]
             self._timelines.append(Timeline(self._num_workers, moved))
+        return outcome
 
-    def _keys(self, count: int) -> list[Key]:
-        """The random keys of the next step; `torch.manual_seed` is what seeds them."""
-        step, self._steps = self._steps, self._steps + 1
-        return [Key(torch.initial_seed(), step, microbatch) for microbatch in range(count)]
+    def forget_with(self, holder: object, order: Order) -> None:
+        """Let the stages go of a batch as soon as `holder` is gone."""
+        weakref.finalize(holder, self.crew.forget, order.training, order.number).atexit = False
 
     @contextmanager
     def recording(self) -> Iterator[list[Timeline]]:
@@ -131,25 +123,4 @@ class Runner:
 
     def close(self) -> None:
         """Dismiss the workers."""
-        self.workers.close()
-        self.workers.join(5.0)
-
-    def _abort(self) -> None:
-        for assembly in self.assemblies.values():
-            assembly.abort()
-
-    def _reset(self) -> None:
-        for assembly in self.assemblies.values():
-            assembly.reset()
-
-
-def _with_backup(
-    job: Callable[[], None],
-    backups: dict[int, Backup],
-    worker: int,
-    assembly: Assembly,
-    backward: bool,
-) -> None:
-    parameters = assembly.parameters[worker] if backward else ()
-    backups[worker] = Backup(parameters, assembly.changing[worker])
-    job()
+        self.crew.close()

@@ -21,6 +21,7 @@ from penstock.plan import Plan
 from penstock.profile.measure import Progress
 from penstock.profile.shadow import shadow
 from penstock.runner import Runner
+from penstock.workers.crew import ThreadCrew
 from penstock.workers.devices import threads_per_worker
 from penstock.workers.placement import place
 
@@ -76,7 +77,8 @@ def _steps(
     """The seconds of some steps in a row."""
     place(program, plan.cuts, [devices[worker] for worker in plan.placement])
     timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
-    runner = Runner(program, plan, devices, threads_per_worker(devices), timeout)
+    crew = ThreadCrew(plan, devices, threads_per_worker(devices), timeout)
+    runner = Runner(program, plan, devices, crew)
     batch = Batch.split(program, leaves, plan.num_microbatches)
     shares = [rows / sum(batch.rows) for rows in batch.rows]
     loss = Loss(mean_square, [()] * len(batch), shares)
@@ -85,7 +87,7 @@ def _steps(
         for _ in range(_WARM_UPS + _STEPS):
             program.model.zero_grad()
             start = time.perf_counter()
-            runner.train(runner.assemblies[True], batch, loss)
+            runner.train(batch, loss)
             taken.append(time.perf_counter() - start)
     return taken[_WARM_UPS:]
 

@@ -235,12 +235,12 @@ def test_an_interrupt_as_a_worker_reports(
     pipe: ps.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that a worker said is lost, so nobody waits for it in vain."""
-    from penstock.workers.threads import _Round
+    from penstock.workers.threads import ThreadWorkers
 
-    wait, calls = _Round.wait, []
+    wait, calls = ThreadWorkers._await_report, []
 
-    def interrupted(current: _Round, seconds: float | None) -> None:
-        wait(current, seconds)
+    def interrupted(workers: Any, current: Any, seconds: float | None) -> None:
+        wait(workers, current, seconds)
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
@@ -248,7 +248,7 @@ def test_an_interrupt_as_a_worker_reports(
     before = state(pipe.model)
     start = time.perf_counter()
     with monkeypatch.context() as patch:
-        patch.setattr(_Round, "wait", interrupted)
+        patch.setattr(ThreadWorkers, "_await_report", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(pipe)
     assert time.perf_counter() - start < 1

@@ -214,8 +214,8 @@ def test_a_stage_holds_what_its_schedule_promises(
     monkeypatch.setattr(Stage, "forward", watched)
     with make(mlp(*[8] * 8), p=3, m=6, schedule=schedule) as pipe:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-        stages = pipe._runner.assemblies[True].stages
-        assert not any(stage.held or stage.deferred for stage in stages)
+        stages = pipe._runner.crew._assemblies[True].stages  # type: ignore[attr-defined]
+        assert not any(stage.held or stage.deferred for stage in stages.values())
         promised = check(pipe.plan.schedule_for(6)).in_flight
     assert tuple(peaks[s] for s in range(len(stages))) == promised
 

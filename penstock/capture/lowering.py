@@ -274,13 +274,20 @@ def build_with(build: Callable[[list[Any]], Any], children: list[Any]) -> Any:
 
 def assemble(trace: Trace, values: dict[Value, Any], sizes: Sizes) -> Any:
     """The model's result, in its own structure, from the values that it is made of."""
+    return assembled(trace.outputs, trace.output_structure, values, sizes)
+
+
+def assembled(
+    outputs: Sequence[Any], structure: Structure | None, values: dict[Value, Any], sizes: Sizes
+) -> Any:
+    """A result with these leaves, in this structure, from the values that it is made of."""
     leaves = []
-    for leaf in trace.outputs:
+    for leaf in outputs:
         if isinstance(leaf, (Ref, Attribute)):
             leaves.append(values[leaf])
         else:
             leaves.append(leaf.at(sizes) if isinstance(leaf, Size) else leaf)
-    return unflatten(trace.output_structure, leaves)
+    return unflatten(structure, leaves)
 
 
 def _attribute_path(path: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from penstock.engine.stage import Stage
@@ -12,12 +12,14 @@ from penstock.schedule import Action, Event, Kind
 Run = Callable[[], None]
 
 
-def compile_actions(actions: Sequence[Action], stages: Sequence[Stage], train: bool) -> list[Run]:
+def compile_actions(
+    actions: Sequence[Action], stages: Mapping[int, Stage], train: bool
+) -> list[Run]:
     """What a worker runs: for every action first the wait for its values, then the work.
 
     Args:
         actions: the worker's list, in order.
-        stages: all stages, by number.
+        stages: the worker's at least, by number.
         train: whether forwards keep what a backward needs.
 
     Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class Feed:
     """The source of the first stage: the micro-batches of a batch.
 
     Attributes:
-        values: for every micro-batch the values that enter; set before a step.
+        values: for every micro-batch the values that enter; set before a pass.
         gradients: for every micro-batch the gradients of those values, after a backward.
     """
 
@@ -50,7 +50,7 @@ class Outlet:
 
     Attributes:
         results: what the last stage gave, by micro-batch, without history.
-        gradients: the gradients of those results, to be set before a backward of its own.
+        gradients: the gradients of those results, for the backward.
         losses: the detached loss of every micro-batch, unweighted.
     """
 
@@ -60,15 +60,19 @@ class Outlet:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything, and collect results from now on."""
-        self.results: dict[int, Values] = {}
-        self.gradients: dict[int, Gradients] = {}
-        self.losses: dict[int, torch.Tensor] = {}
-        self._loss = None
+        """Let go of everything."""
+        self.begin(None, {})
 
-    def take_losses(self, loss: Loss) -> None:
-        """From now on turn results into losses."""
-        self.clear()
+    def begin(self, loss: Loss | None, gradients: Mapping[int, Gradients]) -> None:
+        """From now on collect results, or turn them into losses if there is a loss.
+
+        Args:
+            loss: the step's.
+            gradients: of results that were collected before, for their backward.
+        """
+        self.results: dict[int, Values] = {}
+        self.gradients: dict[int, Gradients] = dict(gradients)
+        self.losses: dict[int, torch.Tensor] = {}
         self._loss = loss
 
     def send(self, microbatch: int, results: Values) -> Roots:
@@ -95,7 +99,7 @@ class Loss:
         targets: Sequence[tuple[Any, ...]],
         weights: Sequence[float],
     ) -> None:
-        self._function = function
+        self.function = function
         self._targets = targets
         self.weights = weights
 
@@ -109,7 +113,7 @@ class Loss:
         """
         try:
             output = assemble(microbatch, results)
-            loss = self._function(output, *self._targets[microbatch])
+            loss = self.function(output, *self._targets[microbatch])
             _check_scalar(loss)
         except Exception as error:
             raise LossFailed from error

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
+from penstock.workers.optimizing import Groups, Parts
 
-RunJobs = Callable[[Sequence[Callable[[], Any]]], Any]
+Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
 
 class PipelineOptimizer(Optimizer):
@@ -23,8 +23,7 @@ class PipelineOptimizer(Optimizer):
     Args:
         kind: the optimizer's class.
         params: parameters, or parameter groups.
-        owners: for every worker the parameters that it owns.
-        run: runs one job on each worker.
+        divide: makes the parts of an optimizer of this class, with these groups and options.
         options: arguments of `kind`.
 
     Raises:
@@ -35,8 +34,7 @@ class PipelineOptimizer(Optimizer):
         self,
         kind: type[Optimizer],
         params: Iterable[Any],
-        owners: Sequence[Sequence[nn.Parameter]],
-        run: RunJobs,
+        divide: Divide,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):
@@ -47,15 +45,16 @@ class PipelineOptimizer(Optimizer):
         whole = kind(params, **options)
         self._kind = kind
         self._options = options
-        self._owners = owners
-        self._run = run
-        self._parts: list[Optimizer] = []
+        self._divide = divide
+        self._parts: Parts | None = None
         super().__init__(whole.param_groups, whole.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in plain optimizers; its parameters are divided among the workers."""
+        if getattr(self, "_parts", None) is not None:
+            self._parts.fetch(self.state)  # type: ignore[union-attr]
         super().add_param_group(param_group)
-        self._parts = []
+        self._parts = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -64,20 +63,20 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._parts:
-            self._parts = [self._part(owned) for owned in self._owners]
-        for part in self._parts:
-            part.state = self.state
-            for own, shared in zip(part.param_groups, self.param_groups, strict=True):
-                own.update({k: v for k, v in shared.items() if k != "params"})
-        self._run([part.step for part in self._parts])
+        if self._parts is None:
+            self._parts = self._divide(self._kind, self.param_groups, self._options)
+            self._parts.load(self.state)
+        self._parts.step(self.param_groups, self.state)
         return loss
 
-    def _part(self, owned: Sequence[nn.Parameter]) -> Optimizer:
-        """The optimizer of one worker: the same groups, with just the parameters it owns."""
-        mine = {id(p) for p in owned}
-        groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in mine]}
-            for group in self.param_groups
-        ]
-        return self._kind(groups, **self._options)
+    def state_dict(self) -> dict[str, Any]:
+        """What a plain optimizer over all parameters would have, and can load."""
+        if self._parts is not None:
+            self._parts.fetch(self.state)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an optimizer of this class, from here or from plain PyTorch."""
+        super().load_state_dict(state_dict)
+        if self._parts is not None:
+            self._parts.load(self.state)

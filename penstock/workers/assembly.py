@@ -1,248 +1,201 @@
-"""The stages of one process, joined by links and bound to schedules."""
+"""The stages that one process runs, bound to links and schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
 from penstock.capture.calls import Ambient
-from penstock.capture.lowering import assemble
+from penstock.capture.lowering import assembled
 from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Feed, LossFailed, Outlet
-from penstock.engine.microbatch import check_mergeable, merge_dim
-from penstock.engine.span import Span
-from penstock.engine.stage import Held, MicroBatch, Sink, Source, Stage
-from penstock.errors import InputError, WorkerError
-from penstock.links.local import Aborted, LocalLink
+from penstock.engine.orders import Ending, Order, Outcome, Pass
+from penstock.engine.stage import Held, Sink, Source, Stage
+from penstock.errors import WorkerError
+from penstock.links.local import Aborted
 from penstock.plan import Plan
-from penstock.schedule import Action, Event, Kind, check
+from penstock.schedule import Action, Kind, check
+from penstock.workers.ways import NewWay
 
-Pass = Literal["train", "forward", "backward", "infer"]
-"""What a run does: both directions interleaved, or one of them, or forwards without gradients."""
+Position = list[int] | memoryview
+"""Its first item says what a worker is doing: `code(action, waiting)`, or 0 for nothing."""
 
-
-@dataclass(frozen=True)
-class Way:
-    """One way through the model.
-
-    Attributes:
-        trace: the recording that it is.
-        inputs: the values that the feed must give, in order.
-        outputs: the values that the outlet gets, in order.
-    """
-
-    trace: Trace
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-
-    def assemble(self, results: Sequence[Any], sizes: Sizes) -> Any:
-        """The model's result in its own structure, from the last stage's values."""
-        return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), sizes)
-
-    def gives_the_same(self, other: Way) -> bool:
-        """Whether both have the same results, apart from what is in them."""
-        if self is other:
-            return True
-        mine, theirs = (
-            (w.trace.output_structure, [_place(v, w.outputs) for v in w.trace.outputs])
-            for w in (self, other)
-        )
-        dims = [[merge_dim(w.trace, v) for v in w.outputs] for w in (self, other)]
-        return mine == theirs and dims[0] == dims[1]
+_KINDS = tuple(Kind)
 
 
-def _place(leaf: Any, outputs: Sequence[Value]) -> Any:
-    """Which of the results a leaf of the model's result is, or the constant that it is."""
-    return ("result", outputs.index(leaf)) if isinstance(leaf, (Ref, Attribute)) else leaf
+class _Compiled(NamedTuple):
+    """A worker's part of a pass: two callables for each action, and a code for each of them."""
 
-
-T = TypeVar("T", bound=torch.Tensor)
-
-
-def _extend(tensors: list[T], more: Iterable[T]) -> None:
-    """Add those that are not there yet."""
-    known = {id(tensor) for tensor in tensors}
-    tensors += [tensor for tensor in more if id(tensor) not in known]
+    actions: list[Action]
+    runs: list[Run]
+    codes: list[int]
 
 
 class Assembly:
-    """The stages of one mode (training or evaluation) and everything between them.
+    """The stages of one mode (training or evaluation) that run in this process.
+
+    Args:
+        plan: whose stages.
+        devices: of the workers.
+        links: between stage `k` and the next, by `k`: the sink of the former, if that is here,
+            and the source of the latter, if that is.
+        workers: those of this process.
 
     Attributes:
-        ways: the ways through the model that batches have taken so far; every stage has spans for
-            each.
-        feed: the source of the first stage.
-        outlet: the sink of the last one.
-        stages: the stages, in order.
-        parameters: of every worker.
-        changing: of every worker the buffers that a forward changes.
+        stages: by number.
     """
 
     def __init__(
         self,
-        program: Program,
         plan: Plan,
         devices: Sequence[torch.device],
-        training: bool,
+        links: Mapping[int, Any],
+        workers: Sequence[int],
     ) -> None:
-        self._program = program
         self._plan = plan
-        self._training = training
-        homes = [devices[worker] for worker in plan.placement]
-        self.feed = Feed(homes[0])
+        self._placement = plan.placement
+        self._last = len(plan.stages) - 1
+        self.feed = Feed(devices[self._placement[0]])
         self.outlet = Outlet(self._assemble)
-        links = [LocalLink(a, b) for a, b in pairwise(homes)]
-        self._links = links
-        sources: list[Source] = [self.feed, *links]
-        sinks: list[Sink] = [*links, self.outlet]
-        self.stages = [
-            Stage(index, (), source, sink)
-            for index, (source, sink) in enumerate(zip(sources, sinks, strict=True))
-        ]
-        self._homes = homes
-        self.parameters: list[list[nn.Parameter]] = [[] for _ in devices]
-        self.changing: list[list[torch.Tensor]] = [[] for _ in devices]
-        self.ways: list[Way] = []
-        self._add(program.trace(training))
-        self._compiled: dict[tuple[Pass, int], list[tuple[list[Action], list[Run]]]] = {}
+        self.stages: dict[int, Stage] = {}
+        for index, worker in enumerate(self._placement):
+            if worker in workers:
+                source: Source = self.feed if index == 0 else links[index - 1]
+                sink: Sink = self.outlet if index == self._last else links[index]
+                self.stages[index] = Stage(index, (), source, sink)
+        self._endings: list[Ending] = []
+        self._compiled: dict[tuple[int, Pass, int], _Compiled] = {}
+        self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
-    def way_of(self, leaves: Sequence[Any]) -> int:
-        """The number of the way that a micro-batch with these input leaves takes."""
-        trace = self._program.trace_for(leaves, self._training)
-        for number, way in enumerate(self.ways):
-            if way.trace is trace:
-                return number
-        return self._add(trace)
+    def add(self, way: NewWay) -> None:
+        """Let the stages know one more way through the model."""
+        for index, stage in self.stages.items():
+            spans, stage.deferral = way.stages[index].spans, way.stages[index].deferral
+            stage.ways.append(spans)
+        self._endings.append(way.ending)
 
-    def common_way(self, microbatches: Sequence[MicroBatch]) -> Way:
-        """The way of all micro-batches, as far as putting their results together is concerned.
+    def run(self, worker: int, order: Order, position: Position) -> Outcome:
+        """A worker's part of a pass; called by the worker.
 
         Raises:
-            InputError: their results cannot be put together.
+            WorkerError: an action failed.
+            Aborted: another worker has failed.
         """
-        first, *others = (self.ways[way] for way in dict.fromkeys(m.way for m in microbatches))
-        check_mergeable(first.trace, first.outputs, len(microbatches))
-        if not all(first.gives_the_same(other) for other in others):
-            raise InputError(
-                "the micro-batches of this batch take different ways through the model, and their "
-                "results have different structures. Use train_step, or num_microbatches=1"
-            )
-        return first
+        compiled = self._compile(worker, order.what, len(order.microbatches))
+        own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
+        outcome = Outcome()
+        if order.recorded:
+            runs = recorded(compiled.runs, compiled.actions, worker, outcome.events)
+            compiled = compiled._replace(runs=runs)
+        self._begin(own, order)
+        _run(compiled, order.modes, position)
+        self._end(own, order, outcome)
+        return outcome
 
-    def _add(self, trace: Trace) -> int:
-        """Let the stages know one more way."""
-        spans = [(number, *span) for number, s in enumerate(self._plan.stages) for span in s.spans]
-        deferrals = [self.stages[number].deferral for number, *_ in spans]
-        parts = self._program.stages_of(
-            trace,
-            [start for _, start, _, _ in spans[1:]],
-            [self._homes[number] for number, *_ in spans],
-            deferrals if self._plan.splits_backward else None,
-        )
-        buffers = dict(self._program.model.named_buffers())
-        changed = {id(buffers[name]) for name in trace.changed}
-        for stage in self.stages:
-            stage.ways.append([])
-        for part, (number, _, _, recompute) in zip(parts, spans, strict=True):
-            module, worker = part.module, self._plan.placement[number]
-            changing = [b for b in module.buffers() if id(b) in changed]
-            self.stages[number].ways[-1].append(Span(module, recompute, changing, part.overwritten))
-            _extend(self.parameters[worker], module.parameters())
-            _extend(self.changing[worker], changing)
-        self.ways.append(Way(trace, parts[0].inputs, parts[-1].outputs))
-        return len(self.ways) - 1
+    def _compile(self, worker: int, what: Pass, count: int) -> _Compiled:
+        """A worker's actions and callables; the schedule is proven first."""
+        if (worker, what, count) not in self._compiled:
+            schedule = self._plan.schedule_for(count)
+            check(schedule)
+            wanted = set(Kind)
+            if what != "train":
+                wanted = wanted - {Kind.FORWARD} if what == "backward" else {Kind.FORWARD}
+            actions = [a for a in schedule.workers[worker] if a.kind in wanted]
+            runs = compile_actions(actions, self.stages, what != "infer")
+            codes = [code(action, waits) for action in actions for waits in (True, False)]
+            self._compiled[worker, what, count] = _Compiled(actions, runs, codes)
+        return self._compiled[worker, what, count]
 
-    def _assemble(self, microbatch: int, results: Sequence[Any]) -> Any:
-        sizes, _, way = self.stages[-1].microbatches[microbatch]
-        return self.ways[way].assemble(results, sizes)
+    def _begin(self, own: Sequence[Stage], order: Order) -> None:
+        """Give a worker's stages what they need."""
+        for stage in own:
+            stage.microbatches = order.microbatches
+            if stage.index == 0:
+                self.feed.values = list(order.values)
+            if stage.index == self._last:
+                self.outlet.begin(order.loss, order.gradients)
+            if order.what == "backward":
+                stage.held = self._waiting.pop((order.number, stage.index))
 
-    def jobs(
-        self,
-        what: Pass,
-        microbatches: Sequence[MicroBatch],
-        ambient: Ambient,
-        events: list[Event] | None = None,
-    ) -> list[Callable[[], None]]:
-        """What each worker has to run for one step."""
-        count = len(microbatches)
-        if (what, count) not in self._compiled:
-            self._compiled[what, count] = self._compile(what, count)
-        for stage in self.stages:
-            stage.microbatches = microbatches
-        modes = ambient._replace(grad=what != "infer")
-        jobs: list[Callable[[], None]] = []
-        for worker, (actions, runs) in enumerate(self._compiled[what, count]):
-            if events is not None:
-                runs = recorded(runs, actions, worker, events)
-            jobs.append(partial(_run, runs, actions, modes))
-        return jobs
-
-    def _compile(self, what: Pass, count: int) -> list[tuple[list[Action], list[Run]]]:
-        """Every worker's actions and callables; the schedule is proven first."""
-        schedule = self._plan.schedule_for(count)
-        check(schedule)
-        wanted = set(Kind)
-        if what != "train":
-            wanted = wanted - {Kind.FORWARD} if what == "backward" else {Kind.FORWARD}
-        lists = [[a for a in actions if a.kind in wanted] for actions in schedule.workers]
-        return [(a, compile_actions(a, self.stages, what != "infer")) for a in lists]
-
-    def take_held(self) -> list[dict[int, Held]]:
-        """Everything that the stages hold, which they then no longer do."""
-        held = [stage.held for stage in self.stages]
-        for stage in self.stages:
-            stage.held = {}
-        return held
-
-    def give_held(self, held: Sequence[dict[int, Held]]) -> None:
-        """Let the stages hold what `take_held` took."""
-        for stage, holding in zip(self.stages, held, strict=True):
-            stage.held = holding
-
-    def clear(self) -> None:
-        """Let go of the batch, and of whatever a step that failed has left."""
-        self.feed.clear()
-        self.outlet.clear()
-        for stage in self.stages:
+    def _end(self, own: Sequence[Stage], order: Order, outcome: Outcome) -> None:
+        """Take from a worker's stages what has come of it."""
+        for stage in own:
+            if stage.index == 0:
+                outcome.gradients = self.feed.gradients
+                self.feed.clear()
+            if stage.index == self._last:
+                outcome.results, outcome.losses = self.outlet.results, self.outlet.losses
+                if order.what == "forward":
+                    outcome.differentiable = [r is not None for r in stage.held[0].end.roots]
+                self.outlet.clear()
+            if order.what == "forward":
+                self._waiting[order.number, stage.index] = stage.held
             stage.clear()
 
-    def abort(self) -> None:
-        """Wake every worker that waits at a link."""
-        for link in self._links:
-            link.abort()
+    def _assemble(self, microbatch: int, results: Sequence[Any]) -> Any:
+        sizes, _, way = self.stages[self._last].microbatches[microbatch]
+        ending = self._endings[way]
+        values = dict(zip(ending.values, results, strict=True))
+        return assembled(ending.outputs, ending.structure, values, sizes)
 
-    def reset(self) -> None:
-        """Empty the links after an abort."""
-        for link in self._links:
-            link.reset()
+    def forget(self, number: int) -> None:
+        """Let go of what is held of a batch for a backward that will not come."""
+        for index in self.stages:
+            self._waiting.pop((number, index), None)
+
+    def clear(self) -> None:
+        """Let go of whatever a pass that failed has left."""
+        self.feed.clear()
+        self.outlet.clear()
+        for stage in self.stages.values():
+            stage.clear()
 
 
-def _run(runs: Sequence[Run], actions: Sequence[Action], modes: Ambient) -> None:
-    """A worker's part of a step."""
+def code(action: Action, waits: bool) -> int:
+    """An action as a number, and whether it still waits for its values."""
+    kind = _KINDS.index(action.kind)
+    return ((action.microbatch << 16 | action.stage) << 3 | kind) << 2 | waits << 1 | 1
+
+
+def decode(code: int) -> tuple[int, int, str]:
+    """The stage, the micro-batch and the kind of the action with this code, in words."""
+    kind, stage, microbatch = _KINDS[code >> 2 & 7], code >> 5 & 0xFFFF, code >> 21
+    return stage, microbatch, "forward" if kind is Kind.FORWARD else "backward"
+
+
+def doing(code: int) -> str:
+    """What a worker does whose position is this, in words."""
+    if not code:
+        return "idle"
+    stage, microbatch, what = decode(code)
+    place = f"the {what} of micro-batch {microbatch} in stage {stage}"
+    return f"waiting for values for {place}" if code & 2 else f"in {place}"
+
+
+def _run(compiled: _Compiled, modes: Ambient, position: Position) -> None:
+    """Run a worker's callables, and say at any time which."""
+    actions, runs, codes = compiled
     contexts = [torch.autocast(d, enabled=on, dtype=t) for d, on, t in modes.autocast if on]
     at = 0
     try:
         with torch.set_grad_enabled(modes.grad):
             for context in contexts:
                 context.__enter__()
-            for at, run in enumerate(runs):  # noqa: B007 - where it failed, if it does
+            for at, run in enumerate(runs):
+                position[0] = codes[at]
                 run()
     except Aborted:
         raise
     except Exception as error:
         action = actions[at // 2]
-        if isinstance(error, LossFailed):
-            cause = error.__cause__ or error
-            raise WorkerError(action.stage, action.microbatch, "loss", cause) from cause
+        cause: BaseException = error
         what = "forward" if action.kind is Kind.FORWARD else "backward"
-        raise WorkerError(action.stage, action.microbatch, what, error) from error
+        if isinstance(error, LossFailed):
+            cause, what = error.__cause__ or error, "loss"
+        raise WorkerError(action.stage, action.microbatch, what, cause) from cause
     finally:
+        position[0] = 0
         for context in reversed(contexts):
             context.__exit__(None, None, None)

@@ -117,7 +117,7 @@ def _overhead(device: torch.device) -> float:
     taken: list[float] = []
 
     def work() -> None:
-        runs = compile_actions(actions, [stage], train=True)
+        runs = compile_actions(actions, {0: stage}, train=True)
         for wait, run in zip(runs[::2], runs[1::2], strict=True):
             start = time.perf_counter()
             wait()

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def outlet(function: Callable[..., Any], target: tuple[Any, ...] = ()) -> Outlet:
     found = Outlet(lambda number, results: {"output": results[0], "number": number})
-    found.take_losses(Loss(function, [target], [0.25]))
+    found.begin(Loss(function, [target], [0.25]), {})
     return found
 
 

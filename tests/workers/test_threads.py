@@ -13,7 +13,6 @@ import torch
 
 from penstock.errors import ClosedError, WorkerTimeout
 from penstock.links.local import Aborted
-from penstock.workers import threads
 from penstock.workers.threads import ThreadWorkers
 
 
@@ -107,7 +106,7 @@ def test_a_late_worker_is_named(team: Team) -> None:
 def test_a_worker_that_cannot_be_stopped_closes_the_team(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "_GRACE", 0.1)
+    monkeypatch.setattr(team.workers, "_grace", 0.1)
     release = threading.Event()
     with pytest.raises(WorkerTimeout):
         team.workers.run([lambda: release.wait(5), returning(1), returning(1)], timeout=0.1)

@@ -1,0 +1,104 @@
+"""A pass as data: what workers are told to do, and what they say has come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from penstock.capture.calls import Ambient
+from penstock.engine.ends import Loss
+from penstock.engine.span import Gradients, Values
+from penstock.engine.stage import MicroBatch
+from penstock.schedule import Event
+
+Pass = Literal["train", "forward", "backward", "infer"]
+"""What a pass does: both directions interleaved, or one of them, or forwards without gradients."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One pass of a batch.
+
+    Attributes:
+        what: which actions of the schedule are run.
+        training: in which mode of the model.
+        microbatches: what every stage knows of them.
+        modes: autocast, and whether there are gradients.
+        number: of the batch. What stages hold after `"forward"` waits under it for `"backward"`.
+        values: for every micro-batch what enters the first stage; not in `"backward"`.
+        loss: what the last stage's results are turned into, in `"train"`.
+        gradients: of the last stage's results, by micro-batch, in `"backward"`.
+        recorded: whether the times of actions are noted.
+    """
+
+    what: Pass
+    training: bool
+    microbatches: Sequence[MicroBatch]
+    modes: Ambient
+    number: int
+    values: Sequence[Values] = ()
+    loss: Loss | None = None
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    recorded: bool = False
+
+    def back(self, gradients: dict[int, Gradients]) -> Order:
+        """The backward of this forward."""
+        return replace(self, what="backward", values=(), gradients=gradients)
+
+    def part(self, first: bool, last: bool) -> Order:
+        """What a worker needs of it that has the first stage, or the last one, or neither."""
+        return replace(
+            self,
+            values=self.values if first else (),
+            loss=self.loss if last else None,
+            gradients=self.gradients if last else {},
+        )
+
+
+@dataclass
+class Outcome:
+    """What has come of a pass; of one worker's part, or of all together.
+
+    Attributes:
+        results: what the last stage gave, by micro-batch, without history.
+        differentiable: which of these a backward can start from.
+        losses: the detached loss of every micro-batch, unweighted.
+        gradients: by micro-batch, of the values that entered, where there are some.
+        events: when every action ran, if that was to be recorded.
+    """
+
+    results: dict[int, Values] = field(default_factory=dict)
+    differentiable: Sequence[bool] = ()
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: Sequence[Outcome]) -> Outcome:
+        """That of all workers, from their parts."""
+        whole = cls()
+        for part in parts:
+            whole.results |= part.results
+            whole.differentiable = whole.differentiable or part.differentiable
+            whole.losses |= part.losses
+            whole.gradients |= part.gradients
+            whole.events += part.events
+        return whole
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the last stage's values are put together to the model's result.
+
+    Attributes:
+        values: what they are, in order.
+        outputs: the leaves of the result: values, sizes and constants.
+        structure: what the leaves are put into.
+    """
+
+    values: tuple[Any, ...]
+    outputs: Sequence[Any]
+    structure: Any

@@ -1,0 +1,100 @@
+"""Objects on their way to another process: tensors travel beside the pickle, in shared memory."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+
+from penstock.links.shared_memory import is_plain
+
+
+def pack(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """An object as bytes, and the tensors in it.
+
+    Functions and classes of the user's script or notebook travel by value, so the other process
+    need not import it.
+    """
+    tensors: list[torch.Tensor] = []
+    numbers: dict[int, int] = {}
+
+    def number(found: Any) -> int | None:
+        if not (isinstance(found, torch.Tensor) and is_plain(found)):
+            return None
+        if id(found) not in numbers:
+            numbers[id(found)] = len(tensors)
+            tensors.append(found)
+        return numbers[id(found)]
+
+    buffer = io.BytesIO()
+    _Packer(buffer, number).dump(obj)
+    return buffer.getvalue(), tensors
+
+
+def unpack(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """The object."""
+    return _Unpacker(io.BytesIO(data), tensors.__getitem__).load()
+
+
+class Outbox:
+    """Packs several objects, one after the other, that have parts in common.
+
+    What was in an earlier one is only referred to, so the other process has it once.
+
+    Args:
+        number: gives the number by which the other process knows a tensor, or `None` if it does
+            not, and the tensor is to be packed.
+    """
+
+    def __init__(self, number: Callable[[Any], int | None]) -> None:
+        self._buffer = io.BytesIO()
+        self._packer = _Packer(self._buffer, number)
+
+    def pack(self, obj: Any) -> bytes:
+        """One more."""
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        self._packer.dump(obj)
+        return self._buffer.getvalue()
+
+
+class Inbox:
+    """Unpacks what an `Outbox` has packed, all of it, in that order.
+
+    Args:
+        find: gives the tensor that has a number.
+    """
+
+    def __init__(self, find: Callable[[int], Any]) -> None:
+        self._buffer = io.BytesIO()
+        self._unpacker = _Unpacker(self._buffer, find)
+
+    def unpack(self, data: bytes) -> Any:
+        """The next."""
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        self._buffer.write(data)
+        self._buffer.seek(0)
+        return self._unpacker.load()
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, buffer: io.BytesIO, number: Callable[[Any], int | None]) -> None:
+        super().__init__(buffer)
+        self._number = number
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._number(obj) if isinstance(obj, torch.Tensor) else None
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, find: Callable[[int], Any]) -> None:
+        super().__init__(buffer)
+        self._find = find
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._find(pid)

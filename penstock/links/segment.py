@@ -1,0 +1,158 @@
+"""Memory that several processes map, and tensors in it.
+
+A segment has no name: it is a file descriptor that is handed from process to process, and the
+memory is gone with the last process that maps it, however that ends. So nothing can be left behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+ALIGNMENT = 64
+"""Bytes to which tensors are aligned, as torch's own allocator does."""
+
+_HEADER = ALIGNMENT  # its first byte says whether the segment is lent
+
+
+class Segment:
+    """Shared memory of a fixed size.
+
+    Args:
+        size: bytes of the content.
+        fd: of the memory, which becomes the segment's own; `None` makes new memory.
+
+    Attributes:
+        size: bytes of the content.
+        base: the content, as bytes.
+        fd: to be sent to another process.
+    """
+
+    def __init__(self, size: int, fd: int | None = None) -> None:
+        self.size = size
+        self.fd = _anonymous(_HEADER + size) if fd is None else fd
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        self._whole = memoryview(mmap.mmap(self.fd, _HEADER + size))
+        self.base = torch.frombuffer(self._whole[_HEADER:], dtype=torch.uint8)
+        self._lease: Any = None
+
+    @property
+    def lent(self) -> bool:
+        """Whether somebody uses the content, in whatever process."""
+        return self._whole[0] != 0
+
+    def lend(self) -> None:
+        """Mark the content as used; whoever borrows it marks it as free again."""
+        self._whole[0] = 1
+
+    def borrow(self) -> torch.Tensor:
+        """The content, as bytes; marked as free when no tensor uses this memory any more."""
+        memory = self._whole[_HEADER:]
+        self._lease = weakref.ref(memory, self._free)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _free(self, _: object) -> None:
+        self._whole[0] = 0
+
+    def tensors(self, places: Sequence[Place]) -> list[torch.Tensor]:
+        """Tensors in the content, each with a storage of its own."""
+        return [_alone(self._whole, place) for place in places]
+
+    def integers(self) -> memoryview:
+        """The content as 64-bit integers."""
+        return self._whole[_HEADER:].cast("q")
+
+
+class Place(NamedTuple):
+    """Where a tensor is in a segment, and what it is like.
+
+    Attributes:
+        dtype: its element type.
+        shape: its sizes.
+        stride: in elements.
+        offset: in bytes.
+        requires_grad: whether a gradient flows to it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + _span(self.shape, self.stride) * self.dtype.itemsize
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """The tensor, in the bytes of `base`."""
+        storage, first = base.untyped_storage(), self.offset // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype).set_(storage, first, self.shape, self.stride)
+
+    def fill(self, base: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy a tensor to its place; what is repeated by a stride of 0 only once."""
+        tensor = tensor.detach()
+        if 0 in self.stride:
+            once = tuple(1 if s == 0 else n for n, s in zip(self.shape, self.stride, strict=True))
+            tensor = tensor[tuple(slice(n) for n in once)]
+            self._replace(shape=once).of(base).copy_(tensor)
+        else:
+            self.of(base).copy_(tensor)
+
+
+def place_of(tensor: torch.Tensor, start: int) -> Place:
+    """A place for a tensor behind byte `start`, where kernels compute the same bits with it.
+
+    It has the strides of the original, unless most of the memory between its elements would be
+    unused, and begins as far behind a multiple of 64 bytes.
+    """
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if _span(shape, stride) > 2 * tensor.numel():
+        stride = torch.empty(shape, device="meta").stride()
+    shift = tensor.data_ptr() % ALIGNMENT if tensor.device.type == "cpu" else 0
+    if shift % tensor.dtype.itemsize:
+        shift = 0
+    return Place(tensor.dtype, shape, stride, aligned(start) + shift, tensor.requires_grad)
+
+
+def aligned(offset: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+def _alone(whole: memoryview, place: Place) -> torch.Tensor:
+    """The tensor, with a storage that has nothing else in it."""
+    start, stop = _HEADER + place.offset, _HEADER + place.end
+    if start == stop:
+        return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+    flat = torch.frombuffer(whole[start:stop], dtype=place.dtype)
+    return flat.as_strided(place.shape, place.stride)
+
+
+def _anonymous(size: int) -> int:
+    """A file descriptor of new memory without a name."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("penstock")
+    else:  # a file that is deleted already
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,222 @@
+"""The link between two processes of one machine: values are copied once, into shared memory.
+
+The sender copies a boundary's values into a slot and sends a message of a few bytes; the receiver
+works on the slot in place, as long as anything refers to it: until the backward of that
+micro-batch, usually. Then the slot is free for another. There are as many slots as that takes.
+How a slot is laid out is sent once, with the first values of those shapes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+
+from penstock.engine.span import Gradients, Roots, Values, edges
+from penstock.links.segment import Place, Segment, place_of
+from penstock.links.wire import Message, Wire
+
+_ROOM = 1.25  # a slot is this much larger than what it is made for
+_PLAIN = "plain"
+
+Layout = tuple[Place | str | None, ...]
+"""For every value its place; or `None` for no value, or `"plain"` for one in the message."""
+
+Round = Callable[[], int]
+"""Gives the number of the jobs that run now; messages of earlier ones are thrown away."""
+
+
+class Slots:
+    """The segments that one process lends to another."""
+
+    def __init__(self) -> None:
+        self._slots: list[Segment] = []
+
+    def lend(self, size: int) -> tuple[int, Segment, bool]:
+        """The smallest that is free and large enough, and whether it had to be made."""
+        fitting = [
+            (slot.size, number)
+            for number, slot in enumerate(self._slots)
+            if slot.size >= size and not slot.lent
+        ]
+        number = min(fitting)[1] if fitting else len(self._slots)
+        if not fitting:
+            self._slots.append(Segment(int(size * _ROOM)))
+        self._slots[number].lend()
+        return number, self._slots[number], not fitting
+
+
+class Sender:
+    """Copies values into slots, and tells the other process.
+
+    Args:
+        wire: to it.
+        round: gives the number of the jobs that run now.
+    """
+
+    def __init__(self, wire: Wire, round: Round) -> None:
+        self._wire = wire
+        self._round = round
+        self._slots = Slots()
+        self._layouts: dict[Layout, int] = {}
+
+    def put(self, values: Sequence[Any], kind: int = 0, payload: bytes = b"") -> None:
+        """Send values: tensors, `None`, or whatever can be pickled.
+
+        Raises:
+            Gone: the other process is gone.
+            TimeoutError: it does not read.
+        """
+        layout, size = laid_out(values)
+        number = self._layouts.get(layout)
+        news = None if number is not None else layout
+        if number is None:
+            number = self._layouts[layout] = len(self._layouts)
+        slot, fd, capacity = -1, -1, 0
+        if size:
+            slot, segment, is_new = self._slots.lend(size)
+            with torch.no_grad():
+                for place, value in zip(layout, values, strict=True):
+                    if isinstance(place, Place):
+                        place.fill(segment.base, value)
+            if is_new:
+                fd, capacity = segment.fd, segment.size
+        plain = [v for p, v in zip(layout, values, strict=True) if p is _PLAIN]
+        if news is not None or plain or payload:
+            payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
+        self._wire.send(Message(self._round(), kind, slot, number, payload, fd, capacity))
+
+
+class Receiver:
+    """Gives out values that the other process has put into slots.
+
+    Args:
+        wire: from it.
+        round: gives the number of the jobs that run now.
+        device: where the values are wanted.
+        wait: called before a message is read; returns when there is one.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        round: Round,
+        device: torch.device,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._wire = wire
+        self._round = round
+        self._device = device
+        self._wait = wait
+        self._slots: dict[int, Segment] = {}
+        self._layouts: dict[int, Layout] = {}
+
+    def get(self) -> Values:
+        """The next values; waits for them.
+
+        Raises:
+            Gone: the other process is gone.
+            Exception: what `wait` raises.
+        """
+        while True:
+            self._wait()
+            message = self._wire.receive()
+            values, _ = self.opened(message)
+            if message.round >= self._round():
+                return values
+
+    def opened(self, message: Message) -> tuple[Values, bytes]:
+        """The values that a message speaks of, and its payload. Every message must be opened."""
+        plain, payload = b"", b""
+        if message.payload:
+            layout, plain, payload = pickle.loads(message.payload)
+            if layout is not None:
+                self._layouts[message.layout] = layout
+        if message.fd >= 0:
+            self._slots[message.slot] = Segment(message.size, message.fd)
+        values: list[Any] = [None] * len(self._layouts[message.layout])
+        remaining = iter(pickle.loads(plain)) if plain else iter(())
+        base = self._slots[message.slot].borrow() if message.slot >= 0 else None
+        for k, place in enumerate(self._layouts[message.layout]):
+            if isinstance(place, Place):
+                values[k] = self._arrived(place, base)
+            elif place is not None:
+                values[k] = next(remaining)
+        return tuple(values), payload
+
+    def _arrived(self, place: Place, base: torch.Tensor | None) -> torch.Tensor:
+        if base is None:
+            tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        else:
+            tensor = place.of(base)
+        return tensor.to(self._device).requires_grad_(place.requires_grad)
+
+
+def laid_out(values: Sequence[Any]) -> tuple[Layout, int]:
+    """Where values go in a slot, and how many bytes that takes."""
+    layout: list[Place | str | None] = []
+    size = 0
+    for value in values:
+        if isinstance(value, torch.Tensor) and is_plain(value):
+            place = place_of(value, size)
+            size = place.end
+            layout.append(place)
+        else:
+            layout.append(None if value is None else _PLAIN)
+    return tuple(layout), size
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but elements in memory, which can be copied."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not tensor.is_quantized
+    )
+
+
+class Sink:
+    """The earlier stage's end of a link to another process.
+
+    Args:
+        out: takes the values.
+        back: gives their gradients.
+    """
+
+    def __init__(self, out: Sender, back: Receiver) -> None:
+        self._out = out
+        self._back = back
+
+    def send(self, microbatch: int, results: Values) -> Roots:
+        """Copy a micro-batch's values to the other process."""
+        self._out.put(results)
+        return edges(results)
+
+    def receive_gradients(self, microbatch: int) -> Gradients:
+        """The next micro-batch's gradients; waits for them."""
+        return self._back.get()
+
+
+class Source:
+    """The later stage's end of a link to another process.
+
+    Args:
+        come: gives the values.
+        back: takes their gradients.
+    """
+
+    def __init__(self, come: Receiver, back: Sender) -> None:
+        self._come = come
+        self._back = back
+
+    def receive(self, microbatch: int) -> Values:
+        """The next micro-batch's values; waits for them."""
+        return self._come.get()
+
+    def send_gradients(self, microbatch: int, gradients: Gradients) -> None:
+        """Copy the gradients of a micro-batch's values to the other process."""
+        self._back.put(gradients)

@@ -1,0 +1,107 @@
+"""The life of a worker process: it takes jobs from the driver until the driver is gone."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.workers.site import Site
+
+JOB, ABORT, GRANT = range(3)
+"""What the driver sends: work; that a round is given up; a file descriptor for later jobs."""
+
+VALUE, ERROR = range(2)
+"""What a worker sends: what its job returned, or raised."""
+
+COMMAND = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "from penstock.workers.child import main; main(*{arguments!r})"
+)
+"""What the interpreter of a worker is told to run."""
+
+
+def main(worker: int, workers: int, control: int, lifeline: int, board: int, dump: int) -> None:
+    """Serve the driver, until it closes the socket.
+
+    Args:
+        worker: the number of this one.
+        workers: how many there are.
+        control: the file descriptor of the socket to the driver.
+        lifeline: of a pipe that closes when the driver is gone.
+        board: of the memory where every worker says what it is doing.
+        dump: of a file for the stack, which is written there on SIGUSR1.
+    """
+    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=dump)
+    from penstock.links.segment import Segment
+    from penstock.links.wire import Gone, Wire
+    from penstock.workers.site import Site
+
+    position = Segment(8 * workers, board).integers()[worker : worker + 1]
+    site = Site(worker, Wire(socket.socket(fileno=control)), position)
+    try:
+        while True:
+            _serve(site)
+    except Gone:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # whatever the user's modules have started does not hold it up
+
+
+def _follow(lifeline: int) -> None:
+    """End this process when the driver has ended, however busy it is."""
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+def _serve(site: Site) -> None:
+    """Do the next job, and report."""
+    job = site.next_job()
+    try:
+        value, kind = job(site), VALUE
+    except BaseException as error:
+        value, kind = _portable(error), ERROR
+        del error
+    del job
+    site.report(kind, value)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The exception, so that it can be pickled; its traceback is a note."""
+    import traceback
+
+    from penstock.errors import WorkerError
+    from penstock.links.local import Aborted
+
+    if isinstance(error, Aborted):
+        return Aborted()
+    text = "".join(traceback.format_exception(error.__cause__ or error)).rstrip()
+    found = _pickled(error)
+    if found is None and isinstance(error, WorkerError):
+        stand_in = _stand_in(error.__cause__ or error)
+        found = WorkerError(error.stage, error.microbatch, error.action, stand_in)
+    found = found or _stand_in(error)
+    found.add_note(f"In the worker's process:\n{text}")
+    return found
+
+
+def _pickled(error: BaseException) -> Any:
+    """The exception as it arrives elsewhere; `None` if it does not."""
+    import pickle
+
+    import cloudpickle
+
+    try:
+        return pickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return None
+
+
+def _stand_in(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,162 @@
+"""Who runs the stages: the same few orders, whatever kind of worker takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.engine.backup import Backup
+from penstock.engine.orders import Order, Outcome
+from penstock.links.local import LocalLink
+from penstock.plan import Plan
+from penstock.workers.assembly import Assembly, doing
+from penstock.workers.optimizing import Groups, LocalParts, Parts
+from penstock.workers.rounds import Round
+from penstock.workers.threads import ThreadWorkers
+from penstock.workers.ways import Holdings, NewWay
+
+
+class Crew(Protocol):
+    """The workers of a pipeline, with their stages and the links between them.
+
+    Attributes:
+        holdings: the tensors that their stages use.
+    """
+
+    holdings: Holdings
+
+    def add(self, way: NewWay) -> None:
+        """Let the stages know one more way through the model."""
+
+    def start(self, order: Order) -> Any:
+        """Tell all workers to run a pass, after those that were started before it.
+
+        Returns:
+            a ticket for `finish`.
+
+        Raises:
+            ClosedError: they were dismissed.
+        """
+
+    def finish(self, ticket: Any) -> Outcome:
+        """Wait for a pass. If it fails, all that were started are given up, and undone.
+
+        Raises:
+            WorkerError: a stage or the loss failed.
+            WorkerTimeout: it took too long; the crew is closed.
+        """
+
+    def forget(self, training: bool, number: int) -> None:
+        """Let go of what stages hold of this batch; may be called from any thread."""
+
+    def optimizer(
+        self,
+        kind: type[Optimizer],
+        groups: Groups,
+        options: Mapping[str, Any],
+        owners: Sequence[Sequence[nn.Parameter]],
+    ) -> Parts:
+        """An optimizer whose parts are where the parameters are."""
+
+    def close(self) -> None:
+        """Dismiss the workers, and wait until they are gone."""
+
+
+class ThreadCrew:
+    """Thread workers of this process: all on the user's own parameters.
+
+    Args:
+        plan: what they run.
+        devices: of the workers.
+        threads: intra-op threads of each CPU worker.
+        timeout: seconds that a pass may take.
+    """
+
+    def __init__(
+        self, plan: Plan, devices: Sequence[torch.device], threads: int, timeout: float
+    ) -> None:
+        self._plan = plan
+        self._devices = devices
+        self._timeout = timeout
+        self.holdings = Holdings(plan.placement)
+        homes = [devices[worker] for worker in plan.placement]
+        self._links = {k: LocalLink(a, b) for k, (a, b) in enumerate(pairwise(homes))}
+        self._assemblies: dict[bool, Assembly] = {}
+        self._positions = [[0] for _ in devices]
+        self._backups: dict[tuple[int, int], Backup] = {}
+        self._workers = ThreadWorkers(devices, threads, self._abort, self._reset, self._doing)
+
+    def add(self, way: NewWay) -> None:
+        """Let the stages know one more way through the model."""
+        if way.training not in self._assemblies:
+            assembly = Assembly(self._plan, self._devices, self._links, range(len(self._devices)))
+            self._assemblies[way.training] = assembly
+        self._assemblies[way.training].add(way)
+        self.holdings.add(way)
+
+    def start(self, order: Order) -> tuple[Order, Round]:
+        """Tell all workers to run a pass."""
+        jobs = [partial(self._pass, worker, order) for worker in range(len(self._devices))]
+        return order, self._workers.start(jobs)
+
+    def _pass(self, worker: int, order: Order) -> Outcome:
+        """One worker's part, in its thread."""
+        backward = order.what in ("train", "backward")
+        self._backups[order.number, worker] = self.holdings.backup(worker, backward)
+        assembly = self._assemblies[order.training]
+        return assembly.run(worker, order, self._positions[worker])
+
+    def finish(self, ticket: tuple[Order, Round]) -> Outcome:
+        """Wait for a pass."""
+        order, current = ticket
+        try:
+            parts = self._workers.finish(current, self._timeout)
+        except BaseException:
+            for number in sorted(self._backups, reverse=True):  # the oldest last
+                self._backups[number].restore()
+            self._backups.clear()
+            for assembly in self._assemblies.values():
+                assembly.clear()
+            raise
+        for worker in range(len(self._devices)):
+            del self._backups[order.number, worker]
+        return Outcome.of(parts)
+
+    def forget(self, training: bool, number: int) -> None:
+        """Let go of what stages hold of this batch."""
+        self._assemblies[training].forget(number)
+
+    def optimizer(
+        self,
+        kind: type[Optimizer],
+        groups: Groups,
+        options: Mapping[str, Any],
+        owners: Sequence[Sequence[nn.Parameter]],
+    ) -> Parts:
+        """An optimizer whose parts share its state."""
+        return LocalParts(kind, groups, options, owners, self._run)
+
+    def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+        return self._workers.run(jobs, self._timeout)
+
+    def close(self) -> None:
+        """Dismiss the workers."""
+        self._workers.close()
+        self._workers.join(5.0)
+
+    def _abort(self) -> None:
+        for link in self._links.values():
+            link.abort()
+
+    def _reset(self) -> None:
+        for link in self._links.values():
+            link.reset()
+
+    def _doing(self, worker: int) -> str:
+        return doing(self._positions[worker][0])

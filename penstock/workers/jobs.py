@@ -1,0 +1,249 @@
+"""What a driver has its worker processes do. Each job is data, and is called with the `Site`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from penstock.cores import use_threads
+from penstock.engine.allocator import keep_freed_memory
+from penstock.engine.orders import Order, Outcome
+from penstock.links.local import LocalLink
+from penstock.links.shared_memory import Sink, Source
+from penstock.links.wire import Wire
+from penstock.plan import Plan
+from penstock.workers.assembly import Assembly
+from penstock.workers.optimizing import use_settings
+from penstock.workers.shared_model import Gradients, Package
+from penstock.workers.site import CPU, Site
+
+End = tuple[Literal["sink", "source", "local"], int]
+"""Which end of a link a worker has, and the number of its socket."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What of torch's settings is process-wide, and changes what is computed.
+
+    Attributes:
+        threads: intra-op threads.
+        keep_freed_memory: see `penstock.engine.allocator`.
+        dtype: the default.
+        precision: of float32 matrix products.
+        deterministic: whether only deterministic algorithms are used, and whether others warn.
+        mkldnn: whether oneDNN is used.
+    """
+
+    threads: int
+    keep_freed_memory: bool
+    dtype: torch.dtype
+    precision: str
+    deterministic: tuple[bool, bool]
+    mkldnn: bool
+
+    @classmethod
+    def here(cls, threads: int, keep_freed_memory: bool) -> Modes:
+        """Those of this process."""
+        deterministic = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        return cls(
+            threads,
+            keep_freed_memory,
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            deterministic,
+            bool(torch.backends.mkldnn.enabled),
+        )
+
+    def __call__(self, site: Site) -> None:
+        """Have them here, too."""
+        use_threads(self.threads)
+        if self.keep_freed_memory:
+            keep_freed_memory()
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.precision)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        torch.backends.mkldnn.set_flags(self.mkldnn)
+
+
+@dataclass(frozen=True)
+class Build:
+    """Have the ends of links, and stages for both modes, as yet without any way.
+
+    Attributes:
+        plan: whose stages.
+        workers: how many there are.
+        ends: of links that this worker has, by the stage before them.
+    """
+
+    plan: Plan
+    workers: int
+    ends: Mapping[int, End]
+
+    def __call__(self, site: Site) -> None:
+        """Build them; whatever was here before is gone."""
+        site.empty()
+        links: dict[int, Any] = {}
+        for k, (kind, grant) in self.ends.items():
+            if kind == "local":
+                links[k] = LocalLink(CPU, CPU)
+                continue
+            sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(grant))))
+            links[k] = Sink(sender, receiver) if kind == "sink" else Source(receiver, sender)
+        site.links = links
+        devices = [CPU] * self.workers
+        for training in (True, False):
+            site.assemblies[training] = Assembly(self.plan, devices, links, [site.worker])
+
+
+@dataclass(frozen=True)
+class AddWay:
+    """Let the stages know one more way through the model.
+
+    Attributes:
+        package: tensors that it needs and the worker does not have.
+        way: a `NewWay`, and the user's modules that come with it, packed.
+    """
+
+    package: Package | None
+    way: bytes
+
+    def __call__(self, site: Site) -> None:
+        """Unpack it."""
+        take_package(site, self.package)
+        way, modules = site.inbox.unpack(self.way)
+        site.modules += modules
+        site.assemblies[way.training].add(way)
+
+
+def take_package(site: Site, package: Package | None) -> None:
+    """Map the tensors of a package."""
+    if package is None:
+        return
+    segment = site.segment(package.grant, package.size)
+    places = [shared.place for shared in package.tensors]
+    for shared, memory in zip(package.tensors, segment.tensors(places), strict=True):
+        site.tensors[shared.number] = shared.tensor(memory)
+    site.slots.clear()
+
+
+@dataclass(frozen=True)
+class RunPass:
+    """Run a pass.
+
+    Attributes:
+        order: this worker's part of it.
+        gradients: of the parameters; `None` if there will be none.
+        training: for every module whether it is in training mode, if that has changed.
+        forgotten: modes and numbers of batches that will not come back.
+    """
+
+    order: Order
+    gradients: Gradients | None
+    training: Sequence[bool] | None
+    forgotten: Sequence[tuple[bool, int]]
+
+    def __call__(self, site: Site) -> tuple[Outcome, list[int]]:
+        """What has come of it, and which parameters have gradients now."""
+        for mode, number in self.forgotten:
+            site.assemblies[mode].forget(number)
+        if self.training is not None:
+            for module, training in zip(site.modules, self.training, strict=True):
+                module.training = training
+        if self.gradients is not None:
+            site.begin(self.gradients)
+        assembly = site.assemblies[self.order.training]
+        try:
+            outcome = assembly.run(site.worker, self.order, site.position)
+        except BaseException:
+            assembly.clear()
+            site.clear()
+            raise
+        backward = self.order.what in ("train", "backward")
+        return outcome, site.end() if backward else []
+
+
+@dataclass(frozen=True)
+class MakePart:
+    """Have this worker's part of an optimizer.
+
+    Attributes:
+        number: of the optimizer.
+        package: tensors that it needs and the worker does not have.
+        part: the optimizer's class, groups and options, packed.
+    """
+
+    number: int
+    package: Package | None
+    part: bytes
+
+    def __call__(self, site: Site) -> None:
+        """Make it."""
+        take_package(site, self.package)
+        kind, groups, options = site.inbox.unpack(self.part)
+        site.optimizers[self.number] = kind(groups, **options)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Update this worker's parameters.
+
+    Attributes:
+        number: of the optimizer.
+        settings: of its groups.
+        gradients: of the parameters.
+    """
+
+    number: int
+    settings: Sequence[Mapping[str, Any]]
+    gradients: Gradients
+
+    def __call__(self, site: Site) -> None:
+        """Do it."""
+        part = site.optimizers[self.number]
+        use_settings(part, self.settings)
+        site.begin(self.gradients)
+        part.step()
+
+
+@dataclass(frozen=True)
+class FetchState:
+    """What this worker's part of an optimizer remembers, by the numbers of parameters."""
+
+    number: int
+
+    def __call__(self, site: Site) -> dict[int, Any]:
+        """Give it."""
+        numbers = {id(tensor): number for number, tensor in site.tensors.items()}
+        state = site.optimizers[self.number].state
+        return {numbers[id(parameter)]: value for parameter, value in state.items()}
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """Let this worker's part of an optimizer remember something else.
+
+    Attributes:
+        number: of the optimizer.
+        state: by the numbers of parameters.
+    """
+
+    number: int
+    state: Mapping[int, Mapping[str, Any]]
+
+    def __call__(self, site: Site) -> None:
+        """Copy it, as it came in memory that is only lent."""
+        part = site.optimizers[self.number]
+        part.state.clear()
+        for number, values in self.state.items():
+            part.state[site.tensors[number]] = {k: _owned(v) for k, v in values.items()}
+
+
+def _owned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

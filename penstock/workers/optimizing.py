@@ -1,0 +1,89 @@
+"""An optimizer in parts: each worker updates the parameters that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+Groups = Sequence[Mapping[str, Any]]
+State = dict[torch.Tensor, Any]
+
+
+class Parts(Protocol):
+    """The parts of one optimizer, wherever they are."""
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Update every parameter, with the settings that these groups have now."""
+
+    def fetch(self, state: State) -> None:
+        """Bring what the parts remember into `state`."""
+
+    def load(self, state: State) -> None:
+        """Let the parts remember what is in `state`."""
+
+
+class LocalParts:
+    """Parts in this process, which share the optimizer's own state.
+
+    Args:
+        kind: the optimizer's class.
+        groups: the parameter groups.
+        options: arguments of `kind`.
+        owners: for every worker the parameters that it owns.
+        run: runs one job on each worker.
+    """
+
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        groups: Groups,
+        options: Mapping[str, Any],
+        owners: Sequence[Sequence[nn.Parameter]],
+        run: Callable[[Sequence[Callable[[], Any]]], Any],
+    ) -> None:
+        self._parts = [part_of(kind, groups, options, owned) for owned in owners]
+        self._run = run
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Update every parameter."""
+        for part in self._parts:
+            part.state = state  # type: ignore[assignment]
+            use_settings(part, settings_of(groups))
+        self._run([part.step for part in self._parts])
+
+    def fetch(self, state: State) -> None:
+        """It is there already."""
+
+    def load(self, state: State) -> None:
+        """It comes with the next step."""
+
+
+def part_of(
+    kind: type[Optimizer],
+    groups: Groups,
+    options: Mapping[str, Any],
+    owned: Sequence[torch.Tensor],
+) -> Optimizer:
+    """The optimizer of one worker: the same groups, with just the parameters it owns."""
+    return kind(own_groups(groups, owned), **options)
+
+
+def own_groups(groups: Groups, owned: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """The groups, with just these parameters."""
+    mine = {id(p) for p in owned}
+    return [{**group, "params": [p for p in group["params"] if id(p) in mine]} for group in groups]
+
+
+def settings_of(groups: Groups) -> list[dict[str, Any]]:
+    """What the groups say, apart from which parameters are in them."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def use_settings(part: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Let a part's groups say the same."""
+    for own, shared in zip(part.param_groups, settings, strict=True):
+        own.update(shared)

@@ -1,0 +1,244 @@
+"""A crew of worker processes: the driver keeps the model, and each of them has its stages of it."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.engine.backup import Backup
+from penstock.engine.orders import Order, Outcome
+from penstock.errors import InputError
+from penstock.links.parcel import Outbox
+from penstock.plan import Plan
+from penstock.workers.jobs import (
+    AddWay,
+    Build,
+    End,
+    FetchState,
+    LoadState,
+    MakePart,
+    Modes,
+    RunPass,
+    Step,
+)
+from penstock.workers.optimizing import Groups, Parts, State, own_groups, settings_of
+from penstock.workers.processes import ProcessWorkers
+from penstock.workers.rounds import Round
+from penstock.workers.shared_model import SharedModel
+from penstock.workers.ways import Holdings, NewWay
+
+_BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
+
+
+class ProcessCrew:
+    """Worker processes of this machine; the driver has no stage.
+
+    Args:
+        plan: what they run.
+        model: whose stages; its tensors are moved to shared memory.
+        threads: intra-op threads of each worker.
+        timeout: seconds that a pass may take.
+        allocator_kept: whether the workers keep freed memory.
+    """
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, threads: int, timeout: float, allocator_kept: bool
+    ) -> None:
+        count = len(plan.devices)
+        self.holdings = Holdings(plan.placement)
+        self._plan = plan
+        self._count = count
+        self._timeout = timeout
+        self._workers = ProcessWorkers(count, lambda: None)
+        self._shared = SharedModel([partial(self._workers.grant, w) for w in range(count)])
+        self._outboxes = [Outbox(partial(self._shared.number, w)) for w in range(count)]
+        self._known = {id(module) for module in model.modules()}
+        self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
+        self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
+        self._backups: dict[int, list[Backup]] = {}
+        self._forgotten: deque[tuple[bool, int]] = deque()
+        self._optimizers = 0
+        try:
+            self._build(Modes.here(threads, allocator_kept))
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, modes: Modes) -> None:
+        ends: list[dict[int, End]] = [{} for _ in range(self._count)]
+        for k, (one, other) in enumerate(pairwise(self._plan.placement)):
+            if one == other:
+                ends[one][k] = "local", 0
+                continue
+            here, there = socket.socketpair()
+            with here, there:
+                ends[one][k] = "sink", self._workers.grant(one, here.fileno())
+                ends[other][k] = "source", self._workers.grant(other, there.fileno())
+        self._workers.run([modes] * self._count, _BUILD_TIMEOUT)
+        jobs = [Build(self._plan, self._count, own) for own in ends]
+        self._workers.run(jobs, self._timeout)
+
+    def add(self, way: NewWay) -> None:
+        """Let the stages know one more way through the model."""
+        self.holdings.add(way)
+        self._workers.run([self._way(w, way) for w in range(self._count)], self._timeout)
+
+    def _way(self, worker: int, way: NewWay) -> AddWay:
+        tensors = (*self.holdings.parameters[worker], *self.holdings.buffers[worker])
+        package = self._shared.share(worker, tensors)
+        placement = self._plan.placement
+        stages = {k: spans for k, spans in way.stages.items() if placement[k] == worker}
+        known = {id(module) for module in self._modules[worker]}
+        modules = [
+            m for m in _modules(stages.values()) if id(m) in self._known and id(m) not in known
+        ]
+        self._modules[worker] += modules
+        part = NewWay(way.training, stages, way.ending)
+        try:
+            return AddWay(package, self._outboxes[worker].pack((part, modules)))
+        except Exception as error:
+            raise InputError(
+                f"the stages of worker {worker} cannot be sent to its process: "
+                f'{type(error).__name__}: {error}. Use workers="threads"'
+            ) from error
+
+    # -- passes ---------------------------------------------------------------------------
+
+    def start(self, order: Order) -> tuple[Order, Round]:
+        """Tell all workers to run a pass."""
+        if order.loss is not None:
+            _check_loss(order.loss.function)
+        backward = order.what in ("train", "backward")
+        workers = range(self._count)
+        self._backups[order.number] = [self.holdings.backup(w, backward) for w in workers]
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        return order, self._workers.start([self._pass(w, order, forgotten) for w in workers])
+
+    def _pass(self, worker: int, order: Order, forgotten: Any) -> RunPass:
+        placement = self._plan.placement
+        gradients = None if order.what == "infer" else self._shared.before(worker)
+        training: tuple[bool, ...] | None = tuple(m.training for m in self._modules[worker])
+        if training == self._training[worker]:
+            training = None
+        else:
+            self._training[worker] = training or ()
+        part = order.part(placement[0] == worker, placement[-1] == worker)
+        return RunPass(part, gradients, training, forgotten)
+
+    def finish(self, ticket: tuple[Order, Round]) -> Outcome:
+        """Wait for a pass."""
+        order, current = ticket
+        try:
+            parts = self._workers.finish(current, self._timeout)
+        except BaseException:
+            for number in sorted(self._backups, reverse=True):  # the oldest last
+                for backup in self._backups[number]:
+                    backup.restore()
+            self._backups.clear()
+            raise
+        del self._backups[order.number]
+        if order.what in ("train", "backward"):
+            for worker, (_, present) in enumerate(parts):
+                self._shared.after(worker, present)
+        return Outcome.of([outcome for outcome, _ in parts])
+
+    def forget(self, training: bool, number: int) -> None:
+        """Let go of what stages hold of this batch, with the next pass."""
+        self._forgotten.append((training, number))
+
+    # -- optimizers -----------------------------------------------------------------------
+
+    def optimizer(
+        self,
+        kind: type[Optimizer],
+        groups: Groups,
+        options: Mapping[str, Any],
+        owners: Sequence[Sequence[nn.Parameter]],
+    ) -> Parts:
+        """An optimizer whose parts are in the workers."""
+        number, self._optimizers = self._optimizers, self._optimizers + 1
+        jobs = []
+        for worker, owned in enumerate(owners):
+            package = self._shared.share(worker, owned)
+            own = own_groups(groups, owned)
+            packed = self._outboxes[worker].pack((kind, own, dict(options)))
+            jobs.append(MakePart(number, package, packed))
+        self._workers.run(jobs, self._timeout)
+        return _RemoteParts(number, owners, self._shared, self._run)
+
+    def _run(self, jobs: Sequence[Callable[..., Any]]) -> list[Any]:
+        return self._workers.run(jobs, self._timeout)
+
+    def close(self) -> None:
+        """Dismiss the workers, and wait until they are gone."""
+        self._workers.close()
+
+
+class _RemoteParts:
+    """The parts of an optimizer that are in worker processes."""
+
+    def __init__(
+        self,
+        number: int,
+        owners: Sequence[Sequence[nn.Parameter]],
+        shared: SharedModel,
+        run: Callable[[Sequence[Callable[..., Any]]], list[Any]],
+    ) -> None:
+        self._number = number
+        self._owners = owners
+        self._shared = shared
+        self._run = run
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Update every parameter."""
+        settings, workers = settings_of(groups), range(len(self._owners))
+        self._run([Step(self._number, settings, self._shared.before(w)) for w in workers])
+
+    def fetch(self, state: State) -> None:
+        """Bring what the parts remember here."""
+        state.clear()
+        parts = self._run([FetchState(self._number)] * len(self._owners))
+        for worker, (owned, found) in enumerate(zip(self._owners, parts, strict=True)):
+            for parameter in owned:
+                number = self._shared.number(worker, parameter)
+                if number in found:
+                    state[parameter] = found[number]
+
+    def load(self, state: State) -> None:
+        """Let the parts remember what is in `state`."""
+        jobs = []
+        for worker, owned in enumerate(self._owners):
+            own = {self._shared.number(worker, p): state[p] for p in owned if p in state}
+            jobs.append(LoadState(self._number, own))  # type: ignore[arg-type]
+        self._run(jobs)
+
+
+def _modules(stages: Any) -> list[nn.Module]:
+    """All modules of these stages."""
+    found: dict[int, nn.Module] = {}
+    for stage in stages:
+        for span in stage.spans:
+            if isinstance(span.module, nn.Module):
+                found.update({id(m): m for m in span.module.modules()})
+    return list(found.values())
+
+
+def _check_loss(function: Any) -> None:
+    """Raise if the loss has parameters, which a worker process would have a copy of.
+
+    Raises:
+        InputError: it has.
+    """
+    if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
+        raise InputError(
+            f"the loss function {type(function).__name__} has parameters of its own, whose "
+            "gradients would be left in a worker's process. Make it a part of the model, or use "
+            'workers="threads"'
+        )

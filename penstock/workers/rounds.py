@@ -1,0 +1,195 @@
+"""Jobs for all workers at once, and what becomes of them, whatever kind of worker does them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from penstock.errors import ClosedError, WorkerTimeout
+from penstock.links.local import Aborted
+
+Job = Callable[..., Any]
+
+
+class Late(Exception):  # noqa: N818 - never reaches a user: WorkerTimeout does
+    """No worker reported in time."""
+
+
+class Result(NamedTuple):
+    """What one worker's job returned, or raised."""
+
+    value: Any
+    error: BaseException | None
+
+
+class Round:
+    """One job for each worker, and what has become of them so far.
+
+    Attributes:
+        number: rounds are counted from 0.
+        given: the workers that have their job.
+        results: of the workers that are done.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.given: set[int] = set()
+        self.results: dict[int, Result] = {}
+
+    @property
+    def waits_for(self) -> list[int]:
+        """The workers that are not done."""
+        return sorted(self.given - self.results.keys())
+
+    def failures(self) -> list[BaseException]:
+        """What was raised, the workers that were merely told to stop last."""
+        errors = [r.error for r in list(self.results.values()) if r.error is not None]
+        return sorted(errors, key=lambda error: isinstance(error, Aborted))
+
+
+class Workers(ABC):
+    """Workers that take one job after the other, all of them at the same time.
+
+    Args:
+        count: how many.
+        grace: seconds that they have to stop when a round is given up.
+        reset: called when all have stopped after that, before the next jobs.
+    """
+
+    def __init__(self, count: int, grace: float, reset: Callable[[], None]) -> None:
+        self._count = count
+        self._grace = grace
+        self._reset = reset
+        self._rounds = 0
+        self._open: list[Round] = []
+        self._closed_because: str | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def run(self, jobs: Sequence[Job], timeout: float | None = None) -> list[Any]:
+        """Run one job on each worker at the same time, and wait for all of them; see `finish`."""
+        return self.finish(self.start(jobs), timeout)
+
+    def start(self, jobs: Sequence[Job]) -> Round:
+        """Give each worker one more job, after those that it has.
+
+        Raises:
+            ClosedError: the workers were closed.
+        """
+        if self._closed_because:
+            raise ClosedError(f"the pipeline is closed: {self._closed_because}")
+        current = self._round(self._rounds)
+        self._rounds += 1
+        self._open.append(current)
+        try:
+            for worker, job in enumerate(jobs):
+                current.given.add(worker)
+                self._give(worker, job, current)
+        except BaseException as interruption:  # the user's Ctrl-C, or a job that cannot be sent
+            self._give_up(interruption)
+            raise
+        return current
+
+    def finish(self, current: Round, timeout: float | None = None) -> list[Any]:
+        """Wait for the jobs of a round.
+
+        Returns:
+            the results, by worker.
+
+        Raises:
+            WorkerTimeout: one did not finish within `timeout` seconds; the workers are closed.
+            Exception: what the first job that failed raised. All the others have stopped, those
+                of rounds that were started after it as well, and the workers can be used again,
+                unless one is gone.
+        """
+        if current not in self._open:
+            raise ClosedError("a pass that was started with this one has failed")
+        try:
+            self._collect([current], timeout)
+        except BaseException as interruption:  # a timeout, or the user's Ctrl-C
+            self._give_up(interruption)
+            raise
+        failures = current.failures()
+        if failures:
+            self._give_up(failures[0])
+            raise failures[0]
+        self._open.remove(current)
+        return [current.results[worker].value for worker in range(self._count)]
+
+    def _collect(self, rounds: Sequence[Round], timeout: float | None) -> None:
+        """Wait until every worker has done its jobs; at the first failure wake the others."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for current in rounds:
+            while current.waits_for:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                try:
+                    self._await_report(current, left)
+                except Late:
+                    raise WorkerTimeout(self._late(current, timeout or 0.0)) from None
+                if current.failures():
+                    self._abort()
+
+    def _late(self, current: Round, timeout: float) -> str:
+        late = current.waits_for
+        details = [f"worker {worker} is {self._describe(worker)}" for worker in late]
+        return "\n".join(
+            [
+                f"worker {', '.join(map(str, late))} did not finish within {timeout:.0f} s; "
+                "give Pipeline a larger timeout= if its work takes longer than that",
+                *details,
+            ]
+        )
+
+    def _give_up(self, why: BaseException) -> None:
+        """Wake everybody and wait a little; what still runs then closes the workers."""
+        rounds, self._open = self._open, []
+        try:
+            self._abort()
+            self._collect(rounds, self._grace)
+        except WorkerTimeout:
+            self.close(f"a worker was still busy {self._grace:.0f} s after {type(why).__name__}")
+        except BaseException as again:  # an impatient user
+            self.close(f"{type(again).__name__} came while the workers were being stopped")
+            raise
+        else:
+            if broken := self._broken():
+                self.close(broken)
+            else:
+                self._reset()
+
+    def _broken(self) -> str | None:
+        """Why the workers cannot go on after a failure, if they cannot."""
+        return None
+
+    def close(self, why: str = "close() was called") -> None:
+        """Dismiss the workers."""
+        if self._closed_because is None:
+            self._closed_because = why
+            self._dismiss()
+
+    def _round(self, number: int) -> Round:
+        """A new round."""
+        return Round(number)
+
+    @abstractmethod
+    def _give(self, worker: int, job: Job, current: Round) -> None:
+        """Give a worker its job."""
+
+    @abstractmethod
+    def _await_report(self, current: Round, seconds: float | None) -> None:
+        """Wait until some worker reports, and note what it does; raises `Late` if none does."""
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Wake every worker that waits for another one."""
+
+    @abstractmethod
+    def _describe(self, worker: int) -> str:
+        """What a worker is doing, for the message of a timeout."""
+
+    @abstractmethod
+    def _dismiss(self) -> None:
+        """Let the workers go."""

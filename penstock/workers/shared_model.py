@@ -1,0 +1,198 @@
+"""A model whose tensors the driver shares with its worker processes.
+
+Every worker has the parameters and buffers of its stages in memory that it shares with the driver,
+whose own tensors are moved there. So what one changes, the other sees: an optimizer's step on the
+worker, `load_state_dict` and `clip_grad_norm_` on the driver. Gradients are put where the driver
+wants them at the end of each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.links.segment import Place, Segment, place_of
+from penstock.links.shared_memory import Slots
+
+Grant = Callable[[int], int]
+"""Sends a worker a file descriptor; returns the number under which it has it."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tensor that a worker is given.
+
+    Attributes:
+        number: by which both sides know it.
+        place: where it is, in the segment that comes with it.
+        is_parameter: whether it is a parameter.
+        attributes: those that the user has set on it.
+        hooks: of its gradient: those that see it, and those that are called once it is added up.
+    """
+
+    number: int
+    place: Place
+    is_parameter: bool
+    attributes: dict[str, Any]
+    hooks: tuple[Sequence[Any], Sequence[Any]]
+
+    def tensor(self, memory: torch.Tensor) -> torch.Tensor:
+        """The worker's own tensor for this memory."""
+        if not self.is_parameter:
+            return memory.requires_grad_(self.place.requires_grad)
+        parameter = nn.Parameter(memory, self.place.requires_grad)
+        parameter.__dict__.update(self.attributes)
+        for hook in self.hooks[0]:
+            parameter.register_hook(hook)
+        for hook in self.hooks[1]:
+            parameter.register_post_accumulate_grad_hook(hook)
+        return parameter
+
+
+@dataclass(frozen=True)
+class Package:
+    """Tensors for a worker: the segment's number and size, and what is in it."""
+
+    grant: int
+    size: int
+    tensors: list[Shared]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a worker has to know of the gradients before a pass.
+
+    Attributes:
+        slot: the number of the segment for them.
+        news: that segment's grant and size, and the places in it, if it is new.
+        present: the numbers of the parameters that have a gradient now.
+        requires_grad: for every parameter, if that has changed.
+    """
+
+    slot: int = -1
+    news: tuple[int, int, list[Place]] | None = None
+    present: tuple[int, ...] = ()
+    requires_grad: tuple[bool, ...] | None = None
+
+
+@dataclass
+class _Part:
+    """What one worker has."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)  # of the parameters' gradients
+    size: int = 0  # of all gradients
+    slots: Slots = field(default_factory=Slots)
+    slot: int = -1
+    lent: list[torch.Tensor] = field(default_factory=list)  # the gradients in that slot
+    requires_grad: tuple[bool, ...] = ()
+
+
+class SharedModel:
+    """The driver's side.
+
+    Args:
+        grants: for every worker.
+    """
+
+    def __init__(self, grants: Sequence[Grant]) -> None:
+        self._grants = grants
+        self._parts = [_Part() for _ in grants]
+        self._owners: dict[int, tuple[int, int]] = {}  # by id: the worker, and its number there
+
+    def number(self, worker: int, tensor: Any) -> int | None:
+        """The number by which a worker knows a tensor."""
+        owner, number = self._owners.get(id(tensor), (None, None))
+        return number if owner == worker else None
+
+    def share(self, worker: int, tensors: Iterable[torch.Tensor]) -> Package | None:
+        """Move tensors to where a worker sees them; those that are there already stay.
+
+        Raises:
+            InputError: another worker has one, or one is not on the CPU.
+        """
+        part = self._parts[worker]
+        new = [t for t in tensors if self._owners.get(id(t), (-1, 0))[0] != worker]
+        if not new:
+            return None
+        for tensor in new:
+            self._check(tensor, worker)
+        places, size = _consecutive(new)
+        segment = Segment(size)
+        shared = []
+        for tensor, place, memory in zip(new, places, segment.tensors(places), strict=True):
+            memory.copy_(tensor.detach())
+            number = len(part.tensors)
+            shared.append(_described(number, tensor, place))
+            tensor.data = memory
+            part.tensors.append(tensor)
+            self._owners[id(tensor)] = worker, number
+        part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
+        part.places, part.size = _consecutive(part.parameters)
+        part.slot, part.lent, part.slots = -1, [], Slots()
+        return Package(self._grants[worker](segment.fd), size, shared)
+
+    def _check(self, tensor: torch.Tensor, worker: int) -> None:
+        if id(tensor) in self._owners:
+            raise InputError(
+                f"a parameter or buffer of shape {tuple(tensor.shape)} is used by workers "
+                f"{self._owners[id(tensor)][0]} and {worker}, on different ways through the "
+                'model; only workers="threads" can share it'
+            )
+        if tensor.device.type != "cpu":
+            raise InputError(
+                f'a parameter is on {tensor.device}; workers="processes" run on the CPU. Use '
+                'workers="threads" for several GPUs in one machine'
+            )
+
+    def before(self, worker: int) -> Gradients:
+        """Where the gradients of the next pass go, and what of them is there already."""
+        part = self._parts[worker]
+        present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
+        news = None
+        if not present or part.slot < 0:
+            part.lent = []  # nobody else may refer to them now, or they keep their memory
+            if part.size:
+                part.slot, segment, is_new = part.slots.lend(part.size)
+                base = segment.borrow()
+                part.lent = [place.of(base) for place in part.places]
+                if is_new:
+                    news = self._grants[worker](segment.fd), segment.size, part.places
+        for k in present:
+            gradient, slot = part.parameters[k].grad, part.lent[k]
+            if gradient is not slot and gradient is not None:
+                slot.copy_(gradient)
+                part.parameters[k].grad = slot
+        requires_grad = tuple(p.requires_grad for p in part.parameters)
+        changed = requires_grad != part.requires_grad
+        part.requires_grad = requires_grad
+        return Gradients(part.slot, news, present, requires_grad if changed else None)
+
+    def after(self, worker: int, present: Sequence[int]) -> None:
+        """Let the parameters have the gradients that the pass has left."""
+        part = self._parts[worker]
+        for k in present:
+            part.parameters[k].grad = part.lent[k]
+
+
+def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[Place], int]:
+    """Places for tensors, one behind the other."""
+    places, size = [], 0
+    for tensor in tensors:
+        place = place_of(tensor, size)
+        size = place.end
+        places.append(place)
+    return places, size
+
+
+def _described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    seen, added = (list(found.values()) if found else [] for found in hooks)
+    return Shared(number, place, is_parameter, dict(tensor.__dict__), (seen, added))

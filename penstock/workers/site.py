@@ -1,0 +1,196 @@
+"""What a worker process has: its stages, its tensors, its ends of the links."""
+
+from __future__ import annotations
+
+import select
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.errors import InputError
+from penstock.links.local import Aborted, LocalLink
+from penstock.links.parcel import Inbox, pack, unpack
+from penstock.links.segment import Segment
+from penstock.links.shared_memory import Receiver, Sender
+from penstock.links.wire import Wire, spin
+from penstock.workers.assembly import Assembly, Position
+from penstock.workers.child import ABORT, GRANT, JOB
+from penstock.workers.shared_model import Gradients
+
+CPU = torch.device("cpu")
+
+
+class Site:
+    """The process of one worker, from the inside. Jobs are called with it.
+
+    Args:
+        worker: its number.
+        wire: to the driver.
+        position: where it says what it is doing.
+
+    Attributes:
+        worker: its number.
+        position: where it says what it is doing.
+        assemblies: its stages, by mode.
+        tensors: parameters and buffers that it shares with the driver, by number.
+        links: its ends of them, by the stage before.
+        slots: memory for the gradients of all parameters, by number.
+        modules: the user's, in the order in which they came.
+        optimizers: its parts of them, by number.
+        inbox: unpacks stages; modules that several have in common are the same objects.
+    """
+
+    def __init__(self, worker: int, wire: Wire, position: Position) -> None:
+        self.worker = worker
+        self.position = position
+        self._round, self._given_up = 0, -1
+        self._control = wire
+        self._orders = Receiver(wire, self.round, CPU)
+        self._reports = Sender(wire, self.round)
+        self._jobs: deque[tuple[int, Callable[[Site], Any]]] = deque()
+        self._grants: dict[int, int] = {}
+        self.empty()
+
+    def empty(self) -> None:
+        """Have nothing, as at the beginning."""
+        self.assemblies: dict[bool, Assembly] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.links: dict[int, Any] = {}
+        self.slots: dict[int, list[torch.Tensor]] = {}
+        self.modules: list[nn.Module] = []
+        self.optimizers: dict[int, Optimizer] = {}
+        self.inbox = Inbox(self.tensors.__getitem__)
+        self._slot = -1
+
+    def round(self) -> int:
+        """The number of the jobs that run now."""
+        return self._round
+
+    def next_job(self) -> Callable[[Site], Any]:
+        """The next job that the driver gives; waits for it.
+
+        Raises:
+            Gone: the driver closed the socket.
+        """
+        while not self._jobs:
+            self._hear()
+        self._round, job = self._jobs.popleft()
+        return _give_up if self._round <= self._given_up else job
+
+    def _hear(self) -> None:
+        """Read one message of the driver."""
+        message = self._control.receive()
+        if message.kind == JOB:
+            tensors, payload = self._orders.opened(message)
+            self._jobs.append((message.round, _unpacked(payload, tensors)))
+        elif message.kind == ABORT:
+            self._given_up = message.round
+        elif message.kind == GRANT:
+            self._grants[message.slot] = message.fd
+
+    def report(self, kind: int, value: Any) -> None:
+        """Tell the driver what has come of the job."""
+        data, tensors = pack(value)
+        self._reports.put(tensors, kind, data)
+
+    def granted(self, number: int) -> int:
+        """The file descriptor that the driver sent under this number, to be used once."""
+        return self._grants.pop(number)
+
+    def segment(self, number: int, size: int) -> Segment:
+        """The memory whose file descriptor the driver sent under this number."""
+        return Segment(size, self.granted(number))
+
+    # -- gradients ------------------------------------------------------------------------
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [t for t in self.tensors.values() if isinstance(t, nn.Parameter)]
+
+    def begin(self, gradients: Gradients) -> None:
+        """Have the gradients that the driver has."""
+        self._slot = gradients.slot
+        if gradients.news is not None:
+            grant, size, places = gradients.news
+            self.slots[self._slot] = self.segment(grant, size).tensors(places)
+        parameters, slots = self._parameters(), self.slots.get(self._slot, [])
+        if gradients.requires_grad is not None:
+            for parameter, wanted in zip(parameters, gradients.requires_grad, strict=True):
+                parameter.requires_grad_(wanted)
+        for parameter in parameters:
+            parameter.grad = None
+        for k in gradients.present:
+            parameters[k].grad = slots[k]
+
+    def end(self) -> list[int]:
+        """Put the gradients where the driver sees them; which parameters have one.
+
+        Raises:
+            InputError: one is sparse.
+        """
+        present = []
+        for k, (parameter, slot) in enumerate(
+            zip(self._parameters(), self.slots.get(self._slot, []), strict=True)
+        ):
+            if parameter.grad is None:
+                continue
+            if parameter.grad is not slot:
+                if parameter.grad.layout is not torch.strided:
+                    raise InputError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, "
+                        'which only workers="threads" can have; use sparse=False'
+                    )
+                slot.copy_(parameter.grad)
+                parameter.grad = slot
+            present.append(k)
+        return present
+
+    def clear(self) -> None:
+        """Let go of the gradients of a pass that failed; the driver puts them back."""
+        for parameter in self._parameters():
+            parameter.grad = None
+        for link in self.links.values():
+            if isinstance(link, LocalLink):
+                link.reset()
+
+    # -- links ----------------------------------------------------------------------------
+
+    def ends(self, wire: Wire) -> tuple[Sender, Receiver]:
+        """A sender and a receiver for a wire to another worker."""
+        poller = select.poll()
+        for fd in (wire.fileno(), self._control.fileno()):
+            poller.register(fd, select.POLLIN)
+
+        def wait() -> None:
+            if wire.ready():
+                return
+            while True:
+                ready = {fd for fd, _ in spin(poller, None)}
+                if self._control.fileno() in ready:
+                    self._hear()
+                    if self._round <= self._given_up:
+                        raise Aborted
+                if wire.fileno() in ready:
+                    return
+
+        return Sender(wire, self.round), Receiver(wire, self.round, CPU, wait)
+
+
+def _give_up(site: Site) -> None:
+    raise Aborted
+
+
+def _unpacked(payload: bytes, tensors: Any) -> Callable[[Site], Any]:
+    """The job; or one that says why it cannot be unpacked."""
+    try:
+        job: Callable[[Site], Any] = unpack(payload, tensors)
+    except Exception as error:
+        failure = error
+
+        def job(site: Site) -> Any:
+            raise failure
+
+    return job

@@ -1,0 +1,210 @@
+"""The ways through a model, cut into spans of the stages of a plan: what workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
+from penstock.capture.halves import Deferral
+from penstock.capture.lowering import assemble
+from penstock.engine.backup import Backup
+from penstock.engine.microbatch import check_mergeable, merge_dim
+from penstock.engine.orders import Ending
+from penstock.engine.span import Span
+from penstock.engine.stage import MicroBatch
+from penstock.errors import InputError
+from penstock.plan import Plan
+
+
+@dataclass(frozen=True)
+class StageSpans:
+    """What a stage runs on one way through the model.
+
+    Attributes:
+        spans: in order, one at least.
+        deferral: where their modules leave the weight halves of backwards; the stage's own, the
+            same on every way.
+    """
+
+    spans: list[Span]
+    deferral: Deferral
+
+
+@dataclass(frozen=True)
+class NewWay:
+    """One more way through the model, for the workers.
+
+    Attributes:
+        training: in which mode.
+        stages: by number.
+        ending: how its results are put together.
+    """
+
+    training: bool
+    stages: dict[int, StageSpans]
+    ending: Ending
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way through the model.
+
+    Attributes:
+        trace: the recording that it is.
+        inputs: the values that enter the first stage, in order.
+        outputs: the values that leave the last one, in order.
+    """
+
+    trace: Trace
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def ending(self) -> Ending:
+        """How the last stage's values are put together."""
+        return Ending(self.outputs, self.trace.outputs, self.trace.output_structure)
+
+    def assemble(self, results: Sequence[Any], sizes: Sizes) -> Any:
+        """The model's result in its own structure, from the last stage's values."""
+        return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), sizes)
+
+    def gives_the_same(self, other: Way) -> bool:
+        """Whether both have the same results, apart from what is in them."""
+        if self is other:
+            return True
+        mine, theirs = (
+            (w.trace.output_structure, [_place(v, w.outputs) for v in w.trace.outputs])
+            for w in (self, other)
+        )
+        dims = [[merge_dim(w.trace, v) for v in w.outputs] for w in (self, other)]
+        return mine == theirs and dims[0] == dims[1]
+
+
+def _place(leaf: Any, outputs: Sequence[Value]) -> Any:
+    """Which of the results a leaf of the model's result is, or the constant that it is."""
+    return ("result", outputs.index(leaf)) if isinstance(leaf, (Ref, Attribute)) else leaf
+
+
+class Ways:
+    """The ways through the model that batches of one mode have taken so far.
+
+    Args:
+        program: what is run.
+        plan: how it is cut, and where its stages run.
+        devices: of the workers.
+        training: the mode.
+        announce: tells the workers of a way before it is first taken.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        training: bool,
+        announce: Callable[[NewWay], None],
+    ) -> None:
+        self.training = training
+        self._program = program
+        self._plan = plan
+        self._homes = [devices[worker] for worker in plan.placement]
+        self._announce = announce
+        self._deferrals = [Deferral() for _ in plan.stages]
+        self._ways: list[Way] = []
+        self._add(program.trace(training))
+
+    def __getitem__(self, number: int) -> Way:
+        return self._ways[number]
+
+    def taken(self, leaves: Sequence[Any]) -> int:
+        """The number of the way that a micro-batch with these input leaves takes."""
+        trace = self._program.trace_for(leaves, self.training)
+        for number, way in enumerate(self._ways):
+            if way.trace is trace:
+                return number
+        return self._add(trace)
+
+    def common(self, microbatches: Sequence[MicroBatch]) -> Way:
+        """The way of all micro-batches, as far as putting their results together is concerned.
+
+        Raises:
+            InputError: their results cannot be put together.
+        """
+        first, *others = (self._ways[way] for way in dict.fromkeys(m.way for m in microbatches))
+        check_mergeable(first.trace, first.outputs, len(microbatches))
+        if not all(first.gives_the_same(other) for other in others):
+            raise InputError(
+                "the micro-batches of this batch take different ways through the model, and their "
+                "results have different structures. Use train_step, or num_microbatches=1"
+            )
+        return first
+
+    def _add(self, trace: Trace) -> int:
+        """Cut one more way into spans, and let the workers know it."""
+        plan, program = self._plan, self._program
+        spans = [(number, *span) for number, s in enumerate(plan.stages) for span in s.spans]
+        parts = program.stages_of(
+            trace,
+            [start for _, start, _, _ in spans[1:]],
+            [self._homes[number] for number, *_ in spans],
+            [self._deferrals[number] for number, *_ in spans] if plan.splits_backward else None,
+        )
+        buffers = dict(program.model.named_buffers())
+        changed = {id(buffers[name]) for name in trace.changed}
+        stages = {k: StageSpans([], deferral) for k, deferral in enumerate(self._deferrals)}
+        for part, (number, _, _, recompute) in zip(parts, spans, strict=True):
+            module = part.module
+            changing = [b for b in module.buffers() if id(b) in changed]
+            stages[number].spans.append(Span(module, recompute, changing, part.overwritten))
+        way = Way(trace, parts[0].inputs, parts[-1].outputs)
+        self._announce(NewWay(self.training, stages, way.ending))
+        self._ways.append(way)
+        return len(self._ways) - 1
+
+
+class Holdings:
+    """The tensors that every worker's stages use.
+
+    Args:
+        placement: for every stage its worker.
+
+    Attributes:
+        parameters: of every worker.
+        buffers: of every worker.
+        changing: of every worker the buffers that a forward changes.
+    """
+
+    def __init__(self, placement: Sequence[int]) -> None:
+        workers = range(1 + max(placement))
+        self._placement = placement
+        self.parameters: list[list[nn.Parameter]] = [[] for _ in workers]
+        self.buffers: list[list[torch.Tensor]] = [[] for _ in workers]
+        self.changing: list[list[torch.Tensor]] = [[] for _ in workers]
+
+    def add(self, way: NewWay) -> None:
+        """Note what one more way uses."""
+        for index, stage in way.stages.items():
+            worker = self._placement[index]
+            for span in stage.spans:
+                _extend(self.changing[worker], span.changing)
+                if isinstance(span.module, nn.Module):
+                    _extend(self.parameters[worker], span.module.parameters())
+                    _extend(self.buffers[worker], span.module.buffers())
+
+    def backup(self, worker: int, backward: bool) -> Backup:
+        """What a pass of this worker may change, as it is now."""
+        return Backup(self.parameters[worker] if backward else (), self.changing[worker])
+
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def _extend(tensors: list[T], more: Iterable[T]) -> None:
+    """Add those that are not there yet."""
+    known = {id(tensor) for tensor in tensors}
+    tensors += [tensor for tensor in more if id(tensor) not in known]

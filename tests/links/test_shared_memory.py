@@ -1,0 +1,231 @@
+"""Values that cross to another process: every bit and stride, in memory that is reused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.links.parcel import Inbox, Outbox, pack, unpack
+from penstock.links.segment import Segment
+from penstock.links.shared_memory import Receiver, Sender, Sink, Source
+from penstock.links.wire import Gone, Message, Wire
+
+CPU = torch.device("cpu")
+
+
+class Ends:
+    """A sender and a receiver, as two processes have them."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair()
+        self.round = 0
+        self.wires = Wire(here), Wire(there)
+        self.sender = Sender(self.wires[0], lambda: self.round)
+        self.receiver = Receiver(self.wires[1], lambda: self.round, CPU)
+
+    def across(self, *values: Any) -> tuple[Any, ...]:
+        self.sender.put(values)
+        return self.receiver.get()
+
+
+@pytest.fixture
+def ends() -> Ends:
+    return Ends()
+
+
+def odd() -> list[torch.Tensor]:
+    """Tensors that are not simply contiguous."""
+    image = torch.randn(2, 3, 4, 5)
+    return [
+        torch.randn(3, 4),
+        torch.randn(4, 3).t(),
+        image.to(memory_format=torch.channels_last),
+        torch.randn(4, 1).expand(4, 6),
+        torch.randn(8, 8)[:, 2:4],
+        torch.randn(64)[3:20],
+        torch.arange(5),
+        torch.tensor(True),
+        torch.empty(0, 3),
+        torch.randn(3, dtype=torch.complex64),
+        torch.randn(7).to(torch.bfloat16),
+        torch.tensor(2.0),
+    ]
+
+
+@pytest.mark.parametrize("tensor", odd(), ids=lambda t: f"{tuple(t.shape)}-{t.dtype}")
+def test_a_tensor_arrives_as_it_was(ends: Ends, tensor: torch.Tensor) -> None:
+    (arrived,) = ends.across(tensor)
+    assert torch.equal(arrived, tensor)
+    assert arrived.dtype == tensor.dtype
+    if tensor.numel() and tensor.shape != (8, 2):
+        assert arrived.stride() == tensor.stride()
+        assert arrived.data_ptr() % 64 == tensor.data_ptr() % 64
+
+
+def test_what_is_mostly_gaps_is_packed(ends: Ends) -> None:
+    (arrived,) = ends.across(torch.randn(100, 100)[:, 0])
+    assert arrived.stride() == (1,)
+
+
+def test_none_and_plain_values(ends: Ends) -> None:
+    found = ends.across(None, "text", torch.ones(2), {"a": (1, 2.5)}, None)
+    assert found[:2] == (None, "text")
+    assert torch.equal(found[2], torch.ones(2))
+    assert found[3:] == ({"a": (1, 2.5)}, None)
+
+
+def test_requires_grad_arrives(ends: Ends) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    arrived = ends.across(weight, weight * 2, weight.detach())
+    assert [value.requires_grad for value in arrived] == [True, True, False]
+    assert all(type(value) is torch.Tensor for value in arrived)
+
+
+def test_a_slot_is_reused_once_nothing_refers_to_it(ends: Ends) -> None:
+    first = ends.across(torch.zeros(1000))[0]
+    view = first[10:20]
+    second = ends.across(torch.ones(1000))[0]
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(view, torch.zeros(10))
+    place = first.data_ptr()
+    del first
+    third = ends.across(torch.full((1000,), 3.0))[0]
+    assert third.data_ptr() not in (place, second.data_ptr())  # the view holds it
+    del view
+    gc.collect()
+    assert ends.across(torch.full((1000,), 4.0))[0].data_ptr() == place
+
+
+def test_the_backward_holds_a_slot(ends: Ends) -> None:
+    x = ends.across(torch.full((1000,), 2.0, requires_grad=True))[0]
+    y = (x * x).sum()
+    gradient = x.grad
+    place = x.data_ptr()
+    del x
+    other = ends.across(torch.zeros(1000))[0]
+    assert other.data_ptr() != place
+    y.backward()
+    assert gradient is None
+    del y
+    assert ends.across(torch.ones(1000))[0].data_ptr() == place
+
+
+def test_changing_one_value_in_place_is_not_noticed_by_autograd_in_another(ends: Ends) -> None:
+    a, b = ends.across(torch.ones(4), torch.full((4,), 3.0, requires_grad=True))
+    product = b * b
+    a.mul_(2)
+    product.sum().backward()
+    assert torch.equal(b.grad, torch.full((4,), 6.0))
+
+
+def test_a_steady_state_sends_no_layout(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Message] = []
+    send = Wire.send
+    monkeypatch.setattr(Wire, "send", lambda w, m, *a: (sent.append(m), send(w, m, *a))[1])
+    for _ in range(3):
+        ends.across(torch.ones(4, 4), None)
+    assert [bool(m.payload) for m in sent] == [True, False, False]
+    assert [m.fd >= 0 for m in sent] == [True, False, False]
+
+
+def test_messages_of_a_round_that_was_given_up_are_thrown_away(ends: Ends) -> None:
+    ends.sender.put((torch.zeros(10),))
+    ends.round = 1
+    assert torch.equal(ends.across(torch.ones(10))[0], torch.ones(10))
+    assert not any(slot.lent for slot in ends.sender._slots._slots[:1])
+
+
+def test_a_link_is_two_ends() -> None:
+    forward, back = Ends(), Ends()
+    sink = Sink(forward.sender, back.receiver)
+    source = Source(forward.receiver, back.sender)
+    x = torch.randn(3, requires_grad=True)
+    roots = sink.send(0, (x * 2, torch.ones(2)))
+    assert [root is not None for root in roots] == [True, False]
+    values = source.receive(0)
+    assert torch.equal(values[0], x * 2)
+    source.send_gradients(0, (torch.ones(3), None))
+    gradients = sink.receive_gradients(0)
+    assert torch.equal(gradients[0], torch.ones(3))  # type: ignore[arg-type]
+    assert gradients[1] is None
+
+
+def test_the_other_end_is_gone(ends: Ends) -> None:
+    ends.wires[0].close()
+    with pytest.raises(Gone):
+        ends.receiver.get()
+    with pytest.raises(Gone):
+        ends.wires[1].send(Message(0))
+
+
+def test_nobody_reads() -> None:
+    here, there = socket.socketpair()
+    wire = Wire(here)
+    with pytest.raises(TimeoutError, match="nothing was read"):
+        wire.send(Message(0, payload=bytes(10_000_000)), 0.1)
+    assert wire.busy
+    there.close()
+
+
+def test_large_payloads_and_many_messages(ends: Ends) -> None:
+    ends.wires[0].send(Message(1, 2, 3, 4, b"x" * 100_000))
+    ends.wires[0].send(Message(5))
+    assert ends.wires[1].receive() == Message(1, 2, 3, 4, b"x" * 100_000)
+    assert ends.wires[1].receive(1.0) == Message(5)
+    with pytest.raises(TimeoutError):
+        ends.wires[1].receive(0.01)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_segments_leave_nothing_behind() -> None:
+    gc.collect()
+    before = open_files()
+    segment = Segment(1000)
+    other = Segment(1000, os.dup(segment.fd))
+    segment.base[:5] = 7
+    assert torch.equal(other.base[:6], torch.tensor([7, 7, 7, 7, 7, 0], dtype=torch.uint8))
+    kept = other.borrow()
+    del segment, other
+    gc.collect()
+    assert int(kept[0]) == 7  # as long as a tensor is there, so is the memory
+    del kept
+    gc.collect()
+    assert open_files() == before
+
+
+class Custom:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_objects_travel_with_their_tensors() -> None:
+    shared = torch.randn(5)
+    data, tensors = pack({"a": shared, "b": [shared, Custom(torch.ones(2))], "f": lambda x: x + 1})
+    assert len(tensors) == 2
+    found = unpack(data, tensors)
+    assert found["a"] is found["b"][0]
+    assert found["f"](1) == 2
+    assert torch.equal(found["b"][1].value, torch.ones(2))
+
+
+def test_what_was_sent_before_is_the_same_object() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    known = {id(weight): 4}
+    outbox = Outbox(lambda tensor: known.get(id(tensor)))
+    inbox = Inbox({4: weight}.__getitem__)
+    module = nn.Linear(2, 2)
+    module.weight = weight
+    first = inbox.unpack(outbox.pack([module]))
+    second = inbox.unpack(outbox.pack({"again": module}))
+    assert first[0] is second["again"]
+    assert first[0].weight is weight
+    assert first[0].bias is not module.bias
