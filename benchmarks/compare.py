@@ -108,11 +108,11 @@ class Cut(nn.Module):
         return results if len(results) > 1 else results[0]
 
 
-def penstock_cut(profile: ps.Profile, num_microbatches: int) -> list[nn.Module]:
-    """ResNet-50, cut where Penstock cuts it for this number of micro-batches."""
+def penstock_cut(profile: ps.Profile, num_microbatches: int, schedule: str) -> list[nn.Module]:
+    """ResNet-50, cut where Penstock cuts it for this number of micro-batches and schedule."""
     model = peers.resnet50()
     program = ps.capture(model, (torch.zeros(4, 3, 128, 128),))
-    cuts = ps.plan(profile, num_microbatches=num_microbatches).cuts
+    cuts = ps.plan(profile, num_microbatches=num_microbatches, schedule=schedule).cuts
     # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
     changed = {value for call in program.train.calls for value in call.mutates}
     while any(changed.intersection(program.cuts.boundary(cut)) for cut in cuts):
@@ -128,19 +128,20 @@ def candidates(batch: int, image: int, profile: ps.Profile) -> dict[str, dict[st
     counts = [m for m in (2, 4, 8) if batch % m == 0 and batch // m > 1]
     task = {"batch": batch, "image": image}
     by_hand: dict[str, Start] = {}
-    same_cut: dict[str, Start] = {}
-    for schedule in ("GPipe", "1F1B"):
-        for m in counts:
-            settings = {**task, "schedule": schedule, "microbatches": m}
-            by_hand[f"{schedule}, m={m}"] = lambda s=settings: peers.torch_pipelining(**s)
-            same_cut[f"{schedule}, m={m}"] = lambda s=settings: peers.torch_pipelining(
-                **s, stages=penstock_cut(profile, s["microbatches"])
-            )
     looped: dict[str, Start] = {}
-    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
-        for m in counts[1:2]:
-            settings = {**task, "schedule": schedule, "microbatches": m}
-            looped[f"{schedule}, m={m}"] = lambda s=settings: peers.torch_pipelining(**s)
+    same_cut: dict[str, Start] = {}
+    choices = [(name, "1f1b", m) for name in ("GPipe", "1F1B") for m in counts]
+    names = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    choices += [(name, "interleaved", m) for name in names for m in counts[1:2]]
+    for name, cut_for, m in choices:
+        settings = {**task, "schedule": name, "microbatches": m}
+        of_one_stage = by_hand if cut_for == "1f1b" else looped
+        of_one_stage[f"{name}, m={m}"] = lambda s=settings: peers.torch_pipelining(**s)
+        if "ZeroBubble" in name:
+            continue  # it fails where a stage hands on a value that it was given
+        same_cut[f"{name}, m={m}"] = lambda s=settings, cut_for=cut_for: peers.torch_pipelining(
+            **s, stages=penstock_cut(profile, s["microbatches"], cut_for)
+        )
     rpc: dict[str, Start] = {
         f"m={m}": lambda m=m: peers.rpc_pipeline(**task, microbatches=m) for m in (1, *counts)
     }
