@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -32,19 +32,19 @@ from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
-from penstock.workers.crew import Crew, ThreadCrew
 from penstock.workers.devices import existing_devices, threads_per_worker
+from penstock.workers.hiring import Workers, hire
 from penstock.workers.placement import place
-from penstock.workers.process_crew import ProcessCrew
-
-_CREWS = ("auto", "threads", "processes")
 
 
 class Pipeline:
     """A model split over devices, trained and called like the model itself.
 
-    With thread workers, the only kind so far, it works on the model's own parameters: optimizers,
-    `state_dict()` and everything else that reads `model` go on working.
+    It works on the model's own parameters: optimizers, `state_dict()` and everything else that
+    reads `model` go on working. Worker processes share them with this one: each has the tensors of
+    its stages in memory that both map, and copies of its modules. They follow `train()`, `eval()`
+    and `requires_grad`; other attributes and hooks of modules are as they were in the beginning,
+    and what a module keeps in attributes, or a loss in a list, stays in the process.
 
     Args:
         model: any module.
@@ -55,7 +55,8 @@ class Pipeline:
         num_microbatches: into how many a batch is split, or `"auto"`. A batch of fewer rows is
             split into as many as it has rows.
         schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"`.
-        workers: `"threads"`, or `"auto"`, which is that.
+        workers: `"threads"` of this process; or `"processes"` of this machine, which this one
+            drives, on CPUs; or `"auto"`, which is threads.
         plan: a plan to follow, or the name of its file, instead of profiling and planning.
         cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
             than there are devices.
@@ -98,7 +99,7 @@ class Pipeline:
         devices: Sequence[str | torch.device],
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
-        workers: Literal["auto", "threads", "processes"] = "auto",
+        workers: Workers = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
         recompute: str = "auto",
@@ -114,8 +115,6 @@ class Pipeline:
         allocator: Allocator = "keep",
         progress: Progress | None = None,
     ) -> None:
-        if workers not in _CREWS:
-            raise InputError(f"workers={workers!r} is unknown; choose one of {', '.join(_CREWS)}")
         request = Request(
             num_microbatches=num_microbatches,
             schedule=schedule,
@@ -130,34 +129,38 @@ class Pipeline:
             plan = Plan.load(plan)
         self._devices = existing_devices(devices)
         self.model = model
-        self.program = program or capture(
-            model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic, keep_closed=keep_closed
-        )
-        source = source_of(model, weights)
         threads = self.threads_per_worker = threads_per_worker(self._devices)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
-        if plan is None:
-            plan = plan_for(
-                self.program,
-                args,
-                kwargs,
-                devices=self._devices,
-                request=request,
-                tune=tune,
-                progress=progress,
+        hired = hire(workers, self._devices, threads, self.allocator_kept)
+        with ExitStack() as stack:
+            stack.callback(hired.dismiss)
+            self.program = program or capture(
+                model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic, keep_closed=keep_closed
             )
-        names = [str(device) for device in self._devices]
-        plan.check_fits(self.program.fingerprint, names, len(self.program))
-        self._devices = _in_order(self._devices, plan)
-        self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
-        self.plan = plan
-        place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
-        timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
-        if workers == "processes":
-            crew: Crew = ProcessCrew(plan, model, threads, timeout, self.allocator_kept)
-        else:
-            crew = ThreadCrew(plan, self._devices, threads, timeout)
-        self._runner = Runner(self.program, plan, self._devices, crew)
+            source = source_of(model, weights)
+            if plan is None:
+                hired.wait()  # what they do to start would be in the profile
+                plan = plan_for(
+                    self.program,
+                    args,
+                    kwargs,
+                    devices=self._devices,
+                    request=request,
+                    tune=tune,
+                    where=hired.range,
+                    progress=progress,
+                )
+            names = [str(device) for device in self._devices]
+            plan.check_fits(self.program.fingerprint, names, len(self.program))
+            self._devices = _in_order(self._devices, plan)
+            self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
+            self.plan = plan
+            place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
+            timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
+            crew = hired.crew(plan, model, self._devices, timeout)
+            stack.callback(crew.close)
+            self._runner = Runner(self.program, plan, self._devices, crew)
+            stack.pop_all()
 
     # -- training -------------------------------------------------------------------------
 

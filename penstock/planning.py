@@ -16,7 +16,7 @@ from penstock.profile.cache import cached_profile
 from penstock.profile.measure import Progress
 from penstock.tuning import measured
 from penstock.workers.devices import threads_per_worker
-from penstock.workers.probe import with_links
+from penstock.workers.probe import Range, ThreadRange, with_links
 
 TUNED = 4
 """Plans that are measured when that is asked for."""
@@ -31,6 +31,7 @@ def plan_for(
     request: Request,
     tune: bool = False,
     fresh: bool = False,
+    where: Range | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Profile the program on these devices, and plan for them.
@@ -43,6 +44,7 @@ def plan_for(
         request: what is asked of the plan.
         tune: whether the best few plans are measured, and the fastest is kept.
         fresh: whether to profile even if the same was profiled before.
+        where: the workers with which links are measured; threads by default.
         progress: as in `Pipeline`.
 
     Raises:
@@ -50,7 +52,14 @@ def plan_for(
         InputError: more micro-batches than rows.
     """
     costs = profile_for(
-        program, args, kwargs, devices=devices, request=request, fresh=fresh, progress=progress
+        program,
+        args,
+        kwargs,
+        devices=devices,
+        request=request,
+        fresh=fresh,
+        where=where,
+        progress=progress,
     )
     if not tune:
         return plans(costs, request)[0]
@@ -90,12 +99,13 @@ def profile_for(
     devices: Sequence[torch.device],
     request: Request,
     fresh: bool = False,
+    where: Range | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """What the program costs on these devices, links included; checked against the request first.
 
     Args:
-        program, args, kwargs, devices, request, fresh, progress: as of `plan_for`.
+        program, args, kwargs, devices, request, fresh, where, progress: as of `plan_for`.
 
     Raises:
         PlanError: the program cannot be cut so.
@@ -113,4 +123,4 @@ def profile_for(
         progress=progress,
         fresh=fresh,
     )
-    return with_links(costs, devices)
+    return with_links(costs, devices, where or ThreadRange())

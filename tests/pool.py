@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.workers import process_crew
+from penstock.workers import hiring
 from penstock.workers.processes import ProcessWorkers
 
 
@@ -42,7 +42,7 @@ def lend(count: int, reset: Callable[[], None]) -> ProcessWorkers:
 def pooled() -> Iterator[None]:
     """Meanwhile, pipelines of worker processes take them from the pool."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_crew, "ProcessWorkers", lend)
+        patch.setattr(hiring, "ProcessWorkers", lend)
         yield
 
 

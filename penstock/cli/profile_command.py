@@ -70,7 +70,7 @@ def command(
     from penstock.profile.cache import cached_profile
     from penstock.profile.measure import SECONDS
     from penstock.workers.devices import existing_devices, threads_per_worker
-    from penstock.workers.probe import with_links
+    from penstock.workers.probe import ThreadRange, with_links
 
     module, args, kwargs = load_example(model, inputs, example, seed, empty)
     if output is not None:
@@ -87,7 +87,7 @@ def command(
             progress=progress,
             fresh=no_cache,
         )
-    costs = with_links(costs, workers)
+    costs = with_links(costs, workers, ThreadRange())
     show(msgspec.to_builtins(costs), _text(costs, calls), as_json)
     if was_kept:
         talk("measured before; --no-cache measures again")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -17,7 +19,7 @@ from penstock.capture.randomness import Key
 from penstock.engine.compile import compile_actions
 from penstock.engine.ends import Feed, Outlet
 from penstock.engine.span import Span
-from penstock.engine.stage import MicroBatch, Stage
+from penstock.engine.stage import MicroBatch, Sink, Source, Stage
 from penstock.links.local import LocalLink
 from penstock.profile.data import Link, Profile
 from penstock.profile.timing import now
@@ -32,27 +34,45 @@ _ACTIONS = 50  # forwards, and as many backwards
 _TIMEOUT = 10.0
 
 
-def with_links(profile: Profile, devices: Sequence[torch.device]) -> Profile:
+class Range(Protocol):
+    """Where it is measured: one kind of workers."""
+
+    def copies(self, one: torch.device, other: torch.device) -> bool:
+        """Whether values are copied on the way, and not only handed over."""
+
+    def one_way(
+        self, one: torch.device, other: torch.device, size: int, rounds: int
+    ) -> Sequence[float]:
+        """The seconds in which so many bytes get from one worker to another and back, by round."""
+
+    def overhead(self, device: torch.device) -> float:
+        """What `overhead_here` says on a worker of this device."""
+
+
+def with_links(profile: Profile, devices: Sequence[torch.device], where: Range) -> Profile:
     """The profile, with the links between these devices and the overhead of their workers.
 
     Args:
         profile: of calls.
         devices: of the workers, in the order of the stages; they exist.
+        where: the workers that it is measured with.
 
     Raises:
         WorkerTimeout: a worker does not answer.
     """
     return msgspec.structs.replace(
-        profile, links=measure_links(devices), overhead_seconds=measure_overhead(devices)
+        profile,
+        links=measure_links(devices, where),
+        overhead_seconds=max(where.overhead(device) for device in dict.fromkeys(devices)),
     )
 
 
-def measure_links(devices: Sequence[torch.device]) -> dict[str, Link]:
+def measure_links(devices: Sequence[torch.device], where: Range) -> dict[str, Link]:
     """The link between every two kinds of neighbours, by `"cpu>cuda:0"`: sender and receiver.
 
     A tensor goes to another worker and back, through a link as it joins two stages; one way is
-    half of that. On one device values are handed over by reference: however large they are, only
-    the latency counts, most of which the thread needs to wake up.
+    half of that. Where values are handed over by reference, only the latency counts, however large
+    they are: most of it is the time that a thread needs to wake up.
 
     Raises:
         WorkerTimeout: a worker does not answer.
@@ -60,52 +80,43 @@ def measure_links(devices: Sequence[torch.device]) -> dict[str, Link]:
     found: dict[str, Link] = {}
     for one, other in pairwise(devices):
         if f"{one}>{other}" not in found:
-            found[f"{one}>{other}"] = found[f"{other}>{one}"] = _measured_link(one, other)
+            found[f"{one}>{other}"] = found[f"{other}>{one}"] = _measured(one, other, where)
     return found
 
 
-def _measured_link(one: torch.device, other: torch.device) -> Link:
-    latency = _one_way(one, other, 1, _ROUNDS)
-    if one == other:
+def _measured(one: torch.device, other: torch.device, where: Range) -> Link:
+    latency = statistics.median(where.one_way(one, other, 1, _ROUNDS)) / 2
+    if not where.copies(one, other):
         return Link(latency_seconds=latency)
-    longer = _one_way(one, other, _LARGE, _LARGE_ROUNDS)
+    longer = statistics.median(where.one_way(one, other, _LARGE, _LARGE_ROUNDS)) / 2
     return Link(latency_seconds=latency, bytes_per_second=_LARGE / max(longer - latency, 1e-9))
 
 
-def _one_way(one: torch.device, other: torch.device, size: int, rounds: int) -> float:
-    """Seconds in which so many bytes reach the other worker; the median of the rounds."""
-    link = LocalLink(one, other)
-    taken: list[float] = []
-
-    def ping() -> None:
-        payload = torch.zeros(size, dtype=torch.uint8, device=one)
-        for _ in range(_WARM_UPS + rounds):
-            start = now(one)
-            link.send(0, (payload,))
-            link.receive_gradients(0)
-            taken.append(now(one) - start)
-
-    def pong() -> None:
-        for _ in range(_WARM_UPS + rounds):
-            values = link.receive(0)
-            now(other)  # they may still be under way
-            link.send_gradients(0, values)
-
-    _run((one, other), (ping, pong), link.abort, link.reset)
-    return statistics.median(taken[_WARM_UPS:]) / 2
+def ping(sink: Sink, device: torch.device, size: int, rounds: int) -> list[float]:
+    """Send so many bytes, and wait for what comes back; the seconds of every round."""
+    payload = torch.zeros(size, dtype=torch.uint8, device=device)
+    taken = []
+    for _ in range(_WARM_UPS + rounds):
+        start = now(device)
+        sink.send(0, (payload,))
+        sink.receive_gradients(0)
+        taken.append(now(device) - start)
+    return taken[_WARM_UPS:]
 
 
-def measure_overhead(devices: Sequence[torch.device]) -> float:
-    """Seconds that a worker needs for an action beside the calls in it, on the slowest device.
+def pong(source: Source, device: torch.device, rounds: int) -> None:
+    """Send back what comes."""
+    for _ in range(_WARM_UPS + rounds):
+        values = source.receive(0)
+        now(device)  # they may still be under way
+        source.send_gradients(0, values)
 
-    Raises:
-        WorkerTimeout: a worker does not answer.
+
+def overhead_here(device: torch.device) -> float:
+    """Seconds that a worker needs for an action beside the calls in it.
+
+    The mean of a forward and a backward of a stage that does nothing, the median of each.
     """
-    return max(_overhead(device) for device in dict.fromkeys(devices))
-
-
-def _overhead(device: torch.device) -> float:
-    """The mean of a forward and a backward of a stage that does nothing, the median of each."""
     feed, outlet = Feed(device), Outlet(lambda microbatch, results: results)
     stage = Stage(0, [[Span(lambda sizes, key, value: (value,))]], feed, outlet)
     stage.microbatches = [MicroBatch({}, Key(0, 0, k)) for k in range(_ACTIONS)]
@@ -114,30 +125,48 @@ def _overhead(device: torch.device) -> float:
     outlet.gradients = {k: [torch.ones(1, device=device)] for k in range(_ACTIONS)}
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     actions = [Action(kind, 0, k) for k in range(_ACTIONS) for kind in kinds]
+    runs = compile_actions(actions, {0: stage}, train=True)
     taken: list[float] = []
-
-    def work() -> None:
-        runs = compile_actions(actions, {0: stage}, train=True)
-        for wait, run in zip(runs[::2], runs[1::2], strict=True):
-            start = time.perf_counter()
-            wait()
-            run()
-            taken.append(time.perf_counter() - start)
-
-    _run((device,), (work,), lambda: None, lambda: None)
+    for wait, run in zip(runs[::2], runs[1::2], strict=True):
+        start = time.perf_counter()
+        wait()
+        run()
+        taken.append(time.perf_counter() - start)
     return (statistics.median(taken[::2]) + statistics.median(taken[1::2])) / 2
+
+
+class ThreadRange:
+    """Thread workers, which are made for the purpose."""
+
+    def copies(self, one: torch.device, other: torch.device) -> bool:
+        """On one device a reference is enough."""
+        return one != other
+
+    def one_way(
+        self, one: torch.device, other: torch.device, size: int, rounds: int
+    ) -> Sequence[float]:
+        """Through a `LocalLink`."""
+        link = LocalLink(one, other)
+        jobs = (partial(ping, link, one, size, rounds), partial(pong, link, other, rounds))
+        found: list[float] = _run((one, other), jobs, link.abort, link.reset)[0]
+        return found
+
+    def overhead(self, device: torch.device) -> float:
+        """In a thread."""
+        jobs = [partial(overhead_here, device)]
+        return float(_run((device,), jobs, lambda: None, lambda: None)[0])
 
 
 def _run(
     devices: Sequence[torch.device],
-    jobs: Sequence[Callable[[], None]],
+    jobs: Sequence[Callable[[], Any]],
     abort: Callable[[], None],
     reset: Callable[[], None],
-) -> None:
+) -> list[Any]:
     """Run one job on a worker of each device."""
     workers = ThreadWorkers(devices, threads=1, abort=abort, reset=reset)
     try:
-        workers.run(jobs, _TIMEOUT)
+        return workers.run(jobs, _TIMEOUT)
     finally:
         workers.close()
         workers.join(_TIMEOUT)

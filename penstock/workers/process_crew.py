@@ -43,20 +43,27 @@ class ProcessCrew:
     Args:
         plan: what they run.
         model: whose stages; its tensors are moved to shared memory.
+        workers: who runs them; they are dismissed with the crew.
         threads: intra-op threads of each worker.
         timeout: seconds that a pass may take.
         allocator_kept: whether the workers keep freed memory.
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, threads: int, timeout: float, allocator_kept: bool
+        self,
+        plan: Plan,
+        model: nn.Module,
+        workers: ProcessWorkers,
+        threads: int,
+        timeout: float,
+        allocator_kept: bool,
     ) -> None:
         count = len(plan.devices)
         self.holdings = Holdings(plan.placement)
         self._plan = plan
         self._count = count
         self._timeout = timeout
-        self._workers = ProcessWorkers(count, lambda: None)
+        self._workers = workers
         self._shared = SharedModel([partial(self._workers.grant, w) for w in range(count)])
         self._outboxes = [Outbox(partial(self._shared.number, w)) for w in range(count)]
         self._known = {id(module) for module in model.modules()}

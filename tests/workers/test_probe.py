@@ -10,7 +10,7 @@ import torch
 from penstock.links.local import LocalLink
 from penstock.profile.data import Link
 from penstock.workers import probe
-from penstock.workers.probe import measure_links, measure_overhead, with_links
+from penstock.workers.probe import Range, ThreadRange, measure_links, with_links
 from tests.profile.test_data import device, profile
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def workers() -> list[str]:
 
 
 def test_on_one_device_only_the_latency_counts() -> None:
-    links = measure_links([CPU, CPU, CPU])
+    links = measure_links([CPU, CPU, CPU], ThreadRange())
     assert links.keys() == {"cpu>cpu"}
     assert links["cpu>cpu"].latency_seconds > 0
     assert links["cpu>cpu"].bytes_per_second == 0
@@ -31,32 +31,32 @@ def test_on_one_device_only_the_latency_counts() -> None:
 
 def test_every_pair_of_kinds_that_are_neighbours_in_both_directions() -> None:
     """`cpu:0` stands for a second device: what goes there is no longer handed over."""
-    links = measure_links([CPU, OTHER, OTHER, CPU])
+    links = measure_links([CPU, OTHER, OTHER, CPU], ThreadRange())
     assert links.keys() == {"cpu>cpu:0", "cpu:0>cpu", "cpu:0>cpu:0"}
     assert links["cpu>cpu:0"].bytes_per_second > 0
     assert links["cpu>cpu:0"] == links["cpu:0>cpu"]
-    assert measure_links([CPU]) == {}
+    assert measure_links([CPU], ThreadRange()) == {}
 
 
 def test_each_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def note(one: torch.device, other: torch.device) -> Link:
+    def note(one: torch.device, other: torch.device, where: Range) -> Link:
         asked.append(f"{one}>{other}")
         return Link()
 
-    monkeypatch.setattr(probe, "_measured_link", note)
-    measure_links([CPU, OTHER, CPU, OTHER, OTHER])
+    monkeypatch.setattr(probe, "_measured", note)
+    measure_links([CPU, OTHER, CPU, OTHER, OTHER], ThreadRange())
     assert asked == ["cpu>cpu:0", "cpu:0>cpu:0"]
 
 
 def test_overhead() -> None:
-    assert measure_overhead([CPU, CPU]) > 0
+    assert ThreadRange().overhead(CPU) > 0
     assert workers() == []
 
 
 def test_a_profile_with_both() -> None:
-    costs = with_links(profile(device((1,), 1.0)), [CPU, CPU])
+    costs = with_links(profile(device((1,), 1.0)), [CPU, CPU], ThreadRange())
     assert costs.links.keys() == {"cpu>cpu"}
     assert costs.overhead_seconds > 0
 
@@ -67,5 +67,5 @@ def test_a_failure_is_raised_and_leaves_nothing_running(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(LocalLink, "send_gradients", fail)
     with pytest.raises(ArithmeticError, match="no answer"):
-        measure_links([CPU, CPU])
+        measure_links([CPU, CPU], ThreadRange())
     assert workers() == []

@@ -1,0 +1,172 @@
+"""The kinds of workers: how their links are measured, and how they are given a plan to run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.links.shared_memory import Sink, Source
+from penstock.links.wire import Wire
+from penstock.plan import Plan
+from penstock.workers.crew import Crew, ThreadCrew
+from penstock.workers.probe import Range, ThreadRange, overhead_here, ping, pong
+from penstock.workers.process_crew import ProcessCrew
+from penstock.workers.processes import ProcessWorkers
+from penstock.workers.rounds import Job
+from penstock.workers.site import CPU, Site
+
+Workers = Literal["auto", "threads", "processes"]
+"""Who runs the stages: threads of this process, or processes of this machine."""
+
+KINDS = ("auto", "threads", "processes")
+
+_TIMEOUT = 120.0  # seconds; most of it for starting
+
+
+class Hired(Protocol):
+    """Workers that have no plan yet."""
+
+    @property
+    def range(self) -> Range:
+        """Where their links are measured."""
+
+    def wait(self) -> None:
+        """Until they have started."""
+
+    def crew(
+        self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
+    ) -> Crew:
+        """Give them a plan, for these devices; the crew dismisses them when it is closed."""
+
+    def dismiss(self) -> None:
+        """Let them go, if they never got one."""
+
+
+def hire(kind: str, devices: Sequence[torch.device], threads: int, allocator_kept: bool) -> Hired:
+    """Workers of a kind, one for each device.
+
+    Args:
+        kind: see `Workers`.
+        devices: of the workers.
+        threads: intra-op threads of each CPU worker.
+        allocator_kept: whether they keep freed memory.
+
+    Raises:
+        InputError: there is no such kind, or it cannot use these devices.
+    """
+    if kind not in KINDS:
+        raise InputError(f"workers={kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    if kind != "processes":
+        return _Threads(threads)
+    others = [str(device) for device in devices if device.type != "cpu"]
+    if others:
+        raise InputError(
+            f'workers="processes" run on the CPU, not on {others[0]}; use workers="threads", '
+            "which copies between GPUs on streams of their own"
+        )
+    return _Processes(ProcessWorkers(len(devices), lambda: None), threads, allocator_kept)
+
+
+@dataclass
+class _Threads:
+    """Threads, which are started when there is a plan."""
+
+    threads: int
+    range: Range = ThreadRange()  # noqa: RUF009 - it has no state
+
+    def wait(self) -> None: ...
+
+    def crew(
+        self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
+    ) -> Crew:
+        return ThreadCrew(plan, devices, self.threads, timeout)
+
+    def dismiss(self) -> None: ...
+
+
+@dataclass
+class _Processes:
+    """Processes, which start at once, and import torch while the plan is made."""
+
+    workers: ProcessWorkers
+    threads: int
+    allocator_kept: bool
+
+    @property
+    def range(self) -> Range:
+        return ProcessRange(self.workers)
+
+    def wait(self) -> None:
+        self.workers.run([_idle] * len(self.workers), _TIMEOUT)
+
+    def crew(
+        self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
+    ) -> Crew:
+        return ProcessCrew(plan, model, self.workers, self.threads, timeout, self.allocator_kept)
+
+    def dismiss(self) -> None:
+        self.workers.close()
+
+
+@dataclass(frozen=True)
+class ProcessRange:
+    """Worker processes that have no plan yet; their first two are measured."""
+
+    workers: ProcessWorkers
+
+    def copies(self, one: torch.device, other: torch.device) -> bool:
+        """Always, into shared memory."""
+        return True
+
+    def one_way(
+        self, one: torch.device, other: torch.device, size: int, rounds: int
+    ) -> Sequence[float]:
+        """Through shared memory."""
+        here, there = socket.socketpair()
+        with here, there:
+            first = _Ping(self.workers.grant(0, here.fileno()), size, rounds)
+            second = _Pong(self.workers.grant(1, there.fileno()), rounds)
+        found: list[float] = self._run([first, second])[0]
+        return found
+
+    def overhead(self, device: torch.device) -> float:
+        """In a process."""
+        return float(self._run([_overhead])[0])
+
+    def _run(self, jobs: list[Job]) -> list[Any]:
+        return self.workers.run(jobs + [_idle] * (len(self.workers) - len(jobs)), _TIMEOUT)
+
+
+@dataclass(frozen=True)
+class _Ping:
+    grant: int
+    size: int
+    rounds: int
+
+    def __call__(self, site: Site) -> list[float]:
+        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
+        return ping(Sink(sender, receiver), CPU, self.size, self.rounds)
+
+
+@dataclass(frozen=True)
+class _Pong:
+    grant: int
+    rounds: int
+
+    def __call__(self, site: Site) -> None:
+        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
+        pong(Source(receiver, sender), CPU, self.rounds)
+
+
+def _overhead(site: Site) -> float:
+    return overhead_here(CPU)
+
+
+def _idle(site: Site) -> None:
+    """Nothing to do."""
