@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -17,12 +17,20 @@ from penstock.autograd import Passage, backward_into_inputs, deliver
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.engine.allocator import Allocator, keep_freed_memory
-from penstock.engine.batch import Batch, Targets, Weight, given_targets, split_target, weights
+from penstock.engine.batch import (
+    Batch,
+    Targets,
+    Weight,
+    arguments,
+    given_targets,
+    split_target,
+    weights,
+)
 from penstock.engine.ends import Loss
 from penstock.engine.microbatch import merge
-from penstock.engine.orders import Order
+from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.span import Gradients
-from penstock.errors import InputError
+from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Request
@@ -30,11 +38,13 @@ from penstock.planning import plan_for
 from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
+from penstock.streaming import stream
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.hiring import Workers, hire
 from penstock.workers.placement import place
+from penstock.workers.ways import Way
 
 
 class Pipeline:
@@ -256,17 +266,58 @@ class Pipeline:
         """
         batch = self._split(args, kwargs)
         graph = torch.is_grad_enabled()
-        order = self._runner.order("forward" if graph else "infer", batch, self.model.training)
-        way = self._runner.ways(self.model.training).common(order.microbatches)
+        order, way = self._order("forward" if graph else "infer", batch)
         outcome = self._runner.run(order)
-        results = [outcome.results[k] for k in range(len(batch))]
-        merged = merge(way.trace, way.outputs, results)
-        if graph:
-            back = partial(self._back, order)
-            passage = Passage(back, outcome.differentiable, batch.sizes, way)
-            self._runner.forget_with(passage, order)
-            merged = deliver(passage, order.values, merged)
-        return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
+        if not graph:
+            return _assembled(way, _merged(way, outcome), batch)
+        passage = Passage(partial(self._back, order), outcome.differentiable, batch.sizes, way)
+        self._runner.forget_with(passage, order)
+        merged = deliver(passage, order.values, _merged(way, outcome))
+        return _assembled(way, merged, batch)
+
+    def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
+        """The model's results for many batches, in order, without gradients.
+
+        The next batches enter while the one before is still on its way, so the pipeline never
+        drains in between. To stop early, leave the loop: what is under way is waited for.
+
+        Args:
+            batches: for each a tuple of the model's positional arguments, or a dict of its keyword
+                arguments, or the only argument.
+            ahead: how many batches are under way at most; by default as many as keep all stages
+                busy.
+
+        Raises:
+            InputError, WorkerError, ClosedError: as a call does. Results that came before are
+                given out first.
+        """
+        most = 1 + -(-len(self.plan.stages) // self.plan.num_microbatches)
+        most = most if ahead is None else ahead
+        if most < 1:
+            raise InputError(f"ahead={ahead} batches cannot be under way; 1 at least")
+        return stream(batches, most, self._enter, self._result, self._abandon)
+
+    def _enter(self, inputs: Any) -> tuple[Any, Way, Batch]:
+        """Start a batch, without gradients."""
+        batch = self._split(*arguments(inputs))
+        with torch.no_grad():
+            order, way = self._order("infer", batch)
+        return self._runner.start(order), way, batch
+
+    def _result(self, started: tuple[Any, Way, Batch]) -> Any:
+        """What has become of it."""
+        ticket, way, batch = started
+        return _assembled(way, _merged(way, self._runner.finish(ticket)), batch)
+
+    def _abandon(self, started: tuple[Any, Way, Batch]) -> None:
+        """Wait for a batch whose result nobody wants."""
+        with suppress(PenstockError):  # if it failed, the one that failed first has said so
+            self._runner.finish(started[0])
+
+    def _order(self, what: Pass, batch: Batch) -> tuple[Order, Way]:
+        """The order for a batch whose results can be put together."""
+        order = self._runner.order(what, batch, self.model.training)
+        return order, self._runner.ways(self.model.training).common(order.microbatches)
 
     def _back(self, order: Order, gradients: dict[int, Gradients]) -> dict[int, Gradients]:
         """The backward of a batch that has gone forward."""
@@ -373,6 +424,17 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
+
+
+def _merged(way: Way, outcome: Outcome) -> list[Any]:
+    """The results of a batch out of those of its micro-batches."""
+    results = [outcome.results[k] for k in range(len(outcome.results))]
+    return merge(way.trace, way.outputs, results)
+
+
+def _assembled(way: Way, merged: Sequence[Any], batch: Batch) -> Any:
+    """The model's result for a batch, in its own structure."""
+    return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
 
 
 def _in_order(devices: list[torch.device], plan: Plan) -> list[torch.device]:

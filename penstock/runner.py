@@ -91,7 +91,11 @@ class Runner:
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
-        return self.finish(self.crew.start(order))
+        return self.finish(self.start(order))
+
+    def start(self, order: Order) -> Any:
+        """Tell all workers to run a pass; returns a ticket for `finish`."""
+        return self.crew.start(order)
 
     def finish(self, ticket: Any) -> Outcome:
         """Wait for a pass that was started."""

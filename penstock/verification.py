@@ -24,6 +24,7 @@ from penstock.plan.asked import Cut
 from penstock.profile.measure import Progress
 from penstock.train.report import Comparison, VerifyReport, compare, compare_leaves
 from penstock.workers.devices import threads_per_worker
+from penstock.workers.hiring import Workers
 
 _STEPS = 3
 _RATE = 1e-3
@@ -44,6 +45,7 @@ def verify(
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     stages_per_worker: int | Literal["auto"] = "auto",
+    workers: Workers = "auto",
     batch_dim: BatchDim = 0,
     dynamic: Dynamic | None = None,
     keep_closed: Iterable[str] = (),
@@ -71,6 +73,7 @@ def verify(
         recompute: as in `Pipeline`.
         memory_limit: as in `Pipeline`.
         stages_per_worker: as in `Pipeline`.
+        workers: as in `Pipeline`.
         batch_dim: as in `Pipeline`.
         dynamic: as in `Pipeline`.
         keep_closed: as in `Pipeline`.
@@ -101,6 +104,7 @@ def verify(
         recompute=recompute,
         memory_limit=memory_limit,
         stages_per_worker=stages_per_worker,
+        workers=workers,
         program=program,
         progress=progress,
     )

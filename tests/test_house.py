@@ -14,7 +14,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "loading", "cores", "units", "tables", "drawing"],
+    ["errors", "loading", "cores", "units", "tables", "drawing", "streaming"],
     ["capture"],
     ["weights"],
     ["profile"],

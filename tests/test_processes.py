@@ -316,3 +316,11 @@ def steps_dtype(pipe: ps.Pipeline) -> torch.dtype:
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         found: torch.dtype = pipe.eval().model[0][0](X).dtype
     return found
+
+
+def test_verify() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    report = ps.verify(
+        model, (X,), target=Y, loss_fn=F.mse_loss, devices=["cpu"] * 2, workers="processes"
+    )
+    assert report.ok, str(report)

@@ -85,6 +85,14 @@ stages_option = click.option(
     help="For schedules that take any number; default: 2.",
 )
 
+workers_option = click.option(
+    "--workers",
+    type=click.Choice(["threads", "processes"]),
+    default="threads",
+    show_default=True,
+    help="Who runs the stages: threads of one process, or processes of this machine.",
+)
+
 optimizer_option = click.option(
     "--optimizer-state",
     type=click.FloatRange(min=0),

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import model_options, pipeline_options, reported, show, talk
+from penstock.cli.options import (
+    model_options,
+    pipeline_options,
+    reported,
+    show,
+    talk,
+    workers_option,
+)
+
+if TYPE_CHECKING:
+    from penstock.workers.hiring import Workers
 
 
 @click.command("verify")
 @model_options
 @pipeline_options
+@workers_option
 @click.option(
     "--plan",
     "plan_path",
@@ -29,6 +40,7 @@ def command(
     example: str | None,
     seed: int,
     devices: str | None,
+    workers: Workers,
     plan_path: Path | None,
     target: str | None,
     loss: str | None,
@@ -64,6 +76,7 @@ def command(
             loss_fn=load_loss(loss) if loss is not None else mean_square,
             devices=device_list(devices) if plan is None or devices else plan.devices,
             plan=plan,
+            workers=workers,
             **asked(**pipeline),
             progress=progress,
         )

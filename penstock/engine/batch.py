@@ -62,7 +62,7 @@ class Batch:
             raise InputError("there are no micro-batches in the list")
         parts = []
         for number, inputs in enumerate(microbatches):
-            args, kwargs = _arguments(inputs)
+            args, kwargs = arguments(inputs)
             try:
                 parts.append(program.flatten_inputs(args, kwargs))
             except InputError as error:
@@ -81,7 +81,7 @@ class Batch:
         return [size[ROWS] for size in self.sizes]
 
 
-def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), inputs
     return (inputs, {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
