@@ -39,6 +39,7 @@ from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.streaming import stream
+from penstock.train.groups import parameter_groups
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
 from penstock.workers.devices import existing_devices, threads_per_worker
@@ -336,13 +337,15 @@ class Pipeline:
 
         Args:
             kind: a class of `torch.optim`.
-            params: parameters or parameter groups; all of the model's by default.
+            params: parameters or parameter groups; all of the model's by default. The `"params"`
+                of groups may also be patterns of names, or functions of a name and a parameter,
+                see `penstock.train.groups`.
             **options: the class's arguments, `lr` and so on.
 
         Raises:
-            InputError: the class cannot be divided among workers.
+            InputError: the class cannot be divided among workers, or a group fits nothing.
         """
-        chosen = self.model.parameters() if params is None else params
+        chosen = parameter_groups(self.model, params)
         divide = partial(self._runner.crew.optimizer, owners=self._owned())
         return PipelineOptimizer(kind, chosen, divide, **options)
 
