@@ -55,39 +55,70 @@ class Sender:
     Args:
         wire: to it.
         round: gives the number of the jobs that run now.
+        wait: called before a message is sent; returns when there is room for one.
     """
 
-    def __init__(self, wire: Wire, round: Round) -> None:
+    def __init__(self, wire: Wire, round: Round, wait: Callable[[], None] = lambda: None) -> None:
         self._wire = wire
         self._round = round
+        self._wait = wait
         self._slots = Slots()
+        self._known: set[int] = set()  # of the slots, those that the other process has
         self._layouts: dict[Layout, int] = {}
 
-    def put(self, values: Sequence[Any], kind: int = 0, payload: bytes = b"") -> None:
+    def put(
+        self,
+        values: Sequence[Any],
+        kind: int = 0,
+        payload: bytes = b"",
+        timeout: float | None = None,
+    ) -> None:
         """Send values: tensors, `None`, or whatever can be pickled.
 
         Raises:
             Gone: the other process is gone.
-            TimeoutError: it does not read.
+            TimeoutError: it did not read for so many seconds.
+            Exception: a value cannot be pickled, or what `wait` raises; nothing has been sent.
         """
         layout, size = laid_out(values)
-        number = self._layouts.get(layout)
-        news = None if number is not None else layout
-        if number is None:
-            number = self._layouts[layout] = len(self._layouts)
-        slot, fd, capacity = -1, -1, 0
+        slot, segment = -1, None
         if size:
-            slot, segment, is_new = self._slots.lend(size)
+            slot, segment, _ = self._slots.lend(size)
+        try:
+            self._put(values, layout, slot, segment, kind, payload, timeout)
+        except BaseException:
+            if segment is not None and not self._wire.busy:
+                segment.free()
+            raise
+
+    def _put(
+        self,
+        values: Sequence[Any],
+        layout: Layout,
+        slot: int,
+        segment: Segment | None,
+        kind: int,
+        payload: bytes,
+        timeout: float | None,
+    ) -> None:
+        number = self._layouts.get(layout, len(self._layouts))
+        news = None if layout in self._layouts else layout
+        fd, capacity = -1, 0
+        if segment is not None:
             with torch.no_grad():
                 for place, value in zip(layout, values, strict=True):
                     if isinstance(place, Place):
                         place.fill(segment.base, value)
-            if is_new:
+            if slot not in self._known:
                 fd, capacity = segment.fd, segment.size
         plain = [v for p, v in zip(layout, values, strict=True) if p is _PLAIN]
         if news is not None or plain or payload:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
-        self._wire.send(Message(self._round(), kind, slot, number, payload, fd, capacity))
+        self._wait()
+        message = Message(self._round(), kind, slot, number, payload, fd, capacity)
+        self._wire.send(message, timeout)
+        self._layouts[layout] = number  # only now: what was not sent is not known there
+        self._known.add(slot)
 
 
 class Receiver:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from penstock.links.local import Aborted
 
 _HEADER = struct.Struct("<qqqqqq")
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # what a worker starts must not have them
 _SPIN = 50e-6  # seconds of looking again and again before a thread is put to sleep
 
 
@@ -66,13 +67,15 @@ class Wire:
         """Of the socket."""
         return self._socket.fileno()
 
-    def send(self, message: Message, timeout: float = 60.0) -> None:
+    def send(self, message: Message, timeout: float | None = None) -> None:
         """Send a message; waits only if the other end has not read many.
 
         Raises:
-            Gone: the other end is closed.
+            Gone: the other end is closed, or a message was interrupted in the midst.
             TimeoutError: it did not read for so many seconds.
         """
+        if self.busy:  # this one would be taken for the rest of the other
+            raise Gone("a message was interrupted")
         numbers = (message.round, message.kind, message.slot, message.layout, message.size)
         data = _HEADER.pack(*numbers, len(message.payload)) + message.payload
         fds = [] if message.fd < 0 else [message.fd]
@@ -82,15 +85,14 @@ class Wire:
             sent += self._send(memoryview(data)[sent:], [], timeout)
         self.busy = False
 
-    def _send(self, data: bytes | memoryview, fds: list[int], timeout: float) -> int:
+    def _send(self, data: bytes | memoryview, fds: list[int], timeout: float | None) -> int:
         while True:
             try:
                 if fds:
                     return socket.send_fds(self._socket, [data], fds)
                 return self._socket.send(data)
             except BlockingIOError:
-                if not self._outgoing.poll(timeout * 1000):
-                    raise TimeoutError(f"nothing was read for {timeout:.0f} s") from None
+                self._await(self._outgoing, timeout, "nothing was read")
             except OSError as error:
                 raise Gone from error
 
@@ -98,17 +100,24 @@ class Wire:
         """The next message; waits for it.
 
         Raises:
-            Gone: the other end is closed.
-            TimeoutError: none came for so many seconds.
+            Gone: the other end is closed, or a message was interrupted in the midst.
+            TimeoutError: nothing came for so many seconds.
         """
-        self._await_incoming(timeout)
+        if self.busy:
+            raise Gone("a message was interrupted")
+        self._await(self._incoming, timeout, "no message came")
         self.busy = True
         header = bytearray(_HEADER.size)
-        fd = self._fill(memoryview(header))
-        round, kind, slot, layout, size, length = _HEADER.unpack(header)
-        payload = bytearray(length)
-        if length:
-            self._fill(memoryview(payload))
+        fd = self._fill(memoryview(header), timeout)
+        try:
+            round, kind, slot, layout, size, length = _HEADER.unpack(header)
+            payload = bytearray(length)
+            if length:
+                self._fill(memoryview(payload), timeout)
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            raise
         self.busy = False
         return Message(round, kind, slot, layout, bytes(payload), fd, size)
 
@@ -116,18 +125,22 @@ class Wire:
         """Whether `receive` would not wait."""
         return bool(self._incoming.poll(0))
 
-    def _await_incoming(self, timeout: float | None) -> None:
-        if not self._incoming.poll(None if timeout is None else timeout * 1000):
-            raise TimeoutError(f"no message came for {timeout:.0f} s")
+    def has_room(self) -> bool:
+        """Whether sending a short message would not wait."""
+        return bool(self._outgoing.poll(0))
 
-    def _fill(self, view: memoryview) -> int:
+    def _await(self, poller: select.poll, timeout: float | None, what: str) -> None:
+        if not poller.poll(None if timeout is None else timeout * 1000):
+            raise TimeoutError(f"{what} for {timeout:.0f} s")
+
+    def _fill(self, view: memoryview, timeout: float | None) -> int:
         """Read so many bytes; a file descriptor that came along, or -1."""
         found = -1
         while view:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, len(view), 1)
+                data, fds, _, _ = socket.recv_fds(self._socket, len(view), 1, _CLOEXEC)
             except BlockingIOError:
-                self._incoming.poll(60_000)
+                self._await(self._incoming, timeout, "the rest of a message did not come")
                 continue
             except OSError as error:
                 raise Gone from error
