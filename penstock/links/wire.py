@@ -13,7 +13,6 @@ from typing import NamedTuple
 from penstock.links.local import Aborted
 
 _HEADER = struct.Struct("<qqqqqq")
-_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # what a worker starts must not have them
 _SPIN = 50e-6  # seconds of looking again and again before a thread is put to sleep
 
 
@@ -138,7 +137,7 @@ class Wire:
         found = -1
         while view:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, len(view), 1, _CLOEXEC)
+                data, fds, _, _ = socket.recv_fds(self._socket, len(view), 1)
             except BlockingIOError:
                 self._await(self._incoming, timeout, "the rest of a message did not come")
                 continue
@@ -146,7 +145,8 @@ class Wire:
                 raise Gone from error
             if not data:
                 raise Gone
-            found = fds[0] if fds else found
+            for found in fds:
+                os.set_inheritable(found, False)  # what a worker starts must not have it
             view[: len(data)] = data
             view = view[len(data) :]
         return found

@@ -27,6 +27,7 @@ from tests.pool import lend
 def team() -> Iterator[ProcessWorkers]:
     """Two workers of the pool."""
     found = lend(2, lambda: None)
+    found.run(returning(0))  # they have started
     yield found
     found.close()
 
@@ -48,7 +49,7 @@ def returning(value: Any) -> list[Callable[[Any], Any]]:
 
 
 def assert_usable(team: ProcessWorkers) -> None:
-    assert team.run(returning(7), 5.0) == [(0, 7), (1, 7)]
+    assert team.run(returning(7), 20.0) == [(0, 7), (1, 7)]
 
 
 def waiting(team: ProcessWorkers) -> tuple[Callable[[Any], Any], socket.socket]:
@@ -70,7 +71,7 @@ def interrupted_after(seconds: float) -> None:
 
 def test_results_come_by_worker(team: ProcessWorkers) -> None:
     for number in range(30):
-        assert team.run(returning(torch.tensor(number)), 5.0) == [(0, number), (1, number)]
+        assert team.run(returning(torch.tensor(number)), 20.0) == [(0, number), (1, number)]
 
 
 def test_an_error_wakes_the_others(team: ProcessWorkers) -> None:
@@ -89,14 +90,14 @@ def test_an_error_wakes_the_others(team: ProcessWorkers) -> None:
 
 def test_what_a_worker_cannot_send(team: ProcessWorkers) -> None:
     with pytest.raises(InputError, match=r"result of worker 0 cannot be sent.*pickle"):
-        team.run([lambda site: threading.Lock(), returning(0)[1]], 5.0)
+        team.run([lambda site: threading.Lock(), returning(0)[1]], 20.0)
     assert_usable(team)
 
 
 def test_what_cannot_be_sent_to_a_worker(team: ProcessWorkers) -> None:
     lock, start = threading.Lock(), time.monotonic()
     with pytest.raises(InputError, match="worker 1 is another process"):
-        team.run([returning(0)[0], lambda site: lock], 5.0)
+        team.run([returning(0)[0], lambda site: lock], 20.0)
     assert time.monotonic() - start < 2
     assert_usable(team)
 
@@ -108,7 +109,7 @@ def test_what_a_worker_cannot_load(team: ProcessWorkers) -> None:
 
     picky = Picky()
     with pytest.raises(InputError, match="No module named 'nowhere_to_be_found'"):
-        team.run([returning(0)[0], lambda site: picky], 5.0)
+        team.run([returning(0)[0], lambda site: picky], 20.0)
     assert_usable(team)
 
 
@@ -121,7 +122,7 @@ def test_what_the_driver_cannot_load(team: ProcessWorkers) -> None:
         return Here()
 
     with pytest.raises(ZeroDivisionError) as caught:
-        team.run([job, returning(0)[1]], 5.0)
+        team.run([job, returning(0)[1]], 20.0)
     assert "report of worker 0" in caught.value.__notes__[0]
     assert_usable(team)
 
@@ -158,7 +159,7 @@ def test_jobs_that_belong_together_are_not_parted(
     with pytest.raises(KeyboardInterrupt):
         fresh.run(returning(0), 5.0, whole=True)
     with pytest.raises(ClosedError, match=r"KeyboardInterrupt.*others not"):
-        fresh.run(returning(0), 5.0)
+        fresh.run(returning(0), 20.0)
 
 
 def test_an_interrupt_as_a_report_is_noted(
@@ -167,15 +168,16 @@ def test_an_interrupt_as_a_report_is_noted(
     """The report is lost, but nobody waits for it."""
 
     def interrupted(worker: int, message: Any) -> Any:
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fresh, "_opened", interrupted)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        fresh.run([lambda site: None, lambda site: time.sleep(0.2)], 5.0)
+        fresh.run([lambda site: None, lambda site: time.sleep(0.2)], 20.0)
     assert time.monotonic() - start < 2
     with pytest.raises(ClosedError, match="in the midst of a message"):
-        fresh.run(returning(0), 5.0)
+        fresh.run(returning(0), 20.0)
 
 
 def test_a_worker_that_takes_long_to_notice_a_failure_is_killed(
@@ -190,7 +192,7 @@ def test_a_worker_that_takes_long_to_notice_a_failure_is_killed(
         fresh.run([fail, lambda site: time.sleep(60)], 60.0)
     assert time.monotonic() - start < 5
     with pytest.raises(ClosedError, match=r"still busy.*KeyError"):
-        fresh.run(returning(0), 5.0)
+        fresh.run(returning(0), 20.0)
 
 
 def test_a_stopped_worker_does_not_read(fresh: ProcessWorkers) -> None:
