@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow zoo lint bench clean
+.PHONY: setup demo test test-slow zoo faults lint bench clean
 
 setup: $(READY)
 
@@ -25,6 +25,9 @@ test-slow: $(READY)
 
 zoo: $(READY)
 	$(BIN)/python -W ignore -m tests.zoo --output docs/zoo
+
+faults: $(READY)
+	$(BIN)/python -m tests.faults --runs 200 --output docs/faults.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -82,7 +82,8 @@ class Pipeline:
         program: a program of `model` captured before, instead of capturing.
         weights: where parameters that are on the `meta` device come from: a state dict, the name
             of a file of one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
-        timeout: seconds that a step may take; `None` derives it from the plan.
+        timeout: seconds that a step may take; `None` derives it from the plan: fifty times the
+            predicted step, and a minute at least, as first steps are slower.
         allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` leaves the C library's behaviour.
         progress: called as profiling goes on, with steps done, steps in all, and what is done.

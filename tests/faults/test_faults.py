@@ -15,7 +15,6 @@ QUICK = (
     "SIGKILL to a worker",
     "Ctrl-C",
     "SIGKILL to the driver",
-    "the script ends without close()",
 )
 
 
