@@ -1,6 +1,7 @@
 """Trains GPT-2 on the sources of Python's standard library, on all devices of this machine.
 
-    python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--plan FILE] [--out out/demo]
+    python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--workers processes]
+                                  [--plan FILE] [--out out/demo]
 
 A byte-level language model of 10.7 million parameters from transformers' own configuration class,
 cut, planned and trained by Penstock. It ends with what was measured: the step beside one device's,
@@ -204,6 +205,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--devices", default=",".join(all_devices()))
+    parser.add_argument("--workers", default="auto", choices=("auto", "threads", "processes"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plan", help="follow this plan, of this model, instead of planning")
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
@@ -223,6 +225,7 @@ def main() -> None:
             kwargs={"input_ids": tokens},
             devices=options.devices.split(","),
             plan=options.plan,
+            workers=options.workers,
             progress=progress,
         )
     with pipe:
@@ -235,6 +238,7 @@ def main() -> None:
             loss_fn=language_loss,
             devices=options.devices.split(","),
             plan=pipe.plan,
+            workers=options.workers,
         )
         SCREEN.print(f"\n{exact}\n", soft_wrap=True, highlight=False)
         losses = train(pipe, text, options.batch, options.steps)

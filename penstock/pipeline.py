@@ -150,7 +150,7 @@ class Pipeline:
             )
             source = source_of(model, weights)
             if plan is None:
-                hired.wait()  # what they do to start would be in the profile
+                hired.wait(progress)  # what they do to start would be in the profile
                 plan = plan_for(
                     self.program,
                     args,

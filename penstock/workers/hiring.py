@@ -14,6 +14,7 @@ from penstock.errors import InputError
 from penstock.links.shared_memory import Sink, Source
 from penstock.links.wire import Wire
 from penstock.plan import Plan
+from penstock.profile.measure import Progress
 from penstock.workers.crew import Crew, ThreadCrew
 from penstock.workers.probe import Range, ThreadRange, overhead_here, ping, pong
 from penstock.workers.process_crew import ProcessCrew
@@ -36,7 +37,7 @@ class Hired(Protocol):
     def range(self) -> Range:
         """Where their links are measured."""
 
-    def wait(self) -> None:
+    def wait(self, progress: Progress | None) -> None:
         """Until they have started."""
 
     def crew(
@@ -80,7 +81,7 @@ class _Threads:
     threads: int
     range: Range = ThreadRange()  # noqa: RUF009 - it has no state
 
-    def wait(self) -> None: ...
+    def wait(self, progress: Progress | None) -> None: ...
 
     def crew(
         self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
@@ -102,8 +103,13 @@ class _Processes:
     def range(self) -> Range:
         return ProcessRange(self.workers)
 
-    def wait(self) -> None:
+    def wait(self, progress: Progress | None) -> None:
+        what = f"starting {len(self.workers)} worker processes"
+        if progress:
+            progress(0, 1, what)
         self.workers.run([_idle] * len(self.workers), _TIMEOUT)
+        if progress:
+            progress(1, 1, what)
 
     def crew(
         self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
