@@ -324,3 +324,17 @@ def test_verify() -> None:
         model, (X,), target=Y, loss_fn=F.mse_loss, devices=["cpu"] * 2, workers="processes"
     )
     assert report.ok, str(report)
+
+
+def test_other_memory_is_noticed(pipes: list[ps.Pipeline]) -> None:
+    pipe = pipes[1]
+    pipe.model[0][0].double()
+    with pytest.raises(ps.InputError, match=r"was given other memory.*build a new pipeline"):
+        step(pipe)
+
+
+def test_replaced_parameters_are_noticed(pipes: list[ps.Pipeline]) -> None:
+    pipe = pipes[1]
+    pipe.model[0][0].weight = nn.Parameter(torch.zeros(6, 6))
+    with pytest.raises(ps.InputError, match=r"'0.0.weight' is another tensor"):
+        step(pipe)

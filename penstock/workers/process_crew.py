@@ -66,9 +66,12 @@ class ProcessCrew:
         self._workers = workers
         self._shared = SharedModel([partial(self._workers.grant, w) for w in range(count)])
         self._outboxes = [Outbox(partial(self._shared.number, w)) for w in range(count)]
+        self._model = model
         self._known = {id(module) for module in model.modules()}
         self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
         self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
+        self._places: list[list[tuple[dict[str, Any], str]]] = [[] for _ in range(count)]
+        self._tensors: list[list[int]] = [[] for _ in range(count)]
         self._backups: dict[int, list[Backup]] = {}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
@@ -107,6 +110,7 @@ class ProcessCrew:
             m for m in _modules(stages.values()) if id(m) in self._known and id(m) not in known
         ]
         self._modules[worker] += modules
+        self._watch(worker, modules)
         part = NewWay(way.training, stages, way.ending)
         try:
             return AddWay(package, self._outboxes[worker].pack((part, modules)))
@@ -115,6 +119,38 @@ class ProcessCrew:
                 f"the stages of worker {worker} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
+
+    def _watch(self, worker: int, modules: Sequence[nn.Module]) -> None:
+        """Note where these modules have their tensors."""
+        for module in modules:
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in registry.items():
+                    if self._shared.number(worker, tensor) is not None:
+                        self._places[worker].append((registry, name))
+                        self._tensors[worker].append(id(tensor))
+
+    def _check(self, worker: int) -> None:
+        """Notice tensors of the model that are other ones now.
+
+        Raises:
+            InputError: there is one, which the worker does not have.
+        """
+        now = [id(registry.get(name)) for registry, name in self._places[worker]]
+        if now != self._tensors[worker]:
+            places = zip(self._places[worker], now, self._tensors[worker], strict=True)
+            registry, name = next(place for place, new, old in places if new != old)
+            modules = self._model.named_modules()
+            owner = next(
+                path
+                for path, m in modules
+                if any(registry is r for r in (m._parameters, m._buffers))
+            )
+            raise InputError(
+                f"{f'{owner}.{name}'.lstrip('.')!r} is another tensor than when the pipeline was "
+                "built, and its worker process has the old one. Copy values into it instead "
+                "(load_state_dict without assign=True), or build a new pipeline"
+            )
+        self._shared.check(worker)
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -130,6 +166,7 @@ class ProcessCrew:
 
     def _pass(self, worker: int, order: Order, forgotten: Any) -> RunPass:
         placement = self._plan.placement
+        self._check(worker)
         gradients = None if order.what == "infer" else self._shared.before(worker)
         training: tuple[bool, ...] | None = tuple(m.training for m in self._modules[worker])
         if training == self._training[worker]:
