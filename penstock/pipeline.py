@@ -166,10 +166,11 @@ class Pipeline:
             self._devices = _in_order(self._devices, plan)
             self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
             self.plan = plan
-            place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
             timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
             crew = hired.crew(plan, model, self._devices, timeout)
             stack.callback(crew.close)
+            homes = [self._devices[w] for w in plan.placement]
+            place(self.program, plan.cuts, homes, source, crew.hold)
             self._runner = Runner(self.program, plan, self._devices, crew)
             stack.pop_all()
 

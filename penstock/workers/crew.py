@@ -31,6 +31,9 @@ class Crew(Protocol):
 
     holdings: Holdings
 
+    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Bring what a stage uses to its worker, as soon as it has values."""
+
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
 
@@ -91,6 +94,9 @@ class ThreadCrew:
         self._positions = [[0] for _ in devices]
         self._backups: dict[tuple[int, int], Backup] = {}
         self._workers = ThreadWorkers(devices, threads, self._abort, self._reset, self._doing)
+
+    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """They are where its thread sees them."""
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,7 @@ def place(
     cuts: Sequence[int],
     devices: Sequence[torch.device],
     weights: Weights | None = None,
+    placed: Callable[[int, Sequence[torch.Tensor]], None] = lambda stage, tensors: None,
 ) -> None:
     """Move every parameter and buffer to the device of the first stage that uses it.
 
@@ -30,11 +31,13 @@ def place(
         cuts: between the stages.
         devices: of the stages.
         weights: where parameters that are on `meta` come from.
+        placed: called after each stage with its number and its tensors, before the next ones are
+            read.
     """
     model = program.model
     empty = [(name, t) for name, t in named_tensors(model) if t.is_meta]
     try:
-        _place_stages(program, cuts, devices, weights)
+        _place_stages(program, cuts, devices, weights, placed)
     except BaseException:
         for name, tensor in empty:
             put(model, name, tensor)
@@ -46,11 +49,12 @@ def _place_stages(
     cuts: Sequence[int],
     devices: Sequence[torch.device],
     weights: Weights | None,
+    placed: Callable[[int, Sequence[torch.Tensor]], None],
 ) -> None:
     model = program.model
     edges = [0, *cuts, len(program)]
     seen: set[str] = set()
-    for device, (start, stop) in zip(devices, pairwise(edges), strict=True):
+    for stage, (device, (start, stop)) in enumerate(zip(devices, pairwise(edges), strict=True)):
         names: list[str] = []
         for call in program.train.calls[start:stop]:
             read = (v.name for v in call.reads() if isinstance(v, Attribute))
@@ -59,6 +63,8 @@ def _place_stages(
         _materialise(model, names, device, weights)
         for name in names:
             _move(model, name, device)
+        found = (find(model, name) for name in names)
+        placed(stage, [tensor for tensor in found if isinstance(tensor, torch.Tensor)])
     _materialise(model, [name for name, _ in named_tensors(model)], devices[0], weights)
 
 

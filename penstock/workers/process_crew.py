@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,7 +32,7 @@ from penstock.workers.jobs import (
 from penstock.workers.optimizing import Groups, Parts, State, own_groups, settings_of
 from penstock.workers.processes import ProcessWorkers
 from penstock.workers.rounds import Round
-from penstock.workers.shared_model import SharedModel
+from penstock.workers.shared_model import Package, SharedModel
 from penstock.workers.ways import Holdings, NewWay
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
@@ -68,6 +69,7 @@ class ProcessCrew:
         self._outboxes = [Outbox(partial(self._shared.number, w)) for w in range(count)]
         self._model = model
         self._known = {id(module) for module in model.modules()}
+        self._packages: list[list[Package]] = [[] for _ in range(count)]
         self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
         self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
         self._places: list[list[tuple[dict[str, Any], str]]] = [[] for _ in range(count)]
@@ -95,14 +97,27 @@ class ProcessCrew:
         jobs = [Build(self._plan, self._count, own) for own in ends]
         self._workers.run(jobs, self._timeout)
 
+    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Move what a stage uses to memory that its worker sees."""
+        self._share(self._plan.placement[stage], tensors)
+
+    def _share(self, worker: int, tensors: Sequence[torch.Tensor]) -> None:
+        package = self._shared.share(worker, tensors)
+        if package is not None:
+            self._packages[worker].append(package)
+
+    def _packed(self, worker: int) -> list[Package]:
+        """What the worker does not know of yet."""
+        packages, self._packages[worker] = self._packages[worker], []
+        return packages
+
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
         self.holdings.add(way)
         self._workers.run([self._way(w, way) for w in range(self._count)], self._timeout)
 
     def _way(self, worker: int, way: NewWay) -> AddWay:
-        tensors = (*self.holdings.parameters[worker], *self.holdings.buffers[worker])
-        package = self._shared.share(worker, tensors)
+        self._share(worker, (*self.holdings.parameters[worker], *self.holdings.buffers[worker]))
         placement = self._plan.placement
         stages = {k: spans for k, spans in way.stages.items() if placement[k] == worker}
         known = {id(module) for module in self._modules[worker]}
@@ -113,7 +128,7 @@ class ProcessCrew:
         self._watch(worker, modules)
         part = NewWay(way.training, stages, way.ending)
         try:
-            return AddWay(package, self._outboxes[worker].pack((part, modules)))
+            return AddWay(self._packed(worker), self._outboxes[worker].pack((part, modules)))
         except Exception as error:
             raise InputError(
                 f"the stages of worker {worker} cannot be sent to its process: "
@@ -210,10 +225,10 @@ class ProcessCrew:
         number, self._optimizers = self._optimizers, self._optimizers + 1
         jobs = []
         for worker, owned in enumerate(owners):
-            package = self._shared.share(worker, owned)
+            self._share(worker, owned)
             own = own_groups(groups, owned)
             packed = self._outboxes[worker].pack((kind, own, dict(options)))
-            jobs.append(MakePart(number, package, packed))
+            jobs.append(MakePart(number, self._packed(worker), packed))
         self._workers.run(jobs, self._timeout)
         return _RemoteParts(number, owners, self._shared, self._run)
 
