@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,7 @@ from penstock.links.wire import Wire
 from penstock.plan import Plan
 from penstock.profile.measure import Progress
 from penstock.workers.crew import Crew, ThreadCrew
+from penstock.workers.devices import threads_per_worker
 from penstock.workers.probe import Range, ThreadRange, overhead_here, ping, pong
 from penstock.workers.process_crew import ProcessCrew
 from penstock.workers.processes import ProcessWorkers
@@ -72,6 +74,21 @@ def hire(kind: str, devices: Sequence[torch.device], threads: int, allocator_kep
             "which copies between GPUs on streams of their own"
         )
     return _Processes(ProcessWorkers(len(devices), lambda: None), threads, allocator_kept)
+
+
+@contextmanager
+def measuring(kind: str, devices: Sequence[torch.device]) -> Iterator[Range]:
+    """Where the links of such workers are measured; they are gone afterwards.
+
+    Raises:
+        InputError: there is no such kind, or it cannot use these devices.
+    """
+    hired = hire(kind, devices, threads_per_worker(devices), allocator_kept=False)
+    try:
+        hired.wait(None)
+        yield hired.range
+    finally:
+        hired.dismiss()
 
 
 @dataclass
