@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -32,31 +31,41 @@ from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
-from penstock.workers.crew import Crew, ThreadCrew
-from penstock.workers.devices import existing_devices, threads_per_worker
+from penstock.workers.launch import launched
 from penstock.workers.placement import place
-from penstock.workers.process_crew import ProcessCrew
-
-_CREWS = ("auto", "threads", "processes")
 
 
 class Pipeline:
     """A model split over devices, trained and called like the model itself.
 
-    With thread workers, the only kind so far, it works on the model's own parameters: optimizers,
+    With thread and process workers it works on the model's own parameters: optimizers,
     `state_dict()` and everything else that reads `model` go on working.
+
+    Under torchrun every rank runs the same script and is one worker. It has a copy of the model, in
+    which it uses and trains the parameters of its own stages and leaves the others as they are.
+    All ranks must call the same methods in the same order. The rank with the first stage needs the
+    inputs, the one with the last stage the target and `loss_fn`; on the others they may be left
+    out, and are not looked at. The loss, the result of `pipe(x)`, the norm of
+    `clip_grad_norm_` and the state dicts are the same on every rank. `loss.backward()` is called
+    by all; what counts is the loss of the rank with the last stage. A state to be loaded is given
+    to every rank. If one rank fails, all raise the same error.
 
     Args:
         model: any module.
         args: example positional arguments, of the batch size that will be usual.
         kwargs: example keyword arguments.
         devices: where the stages run, in order, one each; a device may be listed twice. A `"cpu"`
-            is one worker with its share of the cores as intra-op threads.
+            is one worker with its share of the cores as intra-op threads. Under torchrun one for
+            each rank, of that rank's machine; left out, each rank has `"cuda:LOCAL_RANK"` if there
+            is CUDA, else `"cpu"`.
         num_microbatches: into how many a batch is split, or `"auto"`. A batch of fewer rows is
             split into as many as it has rows.
         schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"`.
-        workers: `"threads"`, or `"auto"`, which is that.
-        plan: a plan to follow, or the name of its file, instead of profiling and planning.
+        workers: `"threads"` of this process, `"processes"` of this machine that this one drives, or
+            `"torchrun"`: the ranks that torchrun has started, on any number of machines. `"auto"`
+            is `"torchrun"` in a process that torchrun has started with others, else `"threads"`.
+        plan: a plan to follow, or the name of its file, instead of profiling and planning. Under
+            torchrun rank 0 plans, or reads the plan, for all.
         cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
             than there are devices.
         recompute: which activations are not held but computed again in the backward: `"none"`,
@@ -70,7 +79,8 @@ class Pipeline:
         program: a program of `model` captured before, instead of capturing.
         weights: where parameters that are on the `meta` device come from: a state dict, the name
             of a file of one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
-        timeout: seconds that a step may take; `None` derives it from the plan.
+        timeout: seconds that a step may take; `None` derives it from the plan. Under torchrun the
+            wait for ranks that are not yet there counts, and `None` is ten minutes at least.
         allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` leaves the C library's behaviour.
         progress: called as profiling goes on, with steps done, steps in all, and what is done.
@@ -81,6 +91,7 @@ class Pipeline:
         model: the user's module.
         threads_per_worker: intra-op threads of each CPU worker.
         allocator_kept: whether the process was told to keep freed memory.
+        links: how values get from every stage to the next, in words.
 
     Raises:
         DeviceError: a device does not exist.
@@ -95,10 +106,10 @@ class Pipeline:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        devices: Sequence[str | torch.device],
+        devices: Sequence[str | torch.device] | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
-        workers: Literal["auto", "threads", "processes"] = "auto",
+        workers: Literal["auto", "threads", "processes", "torchrun"] = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
         recompute: str = "auto",
@@ -114,8 +125,6 @@ class Pipeline:
         allocator: Allocator = "keep",
         progress: Progress | None = None,
     ) -> None:
-        if workers not in _CREWS:
-            raise InputError(f"workers={workers!r} is unknown; choose one of {', '.join(_CREWS)}")
         request = Request(
             num_microbatches=num_microbatches,
             schedule=schedule,
@@ -126,45 +135,34 @@ class Pipeline:
         )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
-        if plan is not None and not isinstance(plan, Plan):
-            plan = Plan.load(plan)
-        self._devices = existing_devices(devices)
+        launch = launched(workers, devices)
         self.model = model
-        self.program = program or capture(
-            model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic, keep_closed=keep_closed
-        )
+        recorded = partial(
+            capture, model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic,
+            keep_closed=keep_closed
+        )  # fmt: skip
+        self.program = program or launch.done("the capture", recorded)
         source = source_of(model, weights)
-        threads = self.threads_per_worker = threads_per_worker(self._devices)
+        threads = self.threads_per_worker = launch.threads
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
-        if plan is None:
-            plan = plan_for(
-                self.program,
-                args,
-                kwargs,
-                devices=self._devices,
-                request=request,
-                tune=tune,
-                progress=progress,
-            )
-        names = [str(device) for device in self._devices]
-        plan.check_fits(self.program.fingerprint, names, len(self.program))
-        self._devices = _in_order(self._devices, plan)
+        planned = partial(
+            _planned, plan, self.program, args, kwargs, request=request, tune=tune,
+            progress=progress
+        )  # fmt: skip
+        plan = self.plan = launch.decided(self.program, planned)
+        self._devices = launch.in_order(plan)
         self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
-        self.plan = plan
-        place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
-        timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
-        if workers == "processes":
-            crew: Crew = ProcessCrew(plan, model, threads, timeout, self.allocator_kept)
-        else:
-            crew = ThreadCrew(plan, self._devices, threads, timeout)
+        place(self.program, plan.cuts, launch.homes(plan), source)
+        crew = launch.crew(plan, model, threads, timeout, self.allocator_kept)
         self._runner = Runner(self.program, plan, self._devices, crew)
+        self.links = crew.links
 
     # -- training -------------------------------------------------------------------------
 
     def train_step(
         self,
         *args: Any,
-        loss_fn: Callable[..., torch.Tensor],
+        loss_fn: Callable[..., torch.Tensor] | None = None,
         target: Any = None,
         weight: Weight = "rows",
         **kwargs: Any,
@@ -194,15 +192,16 @@ class Pipeline:
                 and buffers are as they were before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
-        batch = self._split(args, kwargs)
-        targets = split_target(target, batch.rows, self._runner.loss_device)
-        return self._train(batch, targets, loss_fn, weight)
+        split = partial(self._split, args, kwargs)
+        return self._train(
+            split, lambda rows, home: split_target(target, rows, home), loss_fn, weight
+        )
 
     def train_microbatches(
         self,
-        microbatches: Sequence[Any],
+        microbatches: Sequence[Any] = (),
         *,
-        loss_fn: Callable[..., torch.Tensor],
+        loss_fn: Callable[..., torch.Tensor] | None = None,
         targets: Sequence[Any] | None = None,
         weight: Weight = "rows",
     ) -> torch.Tensor:
@@ -224,18 +223,27 @@ class Pipeline:
         Raises:
             InputError, WorkerError, ClosedError: as `train_step` does.
         """
-        batch = Batch.given(self.program, microbatches)
+        given = partial(Batch.given, self.program, microbatches)
         return self._train(
-            batch, given_targets(targets, len(batch), self._runner.loss_device), loss_fn, weight
+            given, lambda rows, home: given_targets(targets, len(rows), home), loss_fn, weight
         )
 
     def _train(
-        self, batch: Batch, targets: Targets, loss_fn: Callable[..., torch.Tensor], weight: Weight
+        self,
+        make: Callable[[], Batch],
+        targets: Callable[[Sequence[int], torch.device], Targets],
+        loss_fn: Callable[..., torch.Tensor] | None,
+        weight: Weight,
     ) -> torch.Tensor:
-        if not callable(loss_fn):
-            raise InputError(f"loss_fn={loss_fn!r} is not a function of (output, target)")
-        loss = Loss(loss_fn, targets, weights(weight, targets, batch.rows))
-        total, slices, gradients = self._runner.train(batch, loss, self.model.training)
+        runner, loss = self._runner, None
+        with runner.crew.together("train_step"):
+            batch = runner.batch(make, self.model.training)
+            if runner.crew.has_loss:
+                if not callable(loss_fn):
+                    raise InputError(f"loss_fn={loss_fn!r} is not a function of (output, target)")
+                found = targets(batch.rows, runner.loss_device)
+                loss = Loss(loss_fn, found, weights(weight, found, batch.rows))
+            total, slices, gradients = runner.train(batch, loss, self.model.training)
         backward_into_inputs(slices, gradients)
         return total
 
@@ -251,17 +259,18 @@ class Pipeline:
             WorkerError: a stage failed; the original error is its cause.
             ClosedError: the pipeline is closed.
         """
-        batch = self._split(args, kwargs)
-        graph = torch.is_grad_enabled()
-        order = self._runner.order("forward" if graph else "infer", batch, self.model.training)
-        way = self._runner.ways(self.model.training).common(order.microbatches)
-        outcome = self._runner.run(order)
+        runner, graph = self._runner, torch.is_grad_enabled()
+        with runner.crew.together("a call"):
+            batch = runner.batch(partial(self._split, args, kwargs), self.model.training)
+            order = runner.order("forward" if graph else "infer", batch, self.model.training)
+            way = runner.ways(self.model.training).common(order.microbatches)
+            outcome = runner.run(order)
         results = [outcome.results[k] for k in range(len(batch))]
         merged = merge(way.trace, way.outputs, results)
         if graph:
             back = partial(self._back, order)
             passage = Passage(back, outcome.differentiable, batch.sizes, way)
-            self._runner.forget_with(passage, order)
+            runner.forget_with(passage, order)
             merged = deliver(passage, order.values, merged)
         return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
 
@@ -312,7 +321,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state, under the model's names: it loads into the plain model."""
-        return self.model.state_dict()
+        return self._runner.crew.state(self.model)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state of the model, from here or from plain PyTorch."""
@@ -342,7 +351,7 @@ class Pipeline:
         Returns:
             the norm that they had.
         """
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        return self._runner.crew.clip(self.model.parameters(), max_norm, norm_type)
 
     def recording(self) -> AbstractContextManager[list[Timeline]]:
         """While open, every pass appends its measured timeline to the list that this gives.
@@ -372,8 +381,16 @@ class Pipeline:
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
 
 
-def _in_order(devices: list[torch.device], plan: Plan) -> list[torch.device]:
-    """The devices in the plan's order, if it is a plan for these and has put them into another."""
-    if Counter(map(str, devices)) != Counter(plan.devices):
-        return devices
-    return [torch.device(name) for name in plan.devices]
+def _planned(
+    plan: Plan | str | os.PathLike[str] | None,
+    program: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    devices: Sequence[torch.device],
+    **options: Any,
+) -> Plan:
+    """The plan that was given, or a new one for these devices."""
+    if plan is None:
+        return plan_for(program, args, kwargs, devices=devices, **options)
+    return plan if isinstance(plan, Plan) else Plan.load(plan)

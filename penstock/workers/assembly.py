@@ -127,6 +127,7 @@ class Assembly:
                 self.feed.clear()
             if stage.index == self._last:
                 outcome.results, outcome.losses = self.outlet.results, self.outlet.losses
+                outcome.weights = order.loss.weights if order.loss else ()
                 if order.what == "forward":
                     outcome.differentiable = [r is not None for r in stage.held[0].end.roots]
                 self.outlet.clear()

@@ -17,7 +17,7 @@ from penstock.weights import Weights
 def place(
     program: Program,
     cuts: Sequence[int],
-    devices: Sequence[torch.device],
+    devices: Sequence[torch.device | None],
     weights: Weights | None = None,
 ) -> None:
     """Move every parameter and buffer to the device of the first stage that uses it.
@@ -28,7 +28,7 @@ def place(
     Args:
         program: its model is moved.
         cuts: between the stages.
-        devices: of the stages.
+        devices: of the stages; `None` for those of other machines or ranks, which are left alone.
         weights: where parameters that are on `meta` come from.
     """
     model = program.model
@@ -44,7 +44,7 @@ def place(
 def _place_stages(
     program: Program,
     cuts: Sequence[int],
-    devices: Sequence[torch.device],
+    devices: Sequence[torch.device | None],
     weights: Weights | None,
 ) -> None:
     model = program.model
@@ -56,10 +56,13 @@ def _place_stages(
             read = (v.name for v in call.reads() if isinstance(v, Attribute))
             names += [name for name in (*call.hidden, *read) if name not in seen]
             seen.update(names)
-        _materialise(model, names, device, weights)
-        for name in names:
-            _move(model, name, device)
-    _materialise(model, [name for name, _ in named_tensors(model)], devices[0], weights)
+        if device is not None:
+            _materialise(model, names, device, weights)
+            for name in names:
+                _move(model, name, device)
+    if devices[0] is not None:
+        rest = [name for name, _ in named_tensors(model) if None not in devices or name not in seen]
+        _materialise(model, rest, devices[0], weights)
 
 
 def _materialise(
