@@ -240,7 +240,10 @@ class Pipeline:
             batch = runner.batch(make, self.model.training)
             if runner.crew.has_loss:
                 if not callable(loss_fn):
-                    raise InputError(f"loss_fn={loss_fn!r} is not a function of (output, target)")
+                    raise InputError(
+                        f"loss_fn={loss_fn!r} is not a function of (output, target); where the "
+                        "last stage is, it is needed"
+                    )
                 found = targets(batch.rows, runner.loss_device)
                 loss = Loss(loss_fn, found, weights(weight, found, batch.rows))
             total, slices, gradients = runner.train(batch, loss, self.model.training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,11 +13,10 @@ from tests.torchrun import scenarios
 
 def main() -> None:
     """Run it."""
-    name, directory = sys.argv[1], Path(sys.argv[2])
-    rank = int(__import__("os").environ["RANK"])
-    found = getattr(scenarios, name)(rank)
-    torch.save(found, directory / f"{rank}.part")
-    (directory / f"{rank}.part").rename(directory / f"{rank}.pt")
+    name, path = sys.argv[1], Path(sys.argv[2]) / f"{os.environ['RANK']}.pt"
+    found = getattr(scenarios, name)(int(os.environ["RANK"]))
+    torch.save(found, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
 
 
 if __name__ == "__main__":

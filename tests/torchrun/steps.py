@@ -54,9 +54,7 @@ def case_steps(name: str, schedule: str, options: dict[str, Any], all_data: bool
     model = case.model()
     program = ps.capture(model, case.args, case.kwargs)
     plan = uniform_plan(program, 2, 3, schedule)
-    with ps.Pipeline(
-        model, case.args, case.kwargs, program=program, plan=plan, **options
-    ) as pipe:
+    with ps.Pipeline(model, case.args, case.kwargs, program=program, plan=plan, **options) as pipe:
         torch.manual_seed(5)
         crew = pipe._runner.crew
         args, kwargs, rest = case.args, case.kwargs, {}
