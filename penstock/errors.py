@@ -81,7 +81,8 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
 
     Attributes:
         worker: which, from 0.
-        stage, microbatch, action: what it was doing; `None` and `""` if it was between passes.
+        stage, microbatch, action: what it was doing; `None` if that is not known, and `""` if it
+            was between passes.
     """
 
     def __init__(
@@ -92,10 +93,14 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
         super().__init__(stage, microbatch, action, None)
 
     def _text(self) -> str:
-        where = "between two passes"
+        where = f"during {self.action}" if self.action else "between two passes"
         if self.stage is not None:
             where = f"in the {self.action} of micro-batch {self.microbatch} in stage {self.stage}"
         return f"worker {self.worker} {self._how} {where}; the pipeline is closed"
+
+    def __reduce__(self) -> Any:
+        where = (self.stage, self.microbatch, self.action)
+        return type(self), (self.worker, self._how, *where), super().__reduce__()[2]
 
 
 class WorkerTimeout(PenstockError, TimeoutError):  # noqa: N818 - "TimeoutError" is Python's own

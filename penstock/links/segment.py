@@ -94,7 +94,8 @@ class Place(NamedTuple):
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """The tensor, in the bytes of `base`."""
         storage, first = base.untyped_storage(), self.offset // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype).set_(storage, first, self.shape, self.stride)
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(storage, first, self.shape, self.stride)
 
     def fill(self, base: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a tensor to its place; what is repeated by a stride of 0 only once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -20,7 +20,8 @@ from penstock.links.segment import Place, Segment, place_of
 from penstock.links.wire import Message, Wire
 
 _ROOM = 1.25  # a slot is this much larger than what it is made for
-_PLAIN = "plain"
+PLAIN = "plain"
+"""In a layout: a value that is in the message."""
 
 Layout = tuple[Place | str | None, ...]
 """For every value its place; or `None` for no value, or `"plain"` for one in the message."""
@@ -84,7 +85,7 @@ class Sender:
                         place.fill(segment.base, value)
             if is_new:
                 fd, capacity = segment.fd, segment.size
-        plain = [v for p, v in zip(layout, values, strict=True) if p is _PLAIN]
+        plain = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
         if news is not None or plain or payload:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
         self._wire.send(Message(self._round(), kind, slot, number, payload, fd, capacity))
@@ -165,7 +166,7 @@ def laid_out(values: Sequence[Any]) -> tuple[Layout, int]:
             size = place.end
             layout.append(place)
         else:
-            layout.append(None if value is None else _PLAIN)
+            layout.append(None if value is None else PLAIN)
     return tuple(layout), size
 
 
@@ -179,6 +180,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+class Taker(Protocol):
+    """Takes values to another process."""
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Send them."""
+
+
+class Giver(Protocol):
+    """Gives values that come from another process."""
+
+    def get(self) -> Values:
+        """The next; waits for them."""
+
+
 class Sink:
     """The earlier stage's end of a link to another process.
 
@@ -187,7 +202,7 @@ class Sink:
         back: gives their gradients.
     """
 
-    def __init__(self, out: Sender, back: Receiver) -> None:
+    def __init__(self, out: Taker, back: Giver) -> None:
         self._out = out
         self._back = back
 
@@ -209,7 +224,7 @@ class Source:
         back: takes their gradients.
     """
 
-    def __init__(self, come: Receiver, back: Sender) -> None:
+    def __init__(self, come: Giver, back: Taker) -> None:
         self._come = come
         self._back = back
 

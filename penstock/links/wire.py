@@ -13,6 +13,7 @@ from typing import NamedTuple
 from penstock.links.local import Aborted
 
 _HEADER = struct.Struct("<qqqqqq")
+_AT_ONCE = 1 << 20  # bytes that are read at once; a buffer of that size is made each time
 _SPIN = 50e-6  # seconds of looking again and again before a thread is put to sleep
 
 
@@ -125,7 +126,7 @@ class Wire:
         found = -1
         while view:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, len(view), 1)
+                data, fds, _, _ = socket.recv_fds(self._socket, min(len(view), _AT_ONCE), 1)
             except BlockingIOError:
                 self._incoming.poll(60_000)
                 continue

@@ -13,7 +13,7 @@ from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Feed, LossFailed, Outlet
 from penstock.engine.orders import Ending, Order, Outcome, Pass
 from penstock.engine.stage import Held, Sink, Source, Stage
-from penstock.errors import WorkerError
+from penstock.errors import WorkerError, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
@@ -127,6 +127,7 @@ class Assembly:
                 self.feed.clear()
             if stage.index == self._last:
                 outcome.results, outcome.losses = self.outlet.results, self.outlet.losses
+                outcome.weights = order.loss.weights if order.loss else ()
                 if order.what == "forward":
                     outcome.differentiable = [r is not None for r in stage.held[0].end.roots]
                 self.outlet.clear()
@@ -186,7 +187,7 @@ def _run(compiled: _Compiled, modes: Ambient, position: Position) -> None:
             for at, run in enumerate(runs):
                 position[0] = codes[at]
                 run()
-    except Aborted:
+    except (Aborted, WorkerTimeout):
         raise
     except Exception as error:
         action = actions[at // 2]

@@ -66,13 +66,13 @@ def _serve(site: Site) -> None:
     try:
         value, kind = job(site), VALUE
     except BaseException as error:
-        value, kind = _portable(error), ERROR
+        value, kind = portable(error), ERROR
         del error
     del job
     site.report(kind, value)
 
 
-def _portable(error: BaseException) -> BaseException:
+def portable(error: BaseException, where: str = "the worker's process") -> BaseException:
     """The exception, so that it can be pickled; its traceback is a note."""
     import traceback
 
@@ -80,14 +80,14 @@ def _portable(error: BaseException) -> BaseException:
     from penstock.links.local import Aborted
 
     if isinstance(error, Aborted):
-        return Aborted()
+        return Aborted(*error.args)
     text = "".join(traceback.format_exception(error.__cause__ or error)).rstrip()
     found = _pickled(error)
     if found is None and isinstance(error, WorkerError):
         stand_in = _stand_in(error.__cause__ or error)
         found = WorkerError(error.stage, error.microbatch, error.action, stand_in)
     found = found or _stand_in(error)
-    found.add_note(f"In the worker's process:\n{text}")
+    found.add_note(f"In {where}:\n{text}")
     return found
 
 

@@ -24,10 +24,10 @@ from penstock.workers.processes import ProcessWorkers
 from penstock.workers.rounds import Job
 from penstock.workers.site import CPU, Site
 
-Workers = Literal["auto", "threads", "processes"]
-"""Who runs the stages: threads of this process, or processes of this machine."""
+Workers = Literal["auto", "threads", "processes", "torchrun"]
+"""Who runs the stages: threads of this process, processes of this machine, or torchrun's ranks."""
 
-KINDS = ("auto", "threads", "processes")
+KINDS = ("auto", "threads", "processes", "torchrun")
 
 _TIMEOUT = 120.0  # seconds; most of it for starting
 
@@ -52,7 +52,7 @@ class Hired(Protocol):
 
 
 def hire(kind: str, devices: Sequence[torch.device], threads: int, allocator_kept: bool) -> Hired:
-    """Workers of a kind, one for each device.
+    """Workers of this process or of this machine, one for each device.
 
     Args:
         kind: see `Workers`.
@@ -61,10 +61,8 @@ def hire(kind: str, devices: Sequence[torch.device], threads: int, allocator_kep
         allocator_kept: whether they keep freed memory.
 
     Raises:
-        InputError: there is no such kind, or it cannot use these devices.
+        InputError: the kind cannot use these devices.
     """
-    if kind not in KINDS:
-        raise InputError(f"workers={kind!r} is unknown; choose one of {', '.join(KINDS)}")
     if kind != "processes":
         return _Threads(threads)
     others = [str(device) for device in devices if device.type != "cpu"]

@@ -17,7 +17,7 @@ from penstock.weights import Weights
 def place(
     program: Program,
     cuts: Sequence[int],
-    devices: Sequence[torch.device],
+    devices: Sequence[torch.device | None],
     weights: Weights | None = None,
     placed: Callable[[int, Sequence[torch.Tensor]], None] = lambda stage, tensors: None,
 ) -> None:
@@ -29,7 +29,7 @@ def place(
     Args:
         program: its model is moved.
         cuts: between the stages.
-        devices: of the stages.
+        devices: of the stages; `None` for those of other machines or ranks, which are left alone.
         weights: where parameters that are on `meta` come from.
         placed: called after each stage with its number and its tensors, before the next ones are
             read.
@@ -47,7 +47,7 @@ def place(
 def _place_stages(
     program: Program,
     cuts: Sequence[int],
-    devices: Sequence[torch.device],
+    devices: Sequence[torch.device | None],
     weights: Weights | None,
     placed: Callable[[int, Sequence[torch.Tensor]], None],
 ) -> None:
@@ -60,12 +60,16 @@ def _place_stages(
             read = (v.name for v in call.reads() if isinstance(v, Attribute))
             names += [name for name in (*call.hidden, *read) if name not in seen]
             seen.update(names)
+        if device is None:
+            continue
         _materialise(model, names, device, weights)
         for name in names:
             _move(model, name, device)
         found = (find(model, name) for name in names)
         placed(stage, [tensor for tensor in found if isinstance(tensor, torch.Tensor)])
-    _materialise(model, [name for name, _ in named_tensors(model)], devices[0], weights)
+    if devices[0] is not None:
+        rest = [name for name, _ in named_tensors(model) if None not in devices or name not in seen]
+        _materialise(model, rest, devices[0], weights)
 
 
 def _materialise(

@@ -18,6 +18,7 @@ from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError
 from penstock.links.parcel import Outbox
 from penstock.plan import Plan
+from penstock.workers.crew import Driven
 from penstock.workers.jobs import (
     AddWay,
     Build,
@@ -38,7 +39,7 @@ from penstock.workers.ways import Holdings, NewWay
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
 
 
-class ProcessCrew:
+class ProcessCrew(Driven):
     """Worker processes of this machine; the driver has no stage.
 
     Args:
@@ -96,6 +97,12 @@ class ProcessCrew:
         self._workers.run([modes] * self._count, _BUILD_TIMEOUT)
         jobs = [Build(self._plan, self._count, own) for own in ends]
         self._workers.run(jobs, self._timeout)
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """How values get from every stage to the next, in words."""
+        pairs = pairwise(self._plan.placement)
+        return tuple("by reference" if a == b else "shared memory" for a, b in pairs)
 
     def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
         """Move what a stage uses to memory that its worker sees."""
