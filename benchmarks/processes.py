@@ -128,6 +128,8 @@ def torchs(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Start]]:
         (ONE_EACH, subject.by_hand, "1f1b"),
         (TWO_EACH, subject.in_four, "interleaved"),
     ):
+        if cut is None:
+            continue
         for schedule in names:
             for count in subject.counts:
                 start = partial(torch_pipelining_of, subject.task(count), schedule=schedule)

@@ -27,7 +27,7 @@ class Subject:
         data: the batch and its target.
         loss: a mean over rows.
         by_hand: its two stages, cut where a user would cut.
-        in_four: its four stages, for schedules of two stages per worker.
+        in_four: its four stages, for schedules of two stages per worker; `None` if it has fewer.
         counts: of micro-batches that the peers try.
         rpc: whether the RPC pipeline is measured as well.
     """
@@ -37,7 +37,7 @@ class Subject:
     data: Data
     loss: Loss
     by_hand: Stages
-    in_four: Stages
+    in_four: Stages | None
     counts: tuple[int, ...] = (2, 4, 8)
     rpc: bool = False
 
@@ -103,12 +103,10 @@ def language_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def wide_mlp(layers: int, width: int) -> nn.Sequential:
-    """Linear layers and ReLU, all of one width."""
+def wide_mlp(ends: int, width: int) -> nn.Sequential:
+    """One hidden layer that is wide beside the input and the output, and so is every cut."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU()))
-    )
+    return nn.Sequential(nn.Linear(ends, width), nn.ReLU(), nn.Linear(width, ends))
 
 
 def tiny_calls(layers: int, width: int) -> nn.Sequential:
@@ -138,7 +136,8 @@ def even(build: Callable[[], nn.Sequential], count: int) -> list[nn.Module]:
 
 
 def _sequence(name: str, build: Callable[[], nn.Sequential], data: Data, loss: Loss) -> Subject:
-    return Subject(name, build, data, loss, partial(even, build, 2), partial(even, build, 4))
+    in_four = partial(even, build, 4) if len(build()) > 3 else None
+    return Subject(name, build, data, loss, partial(even, build, 2), in_four)
 
 
 def subjects(quick: bool) -> dict[str, Subject]:
@@ -169,9 +168,9 @@ def subjects(quick: bool) -> dict[str, Subject]:
             language_loss,
         ),
         "wide": _sequence(
-            f"MLP of 4 layers, {many} rows of 64: boundaries of {many * 64 / 2**20:.1f} MiB in 4",
+            f"MLP 4-64-4, {many} rows: boundaries of {many * 64 / 2**20:.1f} MiB at m=4",
             mlp,
-            partial(numbers, many, 64),
+            partial(numbers, many, 4),
             mean_square,
         ),
         "tiny": _sequence(
