@@ -48,7 +48,7 @@ def to_bytes(obj: Any) -> bytes:
     base = torch.empty(size, dtype=torch.uint8)
     for place, tensor in zip(layout, tensors, strict=True):
         if isinstance(place, Place):
-            place.fill(base, tensor)
+            place.target(base.untyped_storage()).fill(tensor.detach())
     return pickle.dumps((data, layout, bytes(base.numpy())))
 
 
@@ -58,7 +58,8 @@ def from_bytes(data: bytes) -> Any:
     base = torch.empty(len(content), dtype=torch.uint8)
     if content:
         base.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    return unpack(data, [place.of(base).requires_grad_(place.requires_grad) for place in layout])
+    memory = base.untyped_storage()
+    return unpack(data, [place.of(memory).requires_grad_(place.requires_grad) for place in layout])
 
 
 class Outbox:

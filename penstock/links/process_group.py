@@ -137,7 +137,7 @@ class Line:
         with torch.no_grad():
             for place, value in zip(layout, values, strict=True):
                 if isinstance(place, Place):
-                    place.fill(buffer, value)
+                    place.target(buffer.untyped_storage()).fill(value.detach())
         return buffer
 
     def _send(self, part: torch.Tensor) -> Any:
@@ -188,7 +188,7 @@ class Line:
         remaining = iter(pickle.loads(plain)) if plain else iter(())
         for k, place in enumerate(layout):
             if isinstance(place, Place):
-                tensor = place.of(base).to(self._device)
+                tensor = place.of(base.untyped_storage()).to(self._device)
                 values[k] = tensor.requires_grad_(place.requires_grad)
             elif place is not None:
                 values[k] = next(remaining)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cloudpickle
 import torch
 
 from penstock.engine.span import Gradients, Roots, Values, edges
-from penstock.links.segment import Place, Segment, place_of
+from penstock.links.segment import ALIGNMENT, Place, Segment, Target, place_of
 from penstock.links.wire import Message, Wire
 
 _ROOM = 1.25  # a slot is this much larger than what it is made for
 PLAIN = "plain"
 """In a layout: a value that is in the message."""
+_MOST = 1000  # of what is remembered of layouts, if shapes always change
 
 Layout = tuple[Place | str | None, ...]
 """For every value its place; or `None` for no value, or `"plain"` for one in the message."""
@@ -63,6 +65,8 @@ class Sender:
         self._round = round
         self._slots = Slots()
         self._layouts: dict[Layout, int] = {}
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._targets: dict[tuple[int, int], list[Target | None]] = {}
 
     def put(self, values: Sequence[Any], kind: int = 0, payload: bytes = b"") -> None:
         """Send values: tensors, `None`, or whatever can be pickled.
@@ -71,24 +75,63 @@ class Sender:
             Gone: the other process is gone.
             TimeoutError: it does not read.
         """
-        layout, size = laid_out(values)
-        number = self._layouts.get(layout)
-        news = None if number is not None else layout
-        if number is None:
-            number = self._layouts[layout] = len(self._layouts)
+        signature = tuple([_signature(value) for value in values])
+        known = self._known.get(signature) or self._learn(signature, values)
+        news = None
+        if not known.told:
+            news, known.told = known.layout, True
         slot, fd, capacity = -1, -1, 0
-        if size:
-            slot, segment, is_new = self._slots.lend(size)
+        if known.size:
+            slot, segment, is_new = self._slots.lend(known.size)
             with torch.no_grad():
-                for place, value in zip(layout, values, strict=True):
-                    if isinstance(place, Place):
-                        place.fill(segment.base, value)
+                targets = self._targets_in(slot, segment, known)
+                for target, value in zip(targets, values, strict=True):
+                    if target is not None:
+                        target.fill(value)
             if is_new:
                 fd, capacity = segment.fd, segment.size
-        plain = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
+        plain = [v for s, v in zip(signature, values, strict=True) if s is PLAIN]
         if news is not None or plain or payload:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
-        self._wire.send(Message(self._round(), kind, slot, number, payload, fd, capacity))
+        self._wire.send(Message(self._round(), kind, slot, known.number, payload, fd, capacity))
+
+    def _learn(self, signature: tuple[Any, ...], values: Sequence[Any]) -> _Known:
+        """Lay out values that are like none before."""
+        layout, size = laid_out(values)
+        told = layout in self._layouts
+        number = self._layouts.setdefault(layout, len(self._layouts))
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        known = self._known[signature] = _Known(number, layout, size, told)
+        return known
+
+    def _targets_in(self, slot: int, segment: Segment, known: _Known) -> list[Target | None]:
+        """Where the values of a layout go in a slot."""
+        targets = self._targets.get((slot, known.number))
+        if targets is None:
+            storage = segment.base.untyped_storage()
+            targets = [p.target(storage) if isinstance(p, Place) else None for p in known.layout]
+            if len(self._targets) >= _MOST:
+                self._targets.clear()
+            self._targets[slot, known.number] = targets
+        return targets
+
+
+@dataclass
+class _Known:
+    """How values of some shapes are laid out.
+
+    Attributes:
+        number: of the layout.
+        layout: itself.
+        size: bytes that it takes.
+        told: whether the other process knows it.
+    """
+
+    number: int
+    layout: Layout
+    size: int
+    told: bool
 
 
 class Receiver:
@@ -140,20 +183,34 @@ class Receiver:
             self._slots[message.slot] = Segment(message.size, message.fd)
         values: list[Any] = [None] * len(self._layouts[message.layout])
         remaining = iter(pickle.loads(plain)) if plain else iter(())
-        base = self._slots[message.slot].borrow() if message.slot >= 0 else None
+        memory = None
+        if message.slot >= 0:
+            memory = self._slots[message.slot].borrow().untyped_storage()
         for k, place in enumerate(self._layouts[message.layout]):
             if isinstance(place, Place):
-                values[k] = self._arrived(place, base)
+                values[k] = self._arrived(place, memory)
             elif place is not None:
                 values[k] = next(remaining)
         return tuple(values), payload
 
-    def _arrived(self, place: Place, base: torch.Tensor | None) -> torch.Tensor:
-        if base is None:
+    def _arrived(self, place: Place, memory: torch.UntypedStorage | None) -> torch.Tensor:
+        if memory is None:
             tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
         else:
-            tensor = place.of(base)
-        return tensor.to(self._device).requires_grad_(place.requires_grad)
+            tensor = place.of(memory)
+        if self._device.type != "cpu":
+            tensor = tensor.to(self._device)
+        return tensor.requires_grad_() if place.requires_grad else tensor
+
+
+def _signature(value: Any) -> Any:
+    """Equal for values that are laid out in the same way."""
+    if not isinstance(value, torch.Tensor):
+        return None if value is None else PLAIN
+    if not is_plain(value):
+        return PLAIN
+    shift = value.data_ptr() % ALIGNMENT
+    return value.dtype, value.shape, value.stride(), shift, value.requires_grad
 
 
 def laid_out(values: Sequence[Any]) -> tuple[Layout, int]:

@@ -14,6 +14,8 @@ from penstock.links.local import Aborted
 
 _HEADER = struct.Struct("<qqqqqq")
 _AT_ONCE = 1 << 20  # bytes that are read at once; a buffer of that size is made each time
+_FD = struct.Struct("i")
+_FD_SPACE = socket.CMSG_SPACE(_FD.size)
 _SPIN = 50e-6  # seconds of looking again and again before a thread is put to sleep
 
 
@@ -102,16 +104,40 @@ class Wire:
             Gone: the other end is closed.
             TimeoutError: none came for so many seconds.
         """
-        self._await_incoming(timeout)
-        self.busy = True
-        header = bytearray(_HEADER.size)
-        fd = self._fill(memoryview(header))
-        round, kind, slot, layout, size, length = _HEADER.unpack(header)
+        data, fd = self._begin(timeout)
+        if len(data) < _HEADER.size:
+            header = bytearray(_HEADER.size)
+            header[: len(data)] = data
+            self._fill(memoryview(header)[len(data) :])
+            data = bytes(header)
+        round, kind, slot, layout, size, length = _HEADER.unpack(data)
         payload = bytearray(length)
         if length:
             self._fill(memoryview(payload))
         self.busy = False
         return Message(round, kind, slot, layout, bytes(payload), fd, size)
+
+    def _begin(self, timeout: float | None) -> tuple[bytes, int]:
+        """The beginning of the next message, and the file descriptor that came along, or -1."""
+        while True:
+            self.busy = True  # before anything is read: an interruption may come right after
+            try:
+                return self._read(_HEADER.size)
+            except BlockingIOError:
+                self.busy = False
+                self._await_incoming(timeout)
+
+    def _read(self, count: int) -> tuple[bytes, int]:
+        """Up to so many bytes that are there, and a file descriptor that came along, or -1."""
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise Gone from error
+        if not data:
+            raise Gone
+        return data, _FD.unpack(ancillary[0][2])[0] if ancillary else -1
 
     def ready(self) -> bool:
         """Whether `receive` would not wait."""
@@ -121,23 +147,16 @@ class Wire:
         if not self._incoming.poll(None if timeout is None else timeout * 1000):
             raise TimeoutError(f"no message came for {timeout:.0f} s")
 
-    def _fill(self, view: memoryview) -> int:
-        """Read so many bytes; a file descriptor that came along, or -1."""
-        found = -1
+    def _fill(self, view: memoryview) -> None:
+        """Read so many bytes more."""
         while view:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, min(len(view), _AT_ONCE), 1)
+                data, _ = self._read(min(len(view), _AT_ONCE))
             except BlockingIOError:
                 self._incoming.poll(60_000)
                 continue
-            except OSError as error:
-                raise Gone from error
-            if not data:
-                raise Gone
-            found = fds[0] if fds else found
             view[: len(data)] = data
             view = view[len(data) :]
-        return found
 
 
 def spin(poller: select.poll, timeout: float | None) -> list[tuple[int, int]]:

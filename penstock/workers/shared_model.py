@@ -180,8 +180,8 @@ class SharedModel:
             part.lent = []  # nobody else may refer to them now, or they keep their memory
             if part.size:
                 part.slot, segment, is_new = part.slots.lend(part.size)
-                base = segment.borrow()
-                part.lent = [place.of(base) for place in part.places]
+                memory = segment.borrow().untyped_storage()
+                part.lent = [place.of(memory) for place in part.places]
                 if is_new:
                     news = self._grants[worker](segment.fd), segment.size, part.places
         for k in present:
