@@ -50,34 +50,52 @@ class ClosedError(PenstockError):
 class WorkerError(PenstockError):
     """A worker failed while running an action; `__cause__` is the original exception.
 
+    If that happened in another process, the traceback from there is a note.
+
     Attributes:
-        stage: the stage that failed, from 0.
-        microbatch: the micro-batch it was working on, from 0.
-        action: what it was doing, `"forward"`, `"loss"` or `"backward"`.
+        stage: the stage that failed, from 0; `None` if the worker ran none.
+        microbatch: the micro-batch it was working on, from 0; `None` if it was at none.
+        action: what it was doing, `"forward"`, `"loss"` or `"backward"`; or `"optimizer step"`,
+            which may have updated some parameters and others not; or `"start"`.
+        worker: which, from 0.
     """
 
     def __init__(
-        self, stage: int | None, microbatch: int | None, action: str, cause: BaseException | None
+        self,
+        stage: int | None,
+        microbatch: int | None,
+        action: str,
+        cause: BaseException | None,
+        worker: int | None = None,
     ) -> None:
         self.stage = stage
         self.microbatch = microbatch
         self.action = action
+        self.worker = worker
         self.__cause__ = cause
         super().__init__(self._text())
 
     def _text(self) -> str:
+        cause = f"{type(self.__cause__).__name__}: {self.__cause__}"
+        if self.stage is None:
+            return f"worker {self.worker} failed in the {self.action}: {cause}{_torn(self.action)}"
         return (
             f"stage {self.stage} failed in the {self.action} of micro-batch {self.microbatch}: "
-            f"{type(self.__cause__).__name__}: {self.__cause__}"
+            f"{cause}"
         )
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.stage, self.microbatch, self.action, self.__cause__, self.worker
 
     def __reduce__(self) -> Any:
         state = {k: v for k, v in vars(self).items() if k == "__notes__"}
-        return type(self), (self.stage, self.microbatch, self.action, self.__cause__), state
+        return type(self), self._arguments(), state
 
 
 class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says which
     """The process of a worker ended while it was needed. The pipeline is closed.
+
+    What its interpreter has written in the end, if anything, is a note.
 
     Attributes:
         worker: which, from 0.
@@ -90,18 +108,46 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
     ) -> None:
         self.worker = worker
         self._how = how
-        super().__init__(stage, microbatch, action, None)
+        super().__init__(stage, microbatch, action, None, worker)
 
     def _text(self) -> str:
         where = f"during {self.action}" if self.action else "between two passes"
         if self.stage is not None:
             where = f"in the {self.action} of micro-batch {self.microbatch} in stage {self.stage}"
-        return f"worker {self.worker} {self._how} {where}; the pipeline is closed"
+        ending = f"; the pipeline is closed{_torn(self.action)}"
+        return f"worker {self.worker} {self._how} {where}{ending}"
 
-    def __reduce__(self) -> Any:
-        where = (self.stage, self.microbatch, self.action)
-        return type(self), (self.worker, self._how, *where), super().__reduce__()[2]
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.worker, self._how, self.stage, self.microbatch, self.action
 
 
 class WorkerTimeout(PenstockError, TimeoutError):  # noqa: N818 - "TimeoutError" is Python's own
-    """A worker did not answer within the pipeline's timeout."""
+    """A worker did not answer within the pipeline's timeout.
+
+    The message says what every worker was doing.
+
+    Attributes:
+        worker: the one that is late, from 0; of several, one that does not wait for another.
+        stage, microbatch, action: what it was doing, as far as that is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        worker: int | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        action: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.stage = stage
+        self.microbatch = microbatch
+        self.action = action
+
+
+def _torn(action: str) -> str:
+    """What else there is to say of a failed action."""
+    if action != "optimizer step":
+        return ""
+    return ". Some parameters may have been updated, and others not: load a checkpoint"

@@ -115,7 +115,7 @@ class Loss:
             output = assemble(microbatch, results)
             loss = self.function(output, *self._targets[microbatch])
             _check_scalar(loss)
-        except Exception as error:
+        except BaseException as error:  # a sys.exit() as well
             raise LossFailed from error
         return loss, torch.full_like(loss, self.weights[microbatch])
 

@@ -57,8 +57,12 @@ class Segment:
         self._lease = weakref.ref(memory, self._free)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _free(self, _: object) -> None:
+    def free(self) -> None:
+        """Mark the content as free."""
         self._whole[0] = 0
+
+    def _free(self, _: object) -> None:
+        self.free()
 
     def tensors(self, places: Sequence[Place]) -> list[torch.Tensor]:
         """Tensors in the content, each with a storage of its own."""

@@ -58,51 +58,82 @@ class Sender:
     Args:
         wire: to it.
         round: gives the number of the jobs that run now.
+        wait: called before a message is sent; returns when there is room for one.
     """
 
-    def __init__(self, wire: Wire, round: Round) -> None:
+    def __init__(self, wire: Wire, round: Round, wait: Callable[[], None] = lambda: None) -> None:
         self._wire = wire
         self._round = round
+        self._wait = wait
         self._slots = Slots()
+        self._sent: set[int] = set()  # of the slots, those that the other process has
+        self._told: set[int] = set()  # of the layouts, those that it knows
         self._layouts: dict[Layout, int] = {}
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._targets: dict[tuple[int, int], list[Target | None]] = {}
 
-    def put(self, values: Sequence[Any], kind: int = 0, payload: bytes = b"") -> None:
+    def put(
+        self,
+        values: Sequence[Any],
+        kind: int = 0,
+        payload: bytes = b"",
+        timeout: float | None = None,
+    ) -> None:
         """Send values: tensors, `None`, or whatever can be pickled.
 
         Raises:
             Gone: the other process is gone.
-            TimeoutError: it does not read.
+            TimeoutError: it did not read for so many seconds.
+            Exception: a value cannot be pickled, or what `wait` raises; nothing has been sent.
         """
         signature = tuple([_signature(value) for value in values])
         known = self._known.get(signature) or self._learn(signature, values)
-        news = None
-        if not known.told:
-            news, known.told = known.layout, True
-        slot, fd, capacity = -1, -1, 0
+        slot, segment = -1, None
         if known.size:
-            slot, segment, is_new = self._slots.lend(known.size)
+            slot, segment, _ = self._slots.lend(known.size)
+        try:
+            self._put(values, known, slot, segment, kind, payload, timeout)
+        except BaseException:
+            if segment is not None and not self._wire.busy:
+                segment.free()
+            raise
+
+    def _put(
+        self,
+        values: Sequence[Any],
+        known: _Known,
+        slot: int,
+        segment: Segment | None,
+        kind: int,
+        payload: bytes,
+        timeout: float | None,
+    ) -> None:
+        fd, capacity = -1, 0
+        if segment is not None:
             with torch.no_grad():
                 targets = self._targets_in(slot, segment, known)
                 for target, value in zip(targets, values, strict=True):
                     if target is not None:
                         target.fill(value)
-            if is_new:
+            if slot not in self._sent:
                 fd, capacity = segment.fd, segment.size
-        plain = [v for s, v in zip(signature, values, strict=True) if s is PLAIN]
+        news = None if known.number in self._told else known.layout
+        plain = [v for p, v in zip(known.layout, values, strict=True) if p is PLAIN]
         if news is not None or plain or payload:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
-        self._wire.send(Message(self._round(), kind, slot, known.number, payload, fd, capacity))
+        self._wait()
+        message = Message(self._round(), kind, slot, known.number, payload, fd, capacity)
+        self._wire.send(message, timeout)
+        self._told.add(known.number)  # only now: what was not sent is not known there
+        self._sent.add(slot)
 
     def _learn(self, signature: tuple[Any, ...], values: Sequence[Any]) -> _Known:
         """Lay out values that are like none before."""
         layout, size = laid_out(values)
-        told = layout in self._layouts
         number = self._layouts.setdefault(layout, len(self._layouts))
         if len(self._known) >= _MOST:
             self._known.clear()
-        known = self._known[signature] = _Known(number, layout, size, told)
+        known = self._known[signature] = _Known(number, layout, size)
         return known
 
     def _targets_in(self, slot: int, segment: Segment, known: _Known) -> list[Target | None]:
@@ -117,7 +148,7 @@ class Sender:
         return targets
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Known:
     """How values of some shapes are laid out.
 
@@ -125,13 +156,11 @@ class _Known:
         number: of the layout.
         layout: itself.
         size: bytes that it takes.
-        told: whether the other process knows it.
     """
 
     number: int
     layout: Layout
     size: int
-    told: bool
 
 
 class Receiver:

@@ -16,6 +16,7 @@ _HEADER = struct.Struct("<qqqqqq")
 _AT_ONCE = 1 << 20  # bytes that are read at once; a buffer of that size is made each time
 _FD = struct.Struct("i")
 _FD_SPACE = socket.CMSG_SPACE(_FD.size)
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # what a worker starts must not have them
 _SPIN = 50e-6  # seconds of looking again and again before a thread is put to sleep
 
 
@@ -69,13 +70,15 @@ class Wire:
         """Of the socket."""
         return self._socket.fileno()
 
-    def send(self, message: Message, timeout: float = 60.0) -> None:
+    def send(self, message: Message, timeout: float | None = None) -> None:
         """Send a message; waits only if the other end has not read many.
 
         Raises:
-            Gone: the other end is closed.
+            Gone: the other end is closed, or a message was interrupted in the midst.
             TimeoutError: it did not read for so many seconds.
         """
+        if self.busy:  # this one would be taken for the rest of the other
+            raise Gone("a message was interrupted")
         numbers = (message.round, message.kind, message.slot, message.layout, message.size)
         data = _HEADER.pack(*numbers, len(message.payload)) + message.payload
         fds = [] if message.fd < 0 else [message.fd]
@@ -85,15 +88,14 @@ class Wire:
             sent += self._send(memoryview(data)[sent:], [], timeout)
         self.busy = False
 
-    def _send(self, data: bytes | memoryview, fds: list[int], timeout: float) -> int:
+    def _send(self, data: bytes | memoryview, fds: list[int], timeout: float | None) -> int:
         while True:
             try:
                 if fds:
                     return socket.send_fds(self._socket, [data], fds)
                 return self._socket.send(data)
             except BlockingIOError:
-                if not self._outgoing.poll(timeout * 1000):
-                    raise TimeoutError(f"nothing was read for {timeout:.0f} s") from None
+                self._await(self._outgoing, timeout, "nothing was read")
             except OSError as error:
                 raise Gone from error
 
@@ -101,21 +103,23 @@ class Wire:
         """The next message; waits for it.
 
         Raises:
-            Gone: the other end is closed.
-            TimeoutError: none came for so many seconds.
+            Gone: the other end is closed, or a message was interrupted in the midst.
+            TimeoutError: nothing came for so many seconds.
         """
+        if self.busy:
+            raise Gone("a message was interrupted")
         data, fd = self._begin(timeout)
-        if len(data) < _HEADER.size:
-            header = bytearray(_HEADER.size)
-            header[: len(data)] = data
-            self._fill(memoryview(header)[len(data) :])
-            data = bytes(header)
-        round, kind, slot, layout, size, length = _HEADER.unpack(data)
-        payload = bytearray(length)
-        if length:
-            self._fill(memoryview(payload))
+        try:
+            if len(data) < _HEADER.size:
+                data += self._rest(_HEADER.size - len(data), timeout)
+            round, kind, slot, layout, size, length = _HEADER.unpack(data)
+            payload = self._rest(length, timeout) if length else b""
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            raise
         self.busy = False
-        return Message(round, kind, slot, layout, bytes(payload), fd, size)
+        return Message(round, kind, slot, layout, payload, fd, size)
 
     def _begin(self, timeout: float | None) -> tuple[bytes, int]:
         """The beginning of the next message, and the file descriptor that came along, or -1."""
@@ -125,12 +129,12 @@ class Wire:
                 return self._read(_HEADER.size)
             except BlockingIOError:
                 self.busy = False
-                self._await_incoming(timeout)
+                self._await(self._incoming, timeout, "no message came")
 
     def _read(self, count: int) -> tuple[bytes, int]:
         """Up to so many bytes that are there, and a file descriptor that came along, or -1."""
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE)
+            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE, _CLOEXEC)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -143,20 +147,23 @@ class Wire:
         """Whether `receive` would not wait."""
         return bool(self._incoming.poll(0))
 
-    def _await_incoming(self, timeout: float | None) -> None:
-        if not self._incoming.poll(None if timeout is None else timeout * 1000):
-            raise TimeoutError(f"no message came for {timeout:.0f} s")
+    def has_room(self) -> bool:
+        """Whether sending a short message would not wait."""
+        return bool(self._outgoing.poll(0))
 
-    def _fill(self, view: memoryview) -> None:
-        """Read so many bytes more."""
-        while view:
+    def _await(self, poller: select.poll, timeout: float | None, what: str) -> None:
+        if not poller.poll(None if timeout is None else timeout * 1000):
+            raise TimeoutError(f"{what} for {timeout:.0f} s")
+
+    def _rest(self, count: int, timeout: float | None) -> bytes:
+        """So many bytes more."""
+        found = bytearray()
+        while len(found) < count:
             try:
-                data, _ = self._read(min(len(view), _AT_ONCE))
+                found += self._read(min(count - len(found), _AT_ONCE))[0]
             except BlockingIOError:
-                self._incoming.poll(60_000)
-                continue
-            view[: len(data)] = data
-            view = view[len(data) :]
+                self._await(self._incoming, timeout, "the rest of a message did not come")
+        return bytes(found)
 
 
 def spin(poller: select.poll, timeout: float | None) -> list[tuple[int, int]]:

@@ -20,9 +20,13 @@ from penstock.schedule import Action, Kind, check
 from penstock.workers.ways import NewWay
 
 Position = list[int] | memoryview
-"""Its first item says what a worker is doing: `code(action, waiting)`, or 0 for nothing."""
+"""Its first item says what a worker is doing: `code(action, waiting)`, or 0 for nothing, or one of
+these."""
+
+STARTING, UPDATING = -1, -2
 
 _KINDS = tuple(Kind)
+_OTHER = {0: "", STARTING: "start", UPDATING: "optimizer step"}
 
 
 class _Compiled(NamedTuple):
@@ -90,7 +94,7 @@ class Assembly:
             runs = recorded(compiled.runs, compiled.actions, worker, outcome.events)
             compiled = compiled._replace(runs=runs)
         self._begin(own, order)
-        _run(compiled, order.modes, position)
+        _run(worker, compiled, order.modes, position)
         self._end(own, order, outcome)
         return outcome
 
@@ -160,22 +164,29 @@ def code(action: Action, waits: bool) -> int:
     return ((action.microbatch << 16 | action.stage) << 3 | kind) << 2 | waits << 1 | 1
 
 
-def decode(code: int) -> tuple[int, int, str]:
+def decode(code: int) -> tuple[int | None, int | None, str]:
     """The stage, the micro-batch and the kind of the action with this code, in words."""
+    if code <= 0:
+        return None, None, _OTHER[code]
     kind, stage, microbatch = _KINDS[code >> 2 & 7], code >> 5 & 0xFFFF, code >> 21
     return stage, microbatch, "forward" if kind is Kind.FORWARD else "backward"
 
 
 def doing(code: int) -> str:
     """What a worker does whose position is this, in words."""
-    if not code:
-        return "idle"
     stage, microbatch, what = decode(code)
+    if stage is None:
+        return f"in the {what}" if what else "idle"
     place = f"the {what} of micro-batch {microbatch} in stage {stage}"
-    return f"waiting for values for {place}" if code & 2 else f"in {place}"
+    return f"waiting for values for {place}" if waits(code) else f"in {place}"
 
 
-def _run(compiled: _Compiled, modes: Ambient, position: Position) -> None:
+def waits(code: int) -> bool:
+    """Whether a worker whose position is this waits for another one."""
+    return code > 0 and bool(code & 2)
+
+
+def _run(worker: int, compiled: _Compiled, modes: Ambient, position: Position) -> None:
     """Run a worker's callables, and say at any time which."""
     actions, runs, codes = compiled
     contexts = [torch.autocast(d, enabled=on, dtype=t) for d, on, t in modes.autocast if on]
@@ -189,13 +200,13 @@ def _run(compiled: _Compiled, modes: Ambient, position: Position) -> None:
                 run()
     except (Aborted, WorkerTimeout):
         raise
-    except Exception as error:
+    except BaseException as error:  # a sys.exit() in a module must not end the caller
         action = actions[at // 2]
         cause: BaseException = error
         what = "forward" if action.kind is Kind.FORWARD else "backward"
         if isinstance(error, LossFailed):
             cause, what = error.__cause__ or error, "loss"
-        raise WorkerError(action.stage, action.microbatch, what, cause) from cause
+        raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
         position[0] = 0
         for context in reversed(contexts):

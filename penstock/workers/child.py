@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import signal
 import socket
@@ -20,7 +21,8 @@ VALUE, ERROR = range(2)
 """What a worker sends: what its job returned, or raised."""
 
 COMMAND = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "signal.signal(signal.SIGUSR1, signal.SIG_IGN); sys.path[:] = {path!r}; "
     "from penstock.workers.child import main; main(*{arguments!r})"
 )
 """What the interpreter of a worker is told to run."""
@@ -35,10 +37,42 @@ def main(worker: int, workers: int, control: int, lifeline: int, board: int, dum
         control: the file descriptor of the socket to the driver.
         lifeline: of a pipe that closes when the driver is gone.
         board: of the memory where every worker says what it is doing.
-        dump: of a file for the stack, which is written there on SIGUSR1.
+        dump: of a file for the stack, which is written there on SIGUSR1, and if this process is
+            about to die.
     """
-    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
+    for fd in (control, lifeline, board, dump):
+        os.set_inheritable(fd, False)
+    _follow(lifeline)
     faulthandler.register(signal.SIGUSR1, file=dump)
+    faulthandler.enable(file=dump)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        _live(worker, workers, control, board)
+    except BaseException:
+        import traceback
+
+        os.ftruncate(dump, 0)
+        os.lseek(dump, 0, os.SEEK_SET)
+        os.write(dump, traceback.format_exc().encode())
+        os._exit(1)
+
+
+def _follow(lifeline: int) -> None:
+    """See to it that this process ends when the driver has ended, however busy it is."""
+    if hasattr(fcntl, "F_SETSIG"):  # the kernel does it, also if this process is stopped
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    threading.Thread(target=_wait_for_end, args=(lifeline,), daemon=True).start()
+
+
+def _wait_for_end(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+def _live(worker: int, workers: int, control: int, board: int) -> None:
     from penstock.links.segment import Segment
     from penstock.links.wire import Gone, Wire
     from penstock.workers.site import Site
@@ -54,22 +88,49 @@ def main(worker: int, workers: int, control: int, lifeline: int, board: int, dum
         os._exit(0)  # whatever the user's modules have started does not hold it up
 
 
-def _follow(lifeline: int) -> None:
-    """End this process when the driver has ended, however busy it is."""
-    os.read(lifeline, 1)
-    os._exit(1)
-
-
 def _serve(site: Site) -> None:
     """Do the next job, and report."""
+    from penstock.links.wire import Gone
+
     job = site.next_job()
+    site.position[0] = position = getattr(job, "position", 0)
     try:
         value, kind = job(site), VALUE
     except BaseException as error:
-        value, kind = portable(error), ERROR
+        value, kind = portable(_named(error, site.worker, position)), ERROR
         del error
     del job
-    site.report(kind, value)
+    site.position[0] = 0
+    try:
+        site.report(kind, value)
+    except Gone:
+        raise
+    except Exception as error:  # what cannot be pickled has not been sent in part
+        site.report(ERROR, portable(_unsent(error, site.worker)))
+
+
+def _named(error: BaseException, worker: int, position: int) -> BaseException:
+    """The error that says which worker failed, and in what."""
+    from penstock.errors import PenstockError, WorkerError
+    from penstock.links.local import Aborted
+    from penstock.workers.assembly import decode
+
+    if not position or isinstance(error, PenstockError | Aborted):
+        return error
+    named = WorkerError(*decode(position), error, worker)
+    named.__traceback__ = error.__traceback__
+    return named
+
+
+def _unsent(error: Exception, worker: int) -> BaseException:
+    from penstock.errors import InputError
+
+    found = InputError(
+        f"the result of worker {worker} cannot be sent to the driver's process: "
+        f'{type(error).__name__}: {error}. Use workers="threads"'
+    )
+    found.__cause__ = error
+    return found
 
 
 def portable(error: BaseException, where: str = "the worker's process") -> BaseException:
@@ -85,7 +146,7 @@ def portable(error: BaseException, where: str = "the worker's process") -> BaseE
     found = _pickled(error)
     if found is None and isinstance(error, WorkerError):
         stand_in = _stand_in(error.__cause__ or error)
-        found = WorkerError(error.stage, error.microbatch, error.action, stand_in)
+        found = WorkerError(error.stage, error.microbatch, error.action, stand_in, error.worker)
     found = found or _stand_in(error)
     found.add_note(f"In {where}:\n{text}")
     return found
@@ -98,9 +159,10 @@ def _pickled(error: BaseException) -> Any:
     import cloudpickle
 
     try:
-        return pickle.loads(cloudpickle.dumps(error))
+        found = pickle.loads(cloudpickle.dumps(error))
     except Exception:
         return None
+    return found if isinstance(found, type(error)) else None
 
 
 def _stand_in(error: BaseException) -> RuntimeError:

@@ -179,6 +179,9 @@ class ThreadCrew(Driven):
         order, current = ticket
         try:
             parts = self._workers.finish(current, self._timeout)
+            outcome = Outcome.of(parts)
+            for worker in range(len(self._devices)):
+                del self._backups[order.number, worker]
         except BaseException:
             for number in sorted(self._backups, reverse=True):  # the oldest last
                 self._backups[number].restore()
@@ -186,9 +189,7 @@ class ThreadCrew(Driven):
             for assembly in self._assemblies.values():
                 assembly.clear()
             raise
-        for worker in range(len(self._devices)):
-            del self._backups[order.number, worker]
-        return Outcome.of(parts)
+        return outcome
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""
@@ -205,7 +206,7 @@ class ThreadCrew(Driven):
         return LocalParts(kind, groups, options, owners, self._run)
 
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-        return self._workers.run(jobs, self._timeout)
+        return self._workers.run(jobs, self._timeout, whole=True)
 
     def close(self) -> None:
         """Dismiss the workers."""

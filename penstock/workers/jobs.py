@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -16,10 +16,10 @@ from penstock.links.local import LocalLink
 from penstock.links.shared_memory import Sink, Source
 from penstock.links.wire import Wire
 from penstock.plan import Plan
-from penstock.workers.assembly import Assembly
+from penstock.workers.assembly import STARTING, UPDATING, Assembly
 from penstock.workers.optimizing import use_settings
 from penstock.workers.shared_model import Gradients, Package
-from penstock.workers.site import CPU, Site
+from penstock.workers.site import CPU, Site, loading
 
 End = tuple[Literal["sink", "source", "local"], int]
 """Which end of a link a worker has, and the number of its socket."""
@@ -37,6 +37,8 @@ class Modes:
         deterministic: whether only deterministic algorithms are used, and whether others warn.
         mkldnn: whether oneDNN is used.
     """
+
+    position: ClassVar[int] = STARTING
 
     threads: int
     keep_freed_memory: bool
@@ -82,6 +84,8 @@ class Build:
         ends: of links that this worker has, by the stage before them.
     """
 
+    position: ClassVar[int] = STARTING
+
     plan: Plan
     workers: int
     ends: Mapping[int, End]
@@ -111,13 +115,16 @@ class AddWay:
         way: a `NewWay`, and the user's modules that come with it, packed.
     """
 
+    position: ClassVar[int] = STARTING
+
     packages: Sequence[Package]
     way: bytes
 
     def __call__(self, site: Site) -> None:
         """Unpack it."""
         take(site, self.packages)
-        way, modules = site.inbox.unpack(self.way)
+        with loading():
+            way, modules = site.inbox.unpack(self.way)
         site.modules += modules
         site.assemblies[way.training].add(way)
 
@@ -185,7 +192,8 @@ class MakePart:
     def __call__(self, site: Site) -> None:
         """Make it."""
         take(site, self.packages)
-        kind, groups, options = site.inbox.unpack(self.part)
+        with loading():
+            kind, groups, options = site.inbox.unpack(self.part)
         site.optimizers[self.number] = kind(groups, **options)
 
 
@@ -198,6 +206,8 @@ class Step:
         settings: of its groups.
         gradients: of the parameters.
     """
+
+    position: ClassVar[int] = UPDATING
 
     number: int
     settings: Sequence[Mapping[str, Any]]

@@ -32,7 +32,7 @@ from penstock.workers.jobs import (
 )
 from penstock.workers.optimizing import Groups, Parts, State, own_groups, settings_of
 from penstock.workers.processes import ProcessWorkers
-from penstock.workers.rounds import Round
+from penstock.workers.rounds import Job, Round
 from penstock.workers.shared_model import Package, SharedModel
 from penstock.workers.ways import Holdings, NewWay
 
@@ -94,9 +94,12 @@ class ProcessCrew(Driven):
             with here, there:
                 ends[one][k] = "sink", self._workers.grant(one, here.fileno())
                 ends[other][k] = "source", self._workers.grant(other, there.fileno())
-        self._workers.run([modes] * self._count, _BUILD_TIMEOUT)
-        jobs = [Build(self._plan, self._count, own) for own in ends]
-        self._workers.run(jobs, self._timeout)
+        self._prepare([modes] * self._count)
+        self._prepare([Build(self._plan, self._count, own) for own in ends])
+
+    def _prepare(self, jobs: Sequence[Job]) -> None:
+        """Run jobs that import what the user's modules need, and so may take longer than a pass."""
+        self._workers.run(jobs, max(_BUILD_TIMEOUT, self._timeout))
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -120,8 +123,12 @@ class ProcessCrew(Driven):
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
-        self.holdings.add(way)
-        self._workers.run([self._way(w, way) for w in range(self._count)], self._timeout)
+        try:
+            self.holdings.add(way)
+            self._prepare([self._way(w, way) for w in range(self._count)])
+        except BaseException as error:  # some may know it now, and others not
+            self._workers.close(f"{type(error).__name__} came as its stages were being built")
+            raise
 
     def _way(self, worker: int, way: NewWay) -> AddWay:
         self._share(worker, (*self.holdings.parameters[worker], *self.holdings.buffers[worker]))
@@ -182,9 +189,16 @@ class ProcessCrew(Driven):
             _check_loss(order.loss.function)
         backward = order.what in ("train", "backward")
         workers = range(self._count)
-        self._backups[order.number] = [self.holdings.backup(w, backward) for w in workers]
-        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        return order, self._workers.start([self._pass(w, order, forgotten) for w in workers])
+        try:
+            self._backups[order.number] = [self.holdings.backup(w, backward) for w in workers]
+            jobs = [self._pass(w, order, tuple(self._forgotten)) for w in workers]
+            current = self._workers.start(jobs, self._timeout)
+            for _ in jobs[0].forgotten:
+                self._forgotten.popleft()
+        except BaseException:
+            self._undo()
+            raise
+        return order, current
 
     def _pass(self, worker: int, order: Order, forgotten: Any) -> RunPass:
         placement = self._plan.placement
@@ -203,17 +217,28 @@ class ProcessCrew(Driven):
         order, current = ticket
         try:
             parts = self._workers.finish(current, self._timeout)
+            if order.what in ("train", "backward"):
+                for worker, (_, present) in enumerate(parts):
+                    self._shared.after(worker, present)
+            outcome = Outcome.of([outcome for outcome, _ in parts])
+            del self._backups[order.number]  # last: until then everything can be undone
         except BaseException:
-            for number in sorted(self._backups, reverse=True):  # the oldest last
-                for backup in self._backups[number]:
-                    backup.restore()
-            self._backups.clear()
+            self._undo()
             raise
-        del self._backups[order.number]
-        if order.what in ("train", "backward"):
-            for worker, (_, present) in enumerate(parts):
-                self._shared.after(worker, present)
-        return Outcome.of([outcome for outcome, _ in parts])
+        return outcome
+
+    def _undo(self) -> None:
+        """Put back what passes have changed that did not come to their end."""
+        for number in sorted(self._backups, reverse=True):  # the oldest last
+            for backup in self._backups[number]:
+                backup.restore()
+        self._backups.clear()
+        self._doubt()
+
+    def _doubt(self) -> None:
+        """Tell the workers everything anew: nobody knows what they have been told."""
+        self._shared.doubt()
+        self._training = [() for _ in range(self._count)]
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch, with the next pass."""
@@ -231,16 +256,24 @@ class ProcessCrew(Driven):
         """An optimizer whose parts are in the workers."""
         number, self._optimizers = self._optimizers, self._optimizers + 1
         jobs = []
-        for worker, owned in enumerate(owners):
-            self._share(worker, owned)
-            own = own_groups(groups, owned)
-            packed = self._outboxes[worker].pack((kind, own, dict(options)))
-            jobs.append(MakePart(number, self._packed(worker), packed))
-        self._workers.run(jobs, self._timeout)
+        try:
+            for worker, owned in enumerate(owners):
+                self._share(worker, owned)
+                own = own_groups(groups, owned)
+                packed = self._outboxes[worker].pack((kind, own, dict(options)))
+                jobs.append(MakePart(number, self._packed(worker), packed))
+            self._prepare(jobs)
+        except BaseException as error:  # as above
+            self._workers.close(f"{type(error).__name__} came as an optimizer was being divided")
+            raise
         return _RemoteParts(number, owners, self._shared, self._run)
 
-    def _run(self, jobs: Sequence[Callable[..., Any]]) -> list[Any]:
-        return self._workers.run(jobs, self._timeout)
+    def _run(self, jobs: Sequence[Job], whole: bool = False) -> list[Any]:
+        try:
+            return self._workers.run(jobs, self._timeout, whole)
+        except BaseException:
+            self._doubt()
+            raise
 
     def close(self) -> None:
         """Dismiss the workers, and wait until they are gone."""
@@ -255,7 +288,7 @@ class _RemoteParts:
         number: int,
         owners: Sequence[Sequence[nn.Parameter]],
         shared: SharedModel,
-        run: Callable[[Sequence[Callable[..., Any]]], list[Any]],
+        run: Callable[..., list[Any]],
     ) -> None:
         self._number = number
         self._owners = owners
@@ -265,7 +298,7 @@ class _RemoteParts:
     def step(self, groups: Groups, state: State) -> None:
         """Update every parameter."""
         settings, workers = settings_of(groups), range(len(self._owners))
-        self._run([Step(self._number, settings, self._shared.before(w)) for w in workers])
+        self._run([Step(self._number, settings, self._shared.before(w)) for w in workers], True)
 
     def fetch(self, state: State) -> None:
         """Bring what the parts remember here."""

@@ -10,26 +10,31 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.errors import InputError, WorkerDied
+from penstock.errors import InputError, WorkerDied, WorkerTimeout
+from penstock.links.local import Aborted
 from penstock.links.parcel import pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Receiver, Sender
 from penstock.links.wire import Gone, Message, Wire
-from penstock.workers.assembly import decode, doing
+from penstock.workers.assembly import STARTING, decode, doing, waits
 from penstock.workers.child import ABORT, COMMAND, ERROR, GRANT, JOB
 from penstock.workers.rounds import Job, Late, Result, Round, Workers
 
-_GRACE = 2.0  # seconds that workers have to notice that a step was given up
-_SEND_TIMEOUT = 10.0  # seconds that a worker has to read what it is sent
-_LEAVE = 2.0  # seconds that a worker has to end by itself
-_DUMP = 0.2  # seconds to write down a stack
+_GRACE = 3.0  # seconds that workers have to notice that a step was given up
+_READ = 10.0  # seconds that a worker has to read a short message
+_REST = 10.0  # seconds for the rest of a message that has begun to come
+_LEAVE = 2.0  # seconds that workers have to end by themselves
+_LEAVE_BROKEN = 0.5  # if something went wrong before
+_DUMP = 0.5  # seconds to write down a stack
 _CPU = torch.device("cpu")
 
 
@@ -39,23 +44,48 @@ class _Process:
     def __init__(self, worker: int, workers: int, board: Segment, lifeline: int) -> None:
         here, there = socket.socketpair()
         self.dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        arguments = (worker, workers, there.fileno(), lifeline, board.fd, self.dump.fileno())
-        command = COMMAND.format(path=sys.path, arguments=arguments)
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", command], pass_fds=arguments[2:], stdin=subprocess.DEVNULL
-        )
-        there.close()
+        with there:
+            fds = (there.fileno(), lifeline, board.fd, self.dump.fileno())
+            command = COMMAND.format(path=sys.path, arguments=(worker, workers, *fds))
+            # In a group of its own, a Ctrl-C of the terminal does not reach it, and what it
+            # starts can be ended with it.
+            self.popen = subprocess.Popen(
+                [sys.executable, "-c", command],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+        self.end = os.pidfd_open(self.popen.pid) if hasattr(os, "pidfd_open") else -1
         self.wire = Wire(here)
         self.round = 0
+        self.timeout: float | None = None
+        self.lost = False  # whether somebody was interrupted between reading and noting a report
         self.sender = Sender(self.wire, lambda: self.round)
         self.receiver = Receiver(self.wire, lambda: 0, _CPU)
         self.grants = 0
 
+    def has_ended(self) -> bool:
+        """Whether it has; then what it has started is killed."""
+        if self.popen.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                if not os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    return False
+                self.kill()  # before its number is free for others
+            self.popen.wait()
+        return True
+
+    def kill(self) -> None:
+        """End it, and what it has started."""
+        if self.popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
     def how_it_ended(self) -> str:
         """In words."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(1.0)
-        code, pid = self.popen.poll(), self.popen.pid
+        deadline = time.monotonic() + 1.0
+        while not self.has_ended() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        code, pid = self.popen.returncode, self.popen.pid
         if code is None:
             return f"(process {pid}) closed its connection"
         if code >= 0:
@@ -64,15 +94,32 @@ class _Process:
         hint = ", as the kernel does when memory runs out," if name == "SIGKILL" else ""
         return f"(process {pid}) was killed by {name}{hint}"
 
-    def stack(self) -> str:
-        """What its Python code is doing; empty if it does not say."""
+    def ask_for_stack(self) -> None:
+        """Have it write down what its Python code is doing; `written` reads that."""
+        os.ftruncate(self.dump.fileno(), 0)
         self.dump.seek(0)
-        self.dump.truncate()
         with contextlib.suppress(ProcessLookupError):
             self.popen.send_signal(signal.SIGUSR1)
-        time.sleep(_DUMP)
+
+    def written(self) -> str:
+        """What it has written about itself."""
         self.dump.seek(0)
         return self.dump.read().decode(errors="replace").rstrip()
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it, as far as the system tells."""
+        try:
+            stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+
+    def close(self) -> None:
+        """Let go of what belongs to it. It has ended."""
+        self.dump.close()
+        if self.end >= 0:
+            os.close(self.end)
+            self.end = -1
 
 
 class ProcessWorkers(Workers):
@@ -83,23 +130,31 @@ class ProcessWorkers(Workers):
         reset: called when all have stopped after a failure, before the next jobs.
     """
 
+    _can_be_killed = True
+
     def __init__(self, count: int, reset: Callable[[], None]) -> None:
         super().__init__(count, _GRACE, reset)
         self._board = Segment(8 * count)
         self._positions = self._board.integers()
-        read, write = os.pipe()
+        read, self._lifeline = os.pipe()
         self._processes: list[_Process] = []
-        self._finalizer = weakref.finalize(self, _dismiss, self._processes, write)
+        self._leave = [_LEAVE]
+        self._finalizer = weakref.finalize(
+            self, _dismiss, self._processes, self._lifeline, self._leave
+        )
         _KEPT_FROM_FORKS.add(self)
-        self._lifeline = write
         try:
-            for worker in range(count):
-                self._processes.append(_Process(worker, count, self._board, read))
+            _uninterrupted(self._start_all, read)
         except BaseException:
-            self._finalizer()
+            self.close("its workers could not be started")
             raise
         finally:
             os.close(read)
+
+    def _start_all(self, lifeline: int) -> None:
+        for worker in range(self._count):
+            self._positions[worker] = STARTING
+            self._processes.append(_Process(worker, self._count, self._board, lifeline))
 
     @property
     def pids(self) -> list[int]:
@@ -124,48 +179,89 @@ class ProcessWorkers(Workers):
             ) from error
         process.round = current.number
         try:
-            process.sender.put(tensors, JOB, data)
-        except (Gone, TimeoutError):
+            process.sender.put(tensors, JOB, data, current.timeout)
+        except Gone:
             current.results[worker] = Result(None, self._died(worker))
+        except TimeoutError:
+            details = self._describe([worker])[worker]
+            message = f"worker {worker} does not read what it is sent; it is {details}"
+            late = WorkerTimeout(message, worker, *self._at(worker))
+            current.results[worker] = Result(None, late)
 
     def _send(self, worker: int, message: Message) -> None:
         with contextlib.suppress(Gone, TimeoutError):  # its end is noticed elsewhere
-            self._processes[worker].wire.send(message, _SEND_TIMEOUT)
+            self._processes[worker].wire.send(message, _READ)
+
+    # -- reports --------------------------------------------------------------------------
 
     def _await_report(self, current: Round, seconds: float | None) -> None:
         poller = select.poll()
+        numbers = {}
         for worker in current.waits_for:
-            poller.register(self._processes[worker].wire.fileno(), select.POLLIN)
-        numbers = {p.wire.fileno(): worker for worker, p in enumerate(self._processes)}
+            process = self._processes[worker]
+            if process.lost:
+                self._note(worker, Result(None, Aborted()), (*self._open, current))
+                return
+            for fd in (process.wire.fileno(), process.end):
+                if fd >= 0:
+                    poller.register(fd, select.POLLIN)
+                    numbers[fd] = worker
         ready = poller.poll(None if seconds is None else seconds * 1000)
         if not ready:
             raise Late
-        for fd, _ in ready:
-            self._hear(numbers[fd], current)
+        for worker in sorted({numbers[fd] for fd, _ in ready}):
+            self._hear(worker, current)
 
     def _hear(self, worker: int, current: Round) -> None:
-        """Read one report."""
+        """Read one report, or notice that there will be none."""
+        process, rounds = self._processes[worker], (*self._open, current)
+        process.lost = True
+        try:
+            if not process.wire.ready():  # its end may be held open by what it has started
+                raise Gone
+            message = process.wire.receive(_REST)
+        except Gone:
+            self._note(worker, Result(None, self._died(worker)), rounds)
+        except TimeoutError:
+            error = WorkerTimeout(
+                f"worker {worker} stopped in the midst of a report; it is "
+                f"{self._describe([worker])[worker]}",
+                worker,
+            )
+            self._note(worker, Result(None, error), rounds)
+        else:
+            result = self._opened(worker, message)
+            self._note(worker, result, [r for r in rounds if r.number == message.round])
+        process.lost = False
+
+    def _opened(self, worker: int, message: Message) -> Result:
+        """What a report says."""
         process = self._processes[worker]
         try:
-            message = process.wire.receive()
-        except Gone:
-            error = self._died(worker)
-            for each in (*self._open, current):
-                if worker not in each.results:
-                    each.results[worker] = Result(None, error)
-            return
-        tensors, payload = process.receiver.opened(message)
-        value = unpack(payload, tensors)
-        result = Result(None, value) if message.kind == ERROR else Result(value, None)
-        for each in (*self._open, current):
-            if each.number == message.round:
-                each.results[worker] = result
+            tensors, payload = process.receiver.opened(message)
+            value = unpack(payload, tensors)
+        except Exception as error:
+            error.add_note(f"The report of worker {worker} cannot be unpacked in this process.")
+            return Result(None, error)
+        return Result(None, value) if message.kind == ERROR else Result(value, None)
+
+    def _note(self, worker: int, result: Result, rounds: Sequence[Round]) -> None:
+        for each in rounds:
+            each.results.setdefault(worker, result)
 
     def _died(self, worker: int) -> WorkerDied:
         """The error that says how a process ended, and at what."""
-        position = self._positions[worker]
-        where = decode(position) if position else (None, None, "")
-        return WorkerDied(worker, self._processes[worker].how_it_ended(), *where)
+        others = [k for k in range(self._count) if k != worker and self._positions[k]]
+        meanwhile = [f"worker {k} was {doing(self._positions[k])}" for k in others]
+        where = decode(self._positions[worker])
+        error = WorkerDied(worker, self._processes[worker].how_it_ended(), *where)
+        if meanwhile:
+            error.add_note(f"Meanwhile {', '.join(meanwhile)}.")
+        if written := self._processes[worker].written():
+            error.add_note(f"In the worker's process:\n{written}")
+        return error
+
+    # -- failure --------------------------------------------------------------------------
 
     def _abort(self) -> None:
         for worker, process in enumerate(self._processes):
@@ -173,47 +269,115 @@ class ProcessWorkers(Workers):
                 self._send(worker, Message(self._rounds - 1, ABORT))
 
     def _broken(self) -> str | None:
-        if any(process.popen.poll() is not None for process in self._processes):
+        if any(process.has_ended() for process in self._processes):
             return "the process of a worker has ended"
-        if any(process.wire.busy for process in self._processes):
+        if any(process.wire.busy or process.lost for process in self._processes):
             return "it was interrupted in the midst of a message"
         return None
 
-    def _describe(self, worker: int) -> str:
-        return f"{doing(self._positions[worker])}\n{self._processes[worker].stack()}".rstrip()
+    def _describe(self, workers: Sequence[int]) -> dict[int, str]:
+        deadline = time.monotonic() + _DUMP
+        asked = [worker for worker in workers if self._positions[worker]]
+        for worker in asked:
+            self._processes[worker].ask_for_stack()
+        last, now = None, dict.fromkeys(asked, "")
+        while time.monotonic() < deadline and (last != now or not all(now.values())):
+            time.sleep(_DUMP / 10)
+            last, now = now, {worker: self._processes[worker].written() for worker in asked}
+        found = {}
+        for worker in workers:
+            process = self._processes[worker]
+            stopped = "stopped by a signal, " if process.is_stopped() else ""
+            what = f"{stopped}{doing(self._positions[worker])} (process {process.popen.pid})"
+            found[worker] = f"{what}\n{now.get(worker, '')}".rstrip()
+        return found
+
+    def _waits(self, worker: int) -> bool:
+        return waits(self._positions[worker]) or not self._positions[worker]
+
+    def _at(self, worker: int) -> tuple[int | None, int | None, str]:
+        return decode(self._positions[worker])
+
+    # -- the end --------------------------------------------------------------------------
 
     def _dismiss(self) -> None:
+        if self._closed_because != "close() was called":
+            self._leave[0] = _LEAVE_BROKEN
         self._finalizer()
 
     def disown(self) -> None:
         """In a fork of the driver: let go of everything, so that the driver's end is noticed."""
+        if self._finalizer.detach() is None:
+            return
         os.close(self._lifeline)
         for process in self._processes:
             process.wire.close()
-        self._finalizer.detach()
 
 
-def _dismiss(processes: Sequence[_Process], lifeline: int) -> None:
+def _dismiss(processes: Sequence[_Process], lifeline: int, leave: list[float]) -> None:
     """Let the processes end by themselves, or kill them, and wait until they are gone."""
-    for process in processes:
-        process.wire.close()
-    deadline = time.monotonic() + _LEAVE
     try:
         for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.popen.wait(max(0.0, deadline - time.monotonic()))
+            process.wire.close()
+        deadline = time.monotonic() + leave[0]
+        while time.monotonic() < deadline and not _all_ended(processes):
+            time.sleep(0.002)
     finally:
         for process in processes:
-            process.popen.kill()
+            process.kill()
+        for process in processes:
             process.popen.wait()
-            process.dump.close()
+            process.close()
         os.close(lifeline)
+
+
+def _all_ended(processes: Sequence[_Process]) -> bool:
+    ended = [process.has_ended() for process in processes]  # of each, as it also cleans up
+    return all(ended)
+
+
+def _uninterrupted(work: Callable[..., None], *args: Any) -> None:
+    """Do some work to its end, even if the user interrupts; that is raised afterwards.
+
+    It is done by another thread, as signals interrupt only the main one. What is in the midst of
+    starting a process must not be interrupted: nobody would know of that process.
+    """
+    errors: list[BaseException] = []
+    begin, done = threading.Lock(), threading.Event()
+
+    def guarded() -> None:
+        if not begin.acquire(blocking=False):
+            return
+        try:
+            work(*args)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    try:
+        threading.Thread(target=guarded, daemon=True).start()
+        done.wait()
+    finally:
+        if not begin.acquire(blocking=False):  # it has begun
+            _patiently(done)
+    if errors:
+        raise errors[0]
+
+
+def _patiently(done: threading.Event) -> None:
+    """Wait, even if the user interrupts; that is raised afterwards."""
+    try:
+        done.wait()
+    except BaseException:
+        _patiently(done)
+        raise
 
 
 _KEPT_FROM_FORKS: weakref.WeakSet[ProcessWorkers] = weakref.WeakSet()
 
 
-def _disown_all() -> Any:
+def _disown_all() -> None:
     for workers in list(_KEPT_FROM_FORKS):
         workers.disown()
 

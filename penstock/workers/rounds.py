@@ -12,6 +12,8 @@ from penstock.links.local import Aborted
 
 Job = Callable[..., Any]
 
+_SLICE = 1.0  # seconds that are waited at once
+
 
 class Late(Exception):  # noqa: N818 - never reaches a user: WorkerTimeout does
     """No worker reported in time."""
@@ -24,14 +26,22 @@ class Result(NamedTuple):
     error: BaseException | None
 
 
+_PARTED = "some have done their part, and others not"
+
+
 class Round:
     """One job for each worker, and what has become of them so far.
 
     Attributes:
         number: rounds are counted from 0.
+        timeout: seconds that a worker may take to read its job; `None` if there is no limit.
+        whole: whether the jobs belong together so that none may be left out.
         given: the workers that have their job.
         results: of the workers that are done.
     """
+
+    timeout: float | None = None
+    whole = False
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -58,6 +68,8 @@ class Workers(ABC):
         reset: called when all have stopped after that, before the next jobs.
     """
 
+    _can_be_killed = False  # if one has failed, those that cannot be are waited for longer
+
     def __init__(self, count: int, grace: float, reset: Callable[[], None]) -> None:
         self._count = count
         self._grace = grace
@@ -69,19 +81,31 @@ class Workers(ABC):
     def __len__(self) -> int:
         return self._count
 
-    def run(self, jobs: Sequence[Job], timeout: float | None = None) -> list[Any]:
+    def run(
+        self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
+    ) -> list[Any]:
         """Run one job on each worker at the same time, and wait for all of them; see `finish`."""
-        return self.finish(self.start(jobs), timeout)
+        return self.finish(self.start(jobs, timeout, whole), timeout)
 
-    def start(self, jobs: Sequence[Job]) -> Round:
+    def start(
+        self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
+    ) -> Round:
         """Give each worker one more job, after those that it has.
+
+        Args:
+            jobs: by worker.
+            timeout: seconds that a worker may take to read its job.
+            whole: do all jobs or none of them, even if the user interrupts; if that cannot be, the
+                workers are closed.
 
         Raises:
             ClosedError: the workers were closed.
+            WorkerTimeout: one does not read its job.
         """
         if self._closed_because:
             raise ClosedError(f"the pipeline is closed: {self._closed_because}")
         current = self._round(self._rounds)
+        current.timeout, current.whole = timeout, whole
         self._rounds += 1
         self._open.append(current)
         try:
@@ -89,7 +113,10 @@ class Workers(ABC):
                 current.given.add(worker)
                 self._give(worker, job, current)
         except BaseException as interruption:  # the user's Ctrl-C, or a job that cannot be sent
+            parted = whole and not isinstance(interruption, Exception)
             self._give_up(interruption)
+            if parted:
+                self.close(f"{type(interruption).__name__} came as jobs were given out: {_PARTED}")
             raise
         return current
 
@@ -100,56 +127,89 @@ class Workers(ABC):
             the results, by worker.
 
         Raises:
-            WorkerTimeout: one did not finish within `timeout` seconds; the workers are closed.
+            WorkerTimeout: one did not finish within `timeout` seconds.
             Exception: what the first job that failed raised. All the others have stopped, those
                 of rounds that were started after it as well, and the workers can be used again,
-                unless one is gone.
+                unless one is gone or did not stop.
         """
         if current not in self._open:
             raise ClosedError("a pass that was started with this one has failed")
         try:
-            self._collect([current], timeout)
-        except BaseException as interruption:  # a timeout, or the user's Ctrl-C
+            self._collect([current], timeout, hasty=self._can_be_killed)
+        except Late:
+            error = self._late(current, timeout or 0.0)
+            self._give_up(error)
+            raise error from None
+        except BaseException as interruption:  # the user's Ctrl-C
             self._give_up(interruption)
             raise
         failures = current.failures()
         if failures:
+            late = current.waits_for
             self._give_up(failures[0])
-            raise failures[0]
+            raise self._fault(current, late)
         self._open.remove(current)
         return [current.results[worker].value for worker in range(self._count)]
 
-    def _collect(self, rounds: Sequence[Round], timeout: float | None) -> None:
-        """Wait until every worker has done its jobs; at the first failure wake the others."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _collect(self, rounds: Sequence[Round], timeout: float | None, hasty: bool = False) -> None:
+        """Wait until every worker has done its jobs; at the first failure wake the others.
+
+        Args:
+            rounds: whose jobs.
+            timeout: seconds in all. Time in which this process itself was stopped does not count.
+            hasty: whether to wait for no more when one has failed.
+
+        Raises:
+            Late: it took longer.
+        """
+        left = timeout
         for current in rounds:
-            while current.waits_for:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            while current.waits_for and not (hasty and current.failures()):
+                begun = time.monotonic()
                 try:
-                    self._await_report(current, left)
+                    self._await_report(current, _SLICE if left is None else min(left, _SLICE))
                 except Late:
-                    raise WorkerTimeout(self._late(current, timeout or 0.0)) from None
-                if current.failures():
+                    if left is not None and left <= _SLICE:
+                        raise
+                if left is not None:
+                    left = max(0.0, left - min(time.monotonic() - begun, 2 * _SLICE))
+                if current.failures() and not hasty:
                     self._abort()
 
-    def _late(self, current: Round, timeout: float) -> str:
+    def _late(self, current: Round, timeout: float) -> WorkerTimeout:
+        """The error for workers that are late."""
         late = current.waits_for
-        details = [f"worker {worker} is {self._describe(worker)}" for worker in late]
-        return "\n".join(
-            [
-                f"worker {', '.join(map(str, late))} did not finish within {timeout:.0f} s; "
-                "give Pipeline a larger timeout= if its work takes longer than that",
-                *details,
-            ]
-        )
+        busy = [worker for worker in late if not self._waits(worker)]
+        culprit = (busy or late)[0]
+        details = self._describe(range(self._count))
+        lines = [
+            f"worker {', '.join(map(str, late))} did not finish within {timeout:.0f} s; "
+            "give Pipeline a larger timeout= if its work takes longer than that",
+            *(f"worker {worker} is {what}" for worker, what in details.items()),
+        ]
+        return WorkerTimeout("\n".join(lines), culprit, *self._at(culprit))
+
+    def _fault(self, current: Round, late: Sequence[int]) -> BaseException:
+        """What is to be raised for a round that failed.
+
+        Args:
+            current: the round.
+            late: the workers that had not answered when that was noticed.
+        """
+        error = current.failures()[0]
+        if isinstance(error, Aborted):  # because of one that never said why it broke off
+            numbers = ", ".join(map(str, late)) or "one"
+            error = WorkerTimeout(f"the link to worker {numbers} broke, and it did not say why")
+        return error
 
     def _give_up(self, why: BaseException) -> None:
         """Wake everybody and wait a little; what still runs then closes the workers."""
         rounds, self._open = self._open, []
         try:
-            self._abort()
+            if not any(current.whole for current in rounds):
+                self._abort()
             self._collect(rounds, self._grace)
-        except WorkerTimeout:
+        except Late:
             self.close(f"a worker was still busy {self._grace:.0f} s after {type(why).__name__}")
         except BaseException as again:  # an impatient user
             self.close(f"{type(again).__name__} came while the workers were being stopped")
@@ -187,8 +247,16 @@ class Workers(ABC):
         """Wake every worker that waits for another one."""
 
     @abstractmethod
-    def _describe(self, worker: int) -> str:
-        """What a worker is doing, for the message of a timeout."""
+    def _describe(self, workers: Sequence[int]) -> dict[int, str]:
+        """What workers are doing, for the message of a timeout."""
+
+    def _waits(self, worker: int) -> bool:
+        """Whether a worker waits for another one, as far as that is known."""
+        return False
+
+    def _at(self, worker: int) -> tuple[int | None, int | None, str]:
+        """The stage, the micro-batch and the action at which a worker is, if they are known."""
+        return None, None, ""
 
     @abstractmethod
     def _dismiss(self) -> None:

@@ -194,6 +194,11 @@ class SharedModel:
         part.requires_grad = requires_grad
         return Gradients(part.slot, news, present, requires_grad if changed else None)
 
+    def doubt(self) -> None:
+        """Take it that the workers know nothing of gradients: what they were told may be lost."""
+        for part in self._parts:
+            part.slot, part.lent, part.slots, part.requires_grad = -1, [], Slots(), ()
+
     def after(self, worker: int, present: Sequence[int]) -> None:
         """Let the parameters have the gradients that the pass has left."""
         part = self._parts[worker]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -163,24 +164,50 @@ class Site:
     # -- links ----------------------------------------------------------------------------
 
     def ends(self, wire: Wire) -> tuple[Sender, Receiver]:
-        """A sender and a receiver for a wire to another worker."""
-        poller = select.poll()
-        for fd in (wire.fileno(), self._control.fileno()):
-            poller.register(fd, select.POLLIN)
+        """A sender and a receiver for a wire to another worker; the driver can interrupt both."""
+        incoming, outgoing = select.poll(), select.poll()
+        for poller, event in ((incoming, select.POLLIN), (outgoing, select.POLLOUT)):
+            poller.register(wire.fileno(), event)
+            poller.register(self._control.fileno(), select.POLLIN)
 
-        def wait() -> None:
-            if wire.ready():
+        def wait_for_values() -> None:
+            if not wire.ready():
+                self._wait(incoming, wire.fileno())
+
+        def wait_for_room() -> None:
+            if not wire.has_room():
+                self._wait(outgoing, wire.fileno())
+
+        sender = Sender(wire, self.round, wait_for_room)
+        return sender, Receiver(wire, self.round, CPU, wait_for_values)
+
+    def _wait(self, poller: select.poll, fd: int) -> None:
+        """Wait until there is something at `fd`, and listen to the driver meanwhile."""
+        while True:
+            ready = {fd for fd, _ in spin(poller, None)}
+            if self._control.fileno() in ready:
+                self._hear()
+                if self._round <= self._given_up:
+                    raise Aborted
+            if fd in ready:
                 return
-            while True:
-                ready = {fd for fd, _ in spin(poller, None)}
-                if self._control.fileno() in ready:
-                    self._hear()
-                    if self._round <= self._given_up:
-                        raise Aborted
-                if wire.fileno() in ready:
-                    return
 
-        return Sender(wire, self.round), Receiver(wire, self.round, CPU, wait)
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """While open, an error says that what has been sent cannot be unpacked here.
+
+    Raises:
+        InputError: instead of any other.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise InputError(
+            "a worker's process cannot load what it was sent: "
+            f"{type(error).__name__}: {error}. It imports modules by their names, on the sys.path "
+            'of this process; use workers="threads" for what cannot be imported'
+        ) from error
 
 
 def _give_up(site: Site) -> None:
@@ -190,7 +217,8 @@ def _give_up(site: Site) -> None:
 def _unpacked(payload: bytes, tensors: Any) -> Callable[[Site], Any]:
     """The job; or one that says why it cannot be unpacked."""
     try:
-        job: Callable[[Site], Any] = unpack(payload, tensors)
+        with loading():
+            job: Callable[[Site], Any] = unpack(payload, tensors)
     except Exception as error:
         failure = error
 

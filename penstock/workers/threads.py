@@ -97,10 +97,14 @@ class ThreadWorkers(Workers):
     def _abort(self) -> None:
         self._wake()
 
-    def _describe(self, worker: int) -> str:
-        frame = sys._current_frames().get(self._threads[worker].ident or 0)
-        stack = traceback.format_stack(frame)[-_FRAMES:] if frame else []
-        return "\n".join([self._doing(worker), "".join(stack).rstrip()])
+    def _describe(self, workers: Sequence[int]) -> dict[int, str]:
+        frames = sys._current_frames()
+        found = {}
+        for worker in workers:
+            frame = frames.get(self._threads[worker].ident or 0)
+            stack = traceback.format_stack(frame)[-_FRAMES:] if frame else []
+            found[worker] = "\n".join([self._doing(worker), "".join(stack).rstrip()])
+        return found
 
     def _dismiss(self) -> None:
         """Idle ones end at once, a busy one after its job."""
