@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.links import meeting
+from penstock.links.process_group import SIGNAL
+from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
 from tests.models import uniform_plan
 from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
@@ -175,3 +179,41 @@ def left_early(rank: int) -> Any:
         raise SystemExit(3)
     start = time.monotonic()
     return raised(lambda: step(pipe)), time.monotonic() - start
+
+
+def two_machines(rank: int) -> Any:
+    """Steps of several sizes on three ranks; then steps until the network is gone."""
+    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+    pipe = trapped(3, timeout=4)
+    losses = [
+        pipe.train_step(X[:rows], target=Y[:rows], loss_fn=F.mse_loss) for rows in (11, 11, 9, 6)
+    ]
+    with torch.no_grad():
+        losses.append(pipe(X))
+    found = losses, {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    sent = count_signals()
+    step(pipe)
+    step(pipe)
+    sent.clear()
+    step(pipe)
+    signals = list(sent)
+    Path(sys.argv[2], f"{rank}.ready").touch()
+    start, error = time.monotonic(), ("", "", "", None)
+    while not error[0] and time.monotonic() - start < 60:
+        start = time.monotonic()
+        error = raised(lambda: step(pipe))
+    return found, signals, pipe.links, error, time.monotonic() - start, os.getpid()
+
+
+def count_signals() -> list[tuple[bool, int, int]]:
+    """Of every signal of a link to another machine: whether it has a payload, and what it says."""
+    sent = []
+    send = Wire.send
+
+    def noted(wire: Wire, message: Message, *rest: Any) -> None:
+        if message.kind == SIGNAL and message.size:
+            sent.append((bool(message.payload), message.slot, message.size))
+        send(wire, message, *rest)
+
+    Wire.send = noted  # type: ignore[method-assign]
+    return sent
