@@ -270,8 +270,7 @@ class Ranks:
         self._what = ""
         if verdict.closed:
             self.close(verdict.closed)
-        interrupted = mine.error is not None and not isinstance(mine.error, Exception)
-        if mine.error is not None and (verdict.rank == self.rank or interrupted):
+        if mine.error is not None and (verdict.rank == self.rank or _interrupts(mine.error)):
             raise mine.error
         if verdict.error is not None:
             raise verdict.error
@@ -280,7 +279,8 @@ class Ranks:
     def _asked(self, mine: _Report) -> _Verdict:
         """What rank 0 makes of it."""
         if mine.error is not None:
-            mine = mine._replace(error=portable(mine.error, self.names[self.rank]))
+            error = portable(self._as_others_see(mine.error), self.names[self.rank])
+            mine = mine._replace(error=error)
         if 0 in self._wires:
             self._send(0, Message(self.number, REPORT, payload=to_bytes(mine)))
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
@@ -297,6 +297,8 @@ class Ranks:
 
     def _judged(self, mine: _Report) -> _Verdict:
         """What has come of it on all ranks; they are told."""
+        if mine.error is not None:
+            mine = mine._replace(error=self._as_others_see(mine.error))
         self._reports[0] = mine
         warned = False
         while missing := sorted(set(range(len(self))) - self._reports.keys()):
@@ -315,6 +317,13 @@ class Ranks:
                 return self._told(_Verdict([], why, closed=self._closed_because))
         return self._told(self._verdict_of(self._reports))
 
+    def _as_others_see(self, error: BaseException) -> BaseException:
+        """Ctrl-C, or `sys.exit`, is no error that other ranks could go on after."""
+        if not _interrupts(error):
+            return error
+        how = f"{self.names[self.rank]} was ended by {type(error).__name__}"
+        return WorkerDied(self.rank, how, None, None, self._what)
+
     def _silent(self, error: BaseException, ranks: Sequence[int]) -> BaseException:
         """The error, which names the ranks that may be the reason for it."""
         if not isinstance(error, WorkerTimeout):
@@ -329,6 +338,7 @@ class Ranks:
         if isinstance(error, Aborted):  # a link broke, and nobody else has noticed anything
             how = f"{self.names[rank]} lost its connection to a neighbour{_because(error)}"
             error = WorkerDied(rank, how, None, None, self._what)
+        if isinstance(error, WorkerDied):
             self._closed_because = self._closed_because or str(error)
         return _Verdict([], error, rank, self._closed_because)
 
@@ -359,6 +369,10 @@ class Ranks:
 
 def _says_it(error: BaseException | None) -> bool:
     return error is not None and not isinstance(error, Aborted)
+
+
+def _interrupts(error: BaseException) -> bool:
+    return not isinstance(error, Exception)
 
 
 def _because(error: BaseException) -> str:

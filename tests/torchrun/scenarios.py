@@ -18,6 +18,7 @@ from penstock.links import meeting
 from penstock.links.process_group import SIGNAL
 from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
+from penstock.workers import ranks
 from tests.models import uniform_plan
 from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
 
@@ -135,12 +136,64 @@ def failures(rank: int) -> Any:
         loss = step(pipe)
         gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     found["closed"] = raised(lambda: step(pipe))
+    with trapped(2, timeout=30) as pipe:
+        if rank == 1:
+            pipe.model[rank][2].mode.update(where="forward", after=1, do=lambda: sys.exit(7))
+        try:
+            found["exit"] = raised(lambda: step(pipe))
+        except SystemExit as error:
+            found["exit"] = "WorkerDied", f"{error.code}", "NoneType", (None, None)
     with trapped(2, timeout=1.0) as pipe:
         step(pipe)
+        ranks._GRACE = 1.0
         if rank == 1:
-            time.sleep(9)
+            time.sleep(4)
         found["late"] = raised(lambda: step(pipe))
     return found, loss, gradients
+
+
+class Forked(nn.Module):
+    """Takes another way where its input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 50).any():
+            x = x * 0.01
+        x = self.first(x)
+        return self.third(self.second(x).relu())
+
+
+def forked(rank: int, plan: Any = None, **options: Any) -> Any:
+    """Ways that only the rank with the inputs knows; a plan that rank 0 makes; no weights at first.
+
+    Only rank 0 has inputs, and only rank 1 has targets.
+    """
+    asked: dict[str, Any] = {"num_microbatches": 2, "schedule": "1f1b", "cuts": ["second"]}
+    asked = {"plan": plan} if plan else asked
+    torch.manual_seed(8)
+    with ps.Pipeline(Forked(), (X,), **asked, **options) as pipe:
+        crew = pipe._runner.crew
+        args: Any = ((X,), (100 * X,), (X,)) if crew.has_inputs else ((), (), ())
+        rest = {"target": Y, "loss_fn": F.mse_loss} if crew.has_loss else {}
+        with pipe.recording() as timelines:
+            losses = [pipe.train_step(*inputs, **rest) for inputs in args]
+        first = losses, grads(pipe), [sorted(e.action for e in t.events) for t in timelines]
+        plan = pipe.plan.encode()
+    torch.manual_seed(8)
+    with ps.empty_weights():
+        model = Forked()
+    with ps.Pipeline(model, (X,), plan=pipe.plan, weights=ps.SeededWeights(3), **options) as pipe:
+        loss = step(pipe)
+        empty = sorted(n for n, p in pipe.named_parameters() if p.is_meta)
+        return first, plan, (loss, grads(pipe), dict(pipe.state_dict())), empty
+
+
+def grads(pipe: ps.Pipeline) -> dict[str, torch.Tensor]:
+    """The gradients that are here."""
+    return {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
 
 
 def another_model(rank: int) -> Any:
