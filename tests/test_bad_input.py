@@ -52,7 +52,7 @@ def test_devices_that_do_not_exist(devices: Any, words: str) -> None:
         ({"num_microbatches": 7}, r"num_microbatches=7.*6 rows.*between 1 and 6"),
         ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"schedule": "2f2b"}, r"'2f2b' is unknown; choose naive, gpipe, 1f1b, eager-1f1b"),
-        ({"workers": "mpi"}, r"'mpi' is unknown; choose \"threads\""),
+        ({"workers": "mpi"}, r"'mpi' is unknown; choose one of auto, threads"),
     ],
 )
 def test_options_that_do_not_exist(options: dict[str, Any], words: str) -> None:

@@ -76,7 +76,7 @@ def launched(workers: str, devices: DEVICES | None) -> Launch:
         raise InputError(f"workers={workers!r} is unknown; choose one of {', '.join(CREWS)}")
     if workers == "torchrun" or (workers == "auto" and is_torchrun()):
         return Together(devices)
-    return Alone(workers, devices or ())
+    return Alone(workers, () if devices is None else devices)
 
 
 class Alone:
