@@ -97,6 +97,7 @@ def verify(
         args,
         kwargs,
         devices=devices,
+        workers="threads",  # under torchrun as well: they have all gradients in one place
         num_microbatches=num_microbatches,
         schedule=schedule,
         plan=plan,

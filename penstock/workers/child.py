@@ -148,7 +148,8 @@ def portable(error: BaseException, where: str = "the worker's process") -> BaseE
         stand_in = _stand_in(error.__cause__ or error)
         found = WorkerError(error.stage, error.microbatch, error.action, stand_in, error.worker)
     found = found or _stand_in(error)
-    found.add_note(f"In {where}:\n{text}")
+    if "\n" in text:  # it has a traceback
+        found.add_note(f"In {where}:\n{text}")
     return found
 
 

@@ -28,7 +28,6 @@ WORD, REPORT, ABORT, VERDICT, LEAVE = range(5)
 has come of it; that a rank closes its pipeline."""
 
 _GRACE = 5.0  # seconds that ranks have to stop when an operation is given up
-_SEND_TIMEOUT = 10.0
 
 T = TypeVar("T")
 
@@ -42,7 +41,10 @@ class _Report(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """How an operation ended: everybody's values; or an error, whose, and if all is over, why."""
+    """How an operation ended: everybody's values; or an error, and if all is over, why.
+
+    `rank` is the one that failed, or -1.
+    """
 
     values: list[bytes]
     error: BaseException | None = None
@@ -191,10 +193,10 @@ class Ranks:
             doing = doing if isinstance(doing, str) else doing()
             raise WorkerTimeout(
                 f"{self.names[self.rank]} did not finish {self._what} within {self.timeout:.0f} s; "
-                f"it is {doing}. Give Pipeline a larger timeout= if it takes longer than that"
+                f"it is {doing}. Give Pipeline a larger timeout= if that may take longer"
             )
         for rank, other in list(self._wires.items()):
-            if other.fileno() in ready:
+            if rank in self._wires and other.fileno() in ready:
                 self._hear(rank)
         failed = any(report.error is not None for report in self._reports.values())
         if self._given_up or failed or self._verdict is not None:
@@ -221,7 +223,7 @@ class Ranks:
             pass  # of an operation that is over
         elif message.kind == WORD:
             self._word = message.payload
-            for other in self._wires.keys() - {rank}:
+            for other in list(self._wires.keys() - {rank}):
                 self._send(other, message)
         elif message.kind == REPORT:
             report: _Report = from_bytes(message.payload)
@@ -245,8 +247,11 @@ class Ranks:
             self._verdict = self._verdict or _Verdict([], error, rank, str(error))
 
     def _send(self, rank: int, message: Message) -> None:
-        with suppress(Gone, TimeoutError):  # its end is noticed when it is listened to
-            self._wires[rank].send(message, _SEND_TIMEOUT)
+        try:
+            with suppress(Gone):  # its end is noticed when it is listened to
+                self._wires[rank].send(message, self.left())
+        except TimeoutError:
+            self._lost(rank, "did not read what it was sent")
 
     # -- the end of an operation ----------------------------------------------------------
 
@@ -265,8 +270,7 @@ class Ranks:
         self._what = ""
         if verdict.closed:
             self.close(verdict.closed)
-        interrupted = mine.error is not None and not isinstance(mine.error, Exception)
-        if mine.error is not None and (verdict.rank == self.rank or interrupted):
+        if mine.error is not None and (verdict.rank == self.rank or _interrupts(mine.error)):
             raise mine.error
         if verdict.error is not None:
             raise verdict.error
@@ -275,7 +279,8 @@ class Ranks:
     def _asked(self, mine: _Report) -> _Verdict:
         """What rank 0 makes of it."""
         if mine.error is not None:
-            mine = mine._replace(error=portable(mine.error, self.names[self.rank]))
+            error = portable(self._as_others_see(mine.error), self.names[self.rank])
+            mine = mine._replace(error=error)
         if 0 in self._wires:
             self._send(0, Message(self.number, REPORT, payload=to_bytes(mine)))
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
@@ -286,11 +291,14 @@ class Ranks:
             except Aborted:
                 continue
             except WorkerTimeout as error:
-                return _Verdict([], mine.error or error, self.rank, "rank 0 did not answer")
+                why = self._silent(mine.error or error, [0])
+                return _Verdict([], why, closed="rank 0 did not answer")
         return self._verdict
 
     def _judged(self, mine: _Report) -> _Verdict:
         """What has come of it on all ranks; they are told."""
+        if mine.error is not None:
+            mine = mine._replace(error=self._as_others_see(mine.error))
         self._reports[0] = mine
         warned = False
         while missing := sorted(set(range(len(self))) - self._reports.keys()):
@@ -303,27 +311,41 @@ class Ranks:
             except Aborted:
                 continue
             except WorkerTimeout as error:
-                why = f"rank {missing[0]} did not answer"
-                self._closed_because = self._closed_because or why
-                for rank in missing:
-                    self._reports[rank] = _Report(self._what, error=error)
+                first = next((r.error for r in self._reports.values() if _says_it(r.error)), error)
+                why = self._silent(first or error, missing)
+                self._closed_because = f"rank {missing[0]} did not answer"
+                return self._told(_Verdict([], why, closed=self._closed_because))
         return self._told(self._verdict_of(self._reports))
+
+    def _as_others_see(self, error: BaseException) -> BaseException:
+        """Ctrl-C, or `sys.exit`, is no error that other ranks could go on after."""
+        if not _interrupts(error):
+            return error
+        how = f"{self.names[self.rank]} was ended by {type(error).__name__}"
+        return WorkerDied(self.rank, how, None, None, self._what)
+
+    def _silent(self, error: BaseException, ranks: Sequence[int]) -> BaseException:
+        """The error, which names the ranks that may be the reason for it."""
+        if not isinstance(error, WorkerTimeout):
+            return error
+        return WorkerTimeout(f"{error}. No answer from {', '.join(self.names[r] for r in ranks)}")
 
     def _verdict_of(self, reports: Mapping[int, _Report]) -> _Verdict:
         failed = {rank: r.error for rank, r in reports.items() if r.error is not None}
         if not failed:
             return _Verdict([reports[rank].value for rank in range(len(self))])
-        rank, error = min(failed.items(), key=lambda item: isinstance(item[1], Aborted))
+        rank, error = min(failed.items(), key=lambda item: not _says_it(item[1]))
         if isinstance(error, Aborted):  # a link broke, and nobody else has noticed anything
             how = f"{self.names[rank]} lost its connection to a neighbour{_because(error)}"
             error = WorkerDied(rank, how, None, None, self._what)
+        if isinstance(error, WorkerDied):
             self._closed_because = self._closed_because or str(error)
         return _Verdict([], error, rank, self._closed_because)
 
     def _told(self, verdict: _Verdict) -> _Verdict:
         """Tell everybody."""
         sent = verdict
-        if verdict.error is not None and verdict.rank == 0:  # others have come in bytes
+        if verdict.error is not None and verdict.rank <= 0:  # others have come in bytes
             sent = verdict._replace(error=portable(verdict.error, self.names[0]))
         message = Message(self.number, VERDICT, payload=to_bytes(sent))
         for rank in list(self._wires):
@@ -335,13 +357,22 @@ class Ranks:
         self._closed_because = self._closed_because or why
         for rank in list(self._wires):
             self._send(rank, Message(self.number, LEAVE))
-            self._wires.pop(rank).close()
+            if rank in self._wires:
+                self._wires.pop(rank).close()
         self._pollers.clear()
 
     def disown(self) -> None:
         """In a fork: let go of the sockets, so that the end of the original is noticed."""
         for wire in self._wires.values():
             wire.close()
+
+
+def _says_it(error: BaseException | None) -> bool:
+    return error is not None and not isinstance(error, Aborted)
+
+
+def _interrupts(error: BaseException) -> bool:
+    return not isinstance(error, Exception)
 
 
 def _because(error: BaseException) -> str:

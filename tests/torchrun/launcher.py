@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 from tests.torchrun import script
 
@@ -31,6 +32,8 @@ def fork(rank: int, ranks: str, port: str, scenario: str, directory: str) -> int
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,10 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.links import meeting
+from penstock.links.process_group import SIGNAL
+from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
+from penstock.workers import ranks
 from tests.models import uniform_plan
 from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
 
@@ -131,12 +136,64 @@ def failures(rank: int) -> Any:
         loss = step(pipe)
         gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     found["closed"] = raised(lambda: step(pipe))
+    with trapped(2, timeout=30) as pipe:
+        if rank == 1:
+            pipe.model[rank][2].mode.update(where="forward", after=1, do=lambda: sys.exit(7))
+        try:
+            found["exit"] = raised(lambda: step(pipe))
+        except SystemExit as error:
+            found["exit"] = "WorkerDied", f"{error.code}", "NoneType", (None, None)
     with trapped(2, timeout=1.0) as pipe:
         step(pipe)
+        ranks._GRACE = 1.0
         if rank == 1:
-            time.sleep(9)
+            time.sleep(4)
         found["late"] = raised(lambda: step(pipe))
     return found, loss, gradients
+
+
+class Forked(nn.Module):
+    """Takes another way where its input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 50).any():
+            x = x * 0.01
+        x = self.first(x)
+        return self.third(self.second(x).relu())
+
+
+def forked(rank: int, plan: Any = None, **options: Any) -> Any:
+    """Ways that only the rank with the inputs knows; a plan that rank 0 makes; no weights at first.
+
+    Only rank 0 has inputs, and only rank 1 has targets.
+    """
+    asked: dict[str, Any] = {"num_microbatches": 2, "schedule": "1f1b", "cuts": ["second"]}
+    asked = {"plan": plan} if plan else asked
+    torch.manual_seed(8)
+    with ps.Pipeline(Forked(), (X,), **asked, **options) as pipe:
+        crew = pipe._runner.crew
+        args: Any = ((X,), (100 * X,), (X,)) if crew.has_inputs else ((), (), ())
+        rest = {"target": Y, "loss_fn": F.mse_loss} if crew.has_loss else {}
+        with pipe.recording() as timelines:
+            losses = [pipe.train_step(*inputs, **rest) for inputs in args]
+        first = losses, grads(pipe), [sorted(e.action for e in t.events) for t in timelines]
+        plan = pipe.plan.encode()
+    torch.manual_seed(8)
+    with ps.empty_weights():
+        model = Forked()
+    with ps.Pipeline(model, (X,), plan=pipe.plan, weights=ps.SeededWeights(3), **options) as pipe:
+        loss = step(pipe)
+        empty = sorted(n for n, p in pipe.named_parameters() if p.is_meta)
+        return first, plan, (loss, grads(pipe), dict(pipe.state_dict())), empty
+
+
+def grads(pipe: ps.Pipeline) -> dict[str, torch.Tensor]:
+    """The gradients that are here."""
+    return {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
 
 
 def another_model(rank: int) -> Any:
@@ -175,3 +232,41 @@ def left_early(rank: int) -> Any:
         raise SystemExit(3)
     start = time.monotonic()
     return raised(lambda: step(pipe)), time.monotonic() - start
+
+
+def two_machines(rank: int) -> Any:
+    """Steps of several sizes on three ranks; then steps until the network is gone."""
+    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+    pipe = trapped(3, timeout=4)
+    losses = [
+        pipe.train_step(X[:rows], target=Y[:rows], loss_fn=F.mse_loss) for rows in (11, 11, 9, 6)
+    ]
+    with torch.no_grad():
+        losses.append(pipe(X))
+    found = losses, {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    sent = count_signals()
+    step(pipe)
+    step(pipe)
+    sent.clear()
+    step(pipe)
+    signals = list(sent)
+    Path(sys.argv[2], f"{rank}.ready").touch()
+    start, error = time.monotonic(), ("", "", "", None)
+    while not error[0] and time.monotonic() - start < 60:
+        start = time.monotonic()
+        error = raised(lambda: step(pipe))
+    return found, signals, pipe.links, error, time.monotonic() - start, os.getpid()
+
+
+def count_signals() -> list[tuple[bool, int, int]]:
+    """Of every signal of a link to another machine: whether it has a payload, and what it says."""
+    sent = []
+    send = Wire.send
+
+    def noted(wire: Wire, message: Message, *rest: Any) -> None:
+        if message.kind == SIGNAL and message.size:
+            sent.append((bool(message.payload), message.slot, message.size))
+        send(wire, message, *rest)
+
+    Wire.send = noted  # type: ignore[method-assign]
+    return sent

@@ -126,7 +126,7 @@ def test_failures(launcher: Launcher, tmp_path: Path) -> None:
     """Each is the same error on both ranks, and the next step is clean."""
     ranks = started(launcher, "failures", tmp_path)
     (found, loss, mine), (again, same_loss, others) = ranks
-    for name in found.keys() - {"late"}:
+    for name in found.keys() - {"late", "exit"}:
         assert found[name][0] == again[name][0], name
         assert found[name][2:] == again[name][2:], name
         texts = [f[name][1].split("In rank")[0].strip() for f in (found, again)]
@@ -152,8 +152,11 @@ def test_failures(launcher: Launcher, tmp_path: Path) -> None:
     assert "loss_fn=None is not a function" in found["no loss"][1]
     assert "rank 1 is in state_dict and rank 0 in train_step" in found["mixed"][1]
     assert found["closed"][0] == "ClosedError"
+    assert "rank 1 (process" in found["exit"][1]
+    assert "was ended by SystemExit during train_step" in found["exit"][1]
+    assert again["exit"][1] == "7"
     assert found["late"][0] == "WorkerTimeout"
-    assert "rank 1" in found["late"][1]
+    assert "No answer from rank 1 (process" in found["late"][1]
     assert again["late"][0] in ("WorkerDied", "WorkerTimeout")
 
     with scenarios.trapped(2, workers="threads", devices=["cpu"] * 2) as pipe:
@@ -191,3 +194,22 @@ def test_another_model_on_one_rank(launcher: Launcher, tmp_path: Path) -> None:
     for kind, text, _, _ in started(launcher, "another_model", tmp_path):
         assert kind == "PlanError"
         assert "rank 1 has another model than rank 0" in text
+
+
+def test_ways_and_weights_that_only_some_ranks_have(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = started(launcher, "forked", tmp_path)
+    assert ranks[0][1] == ranks[1][1]  # the plan
+    plan = tmp_path / "plan.json"
+    plan.write_bytes(ranks[0][1])
+    first, _, second, _ = scenarios.forked(0, workers="threads", devices=["cpu"] * 2, plan=plan)
+    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for mine, _, seeded, empty in ranks:
+        assert_equal("losses", mine[0], first[0])
+        assert mine[2] == first[2]  # what has run, on all ranks
+        assert_equal("a seeded loss", seeded[0], second[0])
+        assert_equal("a state", seeded[2], second[2])
+        assert len(empty) in (2, 4)  # the others' parameters are nowhere but there
+        found[0].update(mine[1])
+        found[1].update(seeded[1])
+    assert_equal("gradients", found[0], first[1])
+    assert_equal("seeded gradients", found[1], second[1])
