@@ -44,9 +44,6 @@ from penstock.units import show_seconds
 DEVICES = ("cpu", "cpu")
 RATE = 0.001
 TALK = Console(stderr=True)
-ONE_EACH, TWO_EACH = ("GPipe", "1F1B"), ("Interleaved1F1B",)
-"""torch's schedules of one stage per process and of two. Its zero-bubble schedules are slower than
-those on CPUs (`benchmarks.compare` has them), and fail where a value passes a stage unchanged."""
 
 
 class Penstock:
@@ -124,18 +121,17 @@ def torchs(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Start]]:
     """torch's configurations, by name, of either cut."""
     by_hand: dict[str, Start] = {}
     ours: dict[str, Start] = {}
-    for names, cut, for_schedule in (
-        (ONE_EACH, subject.by_hand, "1f1b"),
-        (TWO_EACH, subject.in_four, "interleaved"),
-    ):
+    for schedule in subject.schedules:
+        looped = schedule.startswith("Interleaved")
+        cut = subject.in_four if looped else subject.by_hand
         if cut is None:
             continue
-        for schedule in names:
-            for count in subject.counts:
-                start = partial(torch_pipelining_of, subject.task(count), schedule=schedule)
-                by_hand[f"{schedule}, m={count}"] = lambda start=start, cut=cut: start(stages=cut())
-                stages = partial(penstock_cut, subject, costs, count, for_schedule)
-                ours[f"{schedule}, m={count}"] = lambda start=start, s=stages: start(stages=s())
+        for count in subject.counts:
+            start = partial(torch_pipelining_of, subject.task(count), schedule=schedule)
+            like = "interleaved" if looped else "1f1b"
+            stages = partial(penstock_cut, subject, costs, count, like)
+            by_hand[f"{schedule}, m={count}"] = lambda start=start, cut=cut: start(stages=cut())
+            ours[f"{schedule}, m={count}"] = lambda start=start, cut=stages: start(stages=cut())
     return {"torch pipelining, cut by hand": by_hand, "torch pipelining, Penstock's cut": ours}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -15,6 +15,9 @@ from penstock.bench.peers.models import Data, Given, Loss, Task, quarter_cut, re
 
 Stages = Callable[[], Sequence[nn.Module]]
 WORDS = 4096
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+"""Of torch's pipelining. Its zero-bubble schedules are slower than these on CPUs
+(`benchmarks.compare` has them), and fail where a value passes a stage unchanged."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Subject:
         in_four: its four stages, for schedules of two stages per worker; `None` if it has fewer.
         counts: of micro-batches that the peers try.
         rpc: whether the RPC pipeline is measured as well.
+        schedules: of torch's pipelining that are tried.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Subject:
     in_four: Stages | None
     counts: tuple[int, ...] = (2, 4, 8)
     rpc: bool = False
+    schedules: tuple[str, ...] = SCHEDULES
 
     def task(self, count: int) -> Given:
         """A step in so many micro-batches."""
@@ -135,14 +140,21 @@ def even(build: Callable[[], nn.Sequential], count: int) -> list[nn.Module]:
     return [nn.Sequential(*layers[a:b]) for a, b in pairwise(edges)]
 
 
-def _sequence(name: str, build: Callable[[], nn.Sequential], data: Data, loss: Loss) -> Subject:
+def _sequence(
+    name: str,
+    build: Callable[[], nn.Sequential],
+    data: Data,
+    loss: Loss,
+    counts: tuple[int, ...],
+) -> Subject:
     in_four = partial(even, build, 4) if len(build()) > 3 else None
-    return Subject(name, build, data, loss, partial(even, build, 2), in_four)
+    return Subject(name, build, data, loss, partial(even, build, 2), in_four, counts)
 
 
 def subjects(quick: bool) -> dict[str, Subject]:
     """The four models, by a short name; with `quick` so small that a step takes milliseconds."""
     rows, image = (8, 32) if quick else (32, 128)
+    counts = (2,) if quick else (2, 4, 8)
     resnet = Subject(
         f"ResNet-50, batch {rows}, {image}x{image}",
         resnet50,
@@ -150,7 +162,7 @@ def subjects(quick: bool) -> dict[str, Subject]:
         mean_square,
         tutorial_cut,
         quarter_cut,
-        (2, 4) if quick else (2, 4, 8),
+        counts,
         rpc=True,
     )
     layers, width, length, texts = (4, 32, 16, 8) if quick else (12, 384, 256, 8)
@@ -159,21 +171,30 @@ def subjects(quick: bool) -> dict[str, Subject]:
     many = 4 * (256 if quick else 65536)
     mlp = partial(wide_mlp, 4, 64)
     tiny = partial(tiny_calls, 20 if quick else 200, 16)
-    return {
+    found = {
         "resnet": resnet,
         "gpt": _sequence(
             f"{layers} layers like GPT-2, width {width}, {texts} rows of {length} tokens",
             gpt,
             partial(tokens, texts, length),
             language_loss,
+            counts,
         ),
         "wide": _sequence(
             f"MLP 4-64-4, {many} rows: boundaries of {many * 64 / 2**20:.1f} MiB at m=4",
             mlp,
             partial(numbers, many, 4),
             mean_square,
+            counts if quick else (4, 8, 16),
         ),
         "tiny": _sequence(
-            f"{len(tiny())} tiny calls, 32 rows of 16", tiny, partial(numbers, 32, 16), mean_square
+            f"{len(tiny())} tiny calls, 32 rows of 16",
+            tiny,
+            partial(numbers, 32, 16),
+            mean_square,
+            counts,
         ),
     }
+    if quick:
+        return {key: replace(each, schedules=("1F1B",)) for key, each in found.items()}
+    return found
