@@ -45,6 +45,7 @@ _HOMES = {
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
     "VerifyReport": "penstock.train.report",
+    "WorkerDied": "penstock.errors",
     "WorkerError": "penstock.errors",
     "WorkerTimeout": "penstock.errors",
     "capture": "penstock.capture",

@@ -116,6 +116,7 @@ class _Process:
 
     def close(self) -> None:
         """Let go of what belongs to it. It has ended."""
+        del self.sender, self.receiver  # with the memory that they share with it
         self.dump.close()
         if self.end >= 0:
             os.close(self.end)
@@ -173,6 +174,7 @@ class ProcessWorkers(Workers):
         try:
             data, tensors = pack(job)
         except Exception as error:
+            current.given.discard(worker)
             raise InputError(
                 f"worker {worker} is another process, and what it needs cannot be sent there: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
@@ -262,6 +264,13 @@ class ProcessWorkers(Workers):
         return error
 
     # -- failure --------------------------------------------------------------------------
+
+    def _give_up(self, why: BaseException) -> None:
+        if any(position == STARTING for position in self._positions):
+            self._open.clear()  # they do not listen while they import torch
+            self.close(f"{type(why).__name__} came as its workers were starting")
+        else:
+            super()._give_up(why)
 
     def _abort(self) -> None:
         for worker, process in enumerate(self._processes):

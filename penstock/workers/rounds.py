@@ -181,13 +181,14 @@ class Workers(ABC):
         late = current.waits_for
         busy = [worker for worker in late if not self._waits(worker)]
         culprit = (busy or late)[0]
+        where = self._at(culprit)
         details = self._describe(range(self._count))
         lines = [
             f"worker {', '.join(map(str, late))} did not finish within {timeout:.0f} s; "
             "give Pipeline a larger timeout= if its work takes longer than that",
             *(f"worker {worker} is {what}" for worker, what in details.items()),
         ]
-        return WorkerTimeout("\n".join(lines), culprit, *self._at(culprit))
+        return WorkerTimeout("\n".join(lines), culprit, *where)
 
     def _fault(self, current: Round, late: Sequence[int]) -> BaseException:
         """What is to be raised for a round that failed.

@@ -1,0 +1,1 @@
+"""What goes wrong in processes, made to go wrong: at random moments, by the hundred."""
