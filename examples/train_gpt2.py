@@ -251,7 +251,7 @@ def main() -> None:
             loss_fn=language_loss,
             devices=options.devices.split(","),
             plan=pipe.plan,
-            workers=options.workers,
+            workers="processes" if options.workers == "processes" else "threads",
         )
         SCREEN.print(f"\n{exact}\n", soft_wrap=True, highlight=False)
         losses = train(pipe, text, options.batch, options.steps)
