@@ -64,6 +64,7 @@ class Ranks:
     Attributes:
         rank: its number.
         names: of all, in words.
+        workers: the worker that each rank is.
         timeout: seconds that an operation may take, waiting for other ranks to begin it included.
         number: of the operation.
     """
@@ -73,6 +74,7 @@ class Ranks:
     ) -> None:
         self.rank = rank
         self.names = names
+        self.workers: Sequence[int] = range(len(names))
         self.timeout = timeout
         self.number = 0
         self._wires = dict(wires)
@@ -215,7 +217,8 @@ class Ranks:
         try:
             message = self._wires[rank].receive()
         except Gone as gone:
-            self._lost(rank, f"closed its connection{_because(gone)}")
+            why = _because(gone)
+            self._lost(rank, f"cannot be reached any more{why}" if why else "closed its connection")
             return
         if message.kind == LEAVE:
             self._lost(rank, "closed its pipeline")
@@ -239,7 +242,7 @@ class Ranks:
         """A rank is gone."""
         self._pollers.clear()
         self._wires.pop(rank).close()
-        error = WorkerDied(rank, f"{self.names[rank]} {how}", None, None, self._what)
+        error = self._died(rank, how)
         if self.rank == 0:
             self._reports.setdefault(rank, _Report(self._what, error=error))
             self._closed_because = str(error)
@@ -321,8 +324,11 @@ class Ranks:
         """Ctrl-C, or `sys.exit`, is no error that other ranks could go on after."""
         if not _interrupts(error):
             return error
-        how = f"{self.names[self.rank]} was ended by {type(error).__name__}"
-        return WorkerDied(self.rank, how, None, None, self._what)
+        return self._died(self.rank, f"was ended by {type(error).__name__}")
+
+    def _died(self, rank: int, how: str) -> WorkerDied:
+        how = f"is {self.names[rank]}, which {how}"
+        return WorkerDied(self.workers[rank], how, None, None, self._what)
 
     def _silent(self, error: BaseException, ranks: Sequence[int]) -> BaseException:
         """The error, which names the ranks that may be the reason for it."""
@@ -336,8 +342,7 @@ class Ranks:
             return _Verdict([reports[rank].value for rank in range(len(self))])
         rank, error = min(failed.items(), key=lambda item: not _says_it(item[1]))
         if isinstance(error, Aborted):  # a link broke, and nobody else has noticed anything
-            how = f"{self.names[rank]} lost its connection to a neighbour{_because(error)}"
-            error = WorkerDied(rank, how, None, None, self._what)
+            error = self._died(rank, f"lost its connection to a neighbour{_because(error)}")
         if isinstance(error, WorkerDied):
             self._closed_because = self._closed_because or str(error)
         return _Verdict([], error, rank, self._closed_because)

@@ -111,8 +111,8 @@ def test_the_bits_of_threads(tmp_path: Path) -> None:
     assert_the_bits_of_threads(torchrun("same_bits", tmp_path), EXACT, "shared memory")
 
 
-def test_the_bits_of_threads_over_a_process_group(tmp_path: Path) -> None:
-    found = torchrun("by_process_group", tmp_path)
+def test_the_bits_of_threads_over_a_process_group(launcher: Launcher, tmp_path: Path) -> None:
+    found = started(launcher, "by_process_group", tmp_path)
     assert_the_bits_of_threads(found, EXACT, "torch.distributed (gloo)")
 
 
@@ -153,7 +153,7 @@ def test_failures(launcher: Launcher, tmp_path: Path) -> None:
     assert "rank 1 is in state_dict and rank 0 in train_step" in found["mixed"][1]
     assert found["closed"][0] == "ClosedError"
     assert "rank 1 (process" in found["exit"][1]
-    assert "was ended by SystemExit during train_step" in found["exit"][1]
+    assert "which was ended by SystemExit during train_step" in found["exit"][1]
     assert again["exit"][1] == "7"
     assert found["late"][0] == "WorkerTimeout"
     assert "No answer from rank 1 (process" in found["late"][1]
