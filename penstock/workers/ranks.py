@@ -273,8 +273,9 @@ class Ranks:
         self._what = ""
         if verdict.closed:
             self.close(verdict.closed)
-        if mine.error is not None and (verdict.rank == self.rank or _interrupts(mine.error)):
-            raise mine.error
+        own = mine.error
+        if own is not None and (_interrupts(own) or (verdict.rank == self.rank and _says_it(own))):
+            raise own
         if verdict.error is not None:
             raise verdict.error
         return verdict.values
@@ -287,14 +288,15 @@ class Ranks:
         if 0 in self._wires:
             self._send(0, Message(self.number, REPORT, payload=to_bytes(mine)))
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
-        self._deadline = (now if late else max(now, self._deadline)) + _GRACE + 2.0
+        self._deadline = (now if late else max(now, self._deadline)) + 1.5 * _GRACE
         while self._verdict is None:
             try:
                 self._listen(None, "waiting for rank 0")
             except Aborted:
                 continue
             except WorkerTimeout as error:
-                why = self._silent(mine.error or error, [0])
+                told = mine.error if mine.error is not None and _says_it(mine.error) else error
+                why = self._silent(told, [0])
                 return _Verdict([], why, closed="rank 0 did not answer")
         return self._verdict
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -88,10 +89,15 @@ def assert_equal(name: str, mine: Any, theirs: Any) -> None:
         assert mine == theirs, name
 
 
+@functools.cache
+def by_threads(exact: tuple[tuple[str, str], ...]) -> dict[str, Found]:
+    """The same by threads, once."""
+    return everything({"workers": "threads", "devices": ["cpu"] * 2}, list(exact))
+
+
 def assert_the_bits_of_threads(ranks: list[dict[str, Found]], exact: Any, link: str) -> None:
     """Every rank has the same losses and states, and between them they have all gradients."""
-    threads = everything({"workers": "threads", "devices": ["cpu"] * 2}, exact)
-    for name, expected in threads.items():
+    for name, expected in by_threads(tuple(exact)).items():
         gradients: dict[str, torch.Tensor] = {}
         for rank, found in enumerate(ranks):
             own = dict(found[name])
