@@ -64,6 +64,7 @@ class Ranks:
     Attributes:
         rank: its number.
         names: of all, in words.
+        workers: the worker that each rank is.
         timeout: seconds that an operation may take, waiting for other ranks to begin it included.
         number: of the operation.
     """
@@ -73,6 +74,7 @@ class Ranks:
     ) -> None:
         self.rank = rank
         self.names = names
+        self.workers: Sequence[int] = range(len(names))
         self.timeout = timeout
         self.number = 0
         self._wires = dict(wires)
@@ -215,7 +217,8 @@ class Ranks:
         try:
             message = self._wires[rank].receive()
         except Gone as gone:
-            self._lost(rank, f"closed its connection{_because(gone)}")
+            why = _because(gone)
+            self._lost(rank, f"cannot be reached any more{why}" if why else "closed its connection")
             return
         if message.kind == LEAVE:
             self._lost(rank, "closed its pipeline")
@@ -239,7 +242,7 @@ class Ranks:
         """A rank is gone."""
         self._pollers.clear()
         self._wires.pop(rank).close()
-        error = WorkerDied(rank, f"{self.names[rank]} {how}", None, None, self._what)
+        error = self._died(rank, how)
         if self.rank == 0:
             self._reports.setdefault(rank, _Report(self._what, error=error))
             self._closed_because = str(error)
@@ -270,8 +273,9 @@ class Ranks:
         self._what = ""
         if verdict.closed:
             self.close(verdict.closed)
-        if mine.error is not None and (verdict.rank == self.rank or _interrupts(mine.error)):
-            raise mine.error
+        own = mine.error
+        if own is not None and (_interrupts(own) or (verdict.rank == self.rank and _says_it(own))):
+            raise own
         if verdict.error is not None:
             raise verdict.error
         return verdict.values
@@ -284,14 +288,15 @@ class Ranks:
         if 0 in self._wires:
             self._send(0, Message(self.number, REPORT, payload=to_bytes(mine)))
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
-        self._deadline = (now if late else max(now, self._deadline)) + _GRACE + 2.0
+        self._deadline = (now if late else max(now, self._deadline)) + 1.5 * _GRACE
         while self._verdict is None:
             try:
                 self._listen(None, "waiting for rank 0")
             except Aborted:
                 continue
             except WorkerTimeout as error:
-                why = self._silent(mine.error or error, [0])
+                told = mine.error if mine.error is not None and _says_it(mine.error) else error
+                why = self._silent(told, [0])
                 return _Verdict([], why, closed="rank 0 did not answer")
         return self._verdict
 
@@ -321,8 +326,11 @@ class Ranks:
         """Ctrl-C, or `sys.exit`, is no error that other ranks could go on after."""
         if not _interrupts(error):
             return error
-        how = f"{self.names[self.rank]} was ended by {type(error).__name__}"
-        return WorkerDied(self.rank, how, None, None, self._what)
+        return self._died(self.rank, f"was ended by {type(error).__name__}")
+
+    def _died(self, rank: int, how: str) -> WorkerDied:
+        how = f"is {self.names[rank]}, which {how}"
+        return WorkerDied(self.workers[rank], how, None, None, self._what)
 
     def _silent(self, error: BaseException, ranks: Sequence[int]) -> BaseException:
         """The error, which names the ranks that may be the reason for it."""
@@ -336,8 +344,7 @@ class Ranks:
             return _Verdict([reports[rank].value for rank in range(len(self))])
         rank, error = min(failed.items(), key=lambda item: not _says_it(item[1]))
         if isinstance(error, Aborted):  # a link broke, and nobody else has noticed anything
-            how = f"{self.names[rank]} lost its connection to a neighbour{_because(error)}"
-            error = WorkerDied(rank, how, None, None, self._what)
+            error = self._died(rank, f"lost its connection to a neighbour{_because(error)}")
         if isinstance(error, WorkerDied):
             self._closed_because = self._closed_because or str(error)
         return _Verdict([], error, rank, self._closed_because)

@@ -68,6 +68,7 @@ class TorchrunCrew:
         with self._ranks.together("the building of links"):
             self._connect()
         self._ranks.timeout = timeout
+        self._ranks.workers = [order.index(rank) for rank in range(len(order))]
         devices = [self._device] * len(order)
         self._assemblies = {
             training: Assembly(plan, devices, self._ends, [self._me]) for training in (True, False)

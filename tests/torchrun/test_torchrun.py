@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -88,10 +89,15 @@ def assert_equal(name: str, mine: Any, theirs: Any) -> None:
         assert mine == theirs, name
 
 
+@functools.cache
+def by_threads(exact: tuple[tuple[str, str], ...]) -> dict[str, Found]:
+    """The same by threads, once."""
+    return everything({"workers": "threads", "devices": ["cpu"] * 2}, list(exact))
+
+
 def assert_the_bits_of_threads(ranks: list[dict[str, Found]], exact: Any, link: str) -> None:
     """Every rank has the same losses and states, and between them they have all gradients."""
-    threads = everything({"workers": "threads", "devices": ["cpu"] * 2}, exact)
-    for name, expected in threads.items():
+    for name, expected in by_threads(tuple(exact)).items():
         gradients: dict[str, torch.Tensor] = {}
         for rank, found in enumerate(ranks):
             own = dict(found[name])
@@ -111,8 +117,8 @@ def test_the_bits_of_threads(tmp_path: Path) -> None:
     assert_the_bits_of_threads(torchrun("same_bits", tmp_path), EXACT, "shared memory")
 
 
-def test_the_bits_of_threads_over_a_process_group(tmp_path: Path) -> None:
-    found = torchrun("by_process_group", tmp_path)
+def test_the_bits_of_threads_over_a_process_group(launcher: Launcher, tmp_path: Path) -> None:
+    found = started(launcher, "by_process_group", tmp_path)
     assert_the_bits_of_threads(found, EXACT, "torch.distributed (gloo)")
 
 
@@ -153,7 +159,7 @@ def test_failures(launcher: Launcher, tmp_path: Path) -> None:
     assert "rank 1 is in state_dict and rank 0 in train_step" in found["mixed"][1]
     assert found["closed"][0] == "ClosedError"
     assert "rank 1 (process" in found["exit"][1]
-    assert "was ended by SystemExit during train_step" in found["exit"][1]
+    assert "which was ended by SystemExit during train_step" in found["exit"][1]
     assert again["exit"][1] == "7"
     assert found["late"][0] == "WorkerTimeout"
     assert "No answer from rank 1 (process" in found["late"][1]
