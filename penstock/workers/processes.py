@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import InputError, WorkerDied, WorkerTimeout
+from penstock.errors import ClosedError, InputError, WorkerDied, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.parcel import pack, unpack
 from penstock.links.segment import Segment
@@ -223,14 +223,13 @@ class ProcessWorkers(Workers):
                 raise Gone
             message = process.wire.receive(_REST)
         except Gone:
-            self._note(worker, Result(None, self._died(worker)), rounds)
+            closed = self._closed_because  # by another thread
+            error = ClosedError(f"the pipeline is closed: {closed}") if closed else None
+            self._note(worker, Result(None, error or self._died(worker)), rounds)
         except TimeoutError:
-            error = WorkerTimeout(
-                f"worker {worker} stopped in the midst of a report; it is "
-                f"{self._describe([worker])[worker]}",
-                worker,
-            )
-            self._note(worker, Result(None, error), rounds)
+            details = self._describe([worker])[worker]
+            words = f"worker {worker} stopped in the midst of a report; it is {details}"
+            self._note(worker, Result(None, WorkerTimeout(words, worker)), rounds)
         else:
             result = self._opened(worker, message)
             self._note(worker, result, [r for r in rounds if r.number == message.round])
@@ -266,7 +265,7 @@ class ProcessWorkers(Workers):
     # -- failure --------------------------------------------------------------------------
 
     def _give_up(self, why: BaseException) -> None:
-        if any(position == STARTING for position in self._positions):
+        if self._closed_because or any(code == STARTING for code in self._positions):
             self._open.clear()  # they do not listen while they import torch
             self.close(f"{type(why).__name__} came as its workers were starting")
         else:

@@ -270,7 +270,8 @@ class Session:
 
     def nothing_is_left_of_processes(self) -> None:
         """Not even a zombie."""
-        gc.collect()
+        while gc.collect():  # what autograd's graph refers to goes with the next one
+            pass
         if found := children():
             self.problems.append(f"processes are left: {[command_of(p)[:40] for p in found]}")
 
