@@ -16,7 +16,6 @@ _HEADER = struct.Struct("<qqqqqq")
 _AT_ONCE = 1 << 20  # bytes that are read at once; a buffer of that size is made each time
 _FD = struct.Struct("i")
 _FD_SPACE = socket.CMSG_SPACE(_FD.size)
-_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # what a worker starts must not have them
 _SPIN = 50e-6  # seconds of looking again and again before a thread is put to sleep
 
 
@@ -134,14 +133,18 @@ class Wire:
     def _read(self, count: int) -> tuple[bytes, int]:
         """Up to so many bytes that are there, and a file descriptor that came along, or -1."""
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE, _CLOEXEC)
+            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE)
         except BlockingIOError:
             raise
         except OSError as error:
             raise Gone from error
         if not data:
             raise Gone
-        return data, _FD.unpack(ancillary[0][2])[0] if ancillary else -1
+        if not ancillary:
+            return data, -1
+        (fd,) = _FD.unpack(ancillary[0][2])
+        os.set_inheritable(fd, False)  # what a worker starts must not have it
+        return data, fd
 
     def ready(self) -> bool:
         """Whether `receive` would not wait."""

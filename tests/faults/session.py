@@ -34,7 +34,7 @@ class Reference:
     def __init__(self, model: nn.Module, microbatches: int) -> None:
         self.model = build()
         self.model.load_state_dict(model.state_dict())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = Touchy(self.model.parameters(), lr=0.1)
         self.microbatches = microbatches
         self._results: list[torch.Tensor] = []
 
