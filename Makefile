@@ -37,7 +37,11 @@ lint: $(READY)
 bench: $(READY)
 	@mkdir -p out
 	$(BIN)/penstock bench
+	$(BIN)/penstock bench rpc
 	$(BIN)/python -m benchmarks.compare --json out/compare.json
+	$(BIN)/python -W ignore -m benchmarks.processes --json out/processes.json
+	$(BIN)/python -W ignore -m benchmarks.links --json out/links.json
+	$(BIN)/python -W ignore -m benchmarks.sleeping --json out/sleeping.json
 	$(BIN)/python -W ignore -m benchmarks.capture_time --json out/capture.json
 	$(BIN)/python -W ignore -m benchmarks.large --json out/large.json
 	$(BIN)/python -m benchmarks.partition --large --json out/partition.json

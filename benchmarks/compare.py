@@ -29,8 +29,8 @@ from torch import nn
 
 import penstock as ps
 from benchmarks import peers
-from benchmarks.peers.models import Task, loss_function
 from penstock.bench.measure import machine
+from penstock.bench.peers.models import Task, loss_function
 from penstock.engine.allocator import keep_freed_memory
 
 DEVICES = ("cpu", "cpu")

@@ -1,10 +1,13 @@
 """Trains GPT-2 on the sources of Python's standard library, on all devices of this machine.
 
-    python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--plan FILE] [--out out/demo]
+    python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--workers processes]
+                                  [--plan FILE] [--out out/demo]
+    torchrun --nproc-per-node 2 examples/train_gpt2.py [--steps 100] [--plan FILE]
 
 A byte-level language model of 10.7 million parameters from transformers' own configuration class,
 cut, planned and trained by Penstock. It ends with what was measured: the step beside one device's,
-the share of the theoretical bound, the proof that both compute the same bits, and a figure.
+the share of the theoretical bound, the proof that both compute the same bits, and a figure. Under
+torchrun, on one machine or several, it trains, and leaves the comparison out.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from penstock.observe.progress import Progress, callback
 from penstock.observe.timeline import save_figure
 from penstock.verification import run_with_threads
 
-SCREEN = Console()
+RANK, RANKS = (int(os.environ.get(name, k)) for k, name in enumerate(("RANK", "WORLD_SIZE")))
+NOWHERE = open(os.devnull, "w") if RANK else None  # noqa: SIM115 - under torchrun, rank 0 prints
+SCREEN, TALK = Console(file=NOWHERE), Console(file=NOWHERE, stderr=True)
 TOKENS = 128  # bytes of context
 ROUNDS = 5  # of the comparison with one device
 
@@ -90,7 +95,12 @@ def _windows(text: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def all_devices() -> list[str]:
-    """Every CUDA device if there are several, else one CPU worker per core, at least two."""
+    """Every CUDA device if there are several, else one CPU worker per core, at least two.
+
+    Under torchrun every rank has its own.
+    """
+    if RANKS > 1:
+        return []
     if torch.cuda.device_count() > 1:
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     return ["cpu"] * max(2, min(4, len(os.sched_getaffinity(0))))
@@ -112,7 +122,7 @@ def train(pipe: ps.Pipeline, text: Text, batch: int, steps: int) -> list[tuple[i
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=steps + 1)
     losses = [(0, held_out_loss(pipe, text, batch))]
-    with Progress(total=steps * batch, unit="samples") as bar:
+    with Progress(total=steps * batch, unit="samples", console=TALK) as bar:
         for step in range(1, steps + 1):
             tokens, target = text.batch(batch)
             optimizer.zero_grad()
@@ -204,6 +214,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--devices", default=",".join(all_devices()))
+    parser.add_argument("--workers", default="auto", choices=("auto", "threads", "processes"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plan", help="follow this plan, of this model, instead of planning")
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
@@ -214,20 +225,25 @@ def main() -> None:
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     SCREEN.print(
         f"GPT-2 with {millions:.1f}M parameters, {len(text.train) / 1e6:.1f} MB of Python's own "
-        f"sources, batches of {options.batch} x {TOKENS} bytes, on {options.devices}"
+        f"sources, batches of {options.batch} x {TOKENS} bytes, on {options.devices or RANKS}"
     )
     tokens, target = text.batch(options.batch)
     with callback("profiling") as progress:
         pipe = ps.Pipeline(
             model,
             kwargs={"input_ids": tokens},
-            devices=options.devices.split(","),
+            devices=options.devices.split(",") if options.devices else None,
             plan=options.plan,
+            workers=options.workers,
             progress=progress,
         )
     with pipe:
         SCREEN.print("\nThe plan", style="bold")
         SCREEN.print(str(pipe.plan), soft_wrap=True, highlight=False)
+        if RANKS > 1:
+            losses = train(pipe, text, options.batch, options.steps)
+            SCREEN.print(f"links: {', '.join(pipe.links)}; held-out loss by step: {losses}")
+            return
         exact = ps.verify(
             model,
             kwargs={"input_ids": tokens},
@@ -235,6 +251,7 @@ def main() -> None:
             loss_fn=language_loss,
             devices=options.devices.split(","),
             plan=pipe.plan,
+            workers="processes" if options.workers == "processes" else "threads",
         )
         SCREEN.print(f"\n{exact}\n", soft_wrap=True, highlight=False)
         losses = train(pipe, text, options.batch, options.steps)

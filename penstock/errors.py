@@ -98,8 +98,9 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
     What its interpreter has written in the end, if anything, is a note.
 
     Attributes:
-        stage, microbatch, action: what it was doing; `None` and `""` if it was between passes.
         worker: which, from 0.
+        stage, microbatch, action: what it was doing; `None` if that is not known, and `""` if it
+            was between passes.
     """
 
     def __init__(
@@ -110,9 +111,9 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
         super().__init__(stage, microbatch, action, None, worker)
 
     def _text(self) -> str:
-        where = f"in the {self.action}" if self.action else "between two passes"
+        where = f"during {self.action}" if self.action else "between two passes"
         if self.stage is not None:
-            where += f" of micro-batch {self.microbatch} in stage {self.stage}"
+            where = f"in the {self.action} of micro-batch {self.microbatch} in stage {self.stage}"
         ending = f"; the pipeline is closed{_torn(self.action)}"
         return f"worker {self.worker} {self._how} {where}{ending}"
 

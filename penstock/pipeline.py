@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
@@ -34,41 +33,56 @@ from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Request
-from penstock.planning import plan_for
+from penstock.planning import given_or_planned
 from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.streaming import stream
 from penstock.train.groups import parameter_groups
+from penstock.train.model_like import ModelLike
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
-from penstock.workers.devices import existing_devices, threads_per_worker
-from penstock.workers.hiring import Workers, hire
+from penstock.workers.hiring import Workers
+from penstock.workers.launch import launched
 from penstock.workers.placement import place
 from penstock.workers.ways import Way
 
 
-class Pipeline:
+class Pipeline(ModelLike):
     """A model split over devices, trained and called like the model itself.
 
-    It works on the model's own parameters: optimizers, `state_dict()` and everything else that
-    reads `model` go on working. Worker processes share them with this one: each has the tensors of
-    its stages in memory that both map, and copies of its modules. They follow `train()`, `eval()`
-    and `requires_grad`; other attributes and hooks of modules are as they were in the beginning,
-    and what a module keeps in attributes, or a loss in a list, stays in the process.
+    Threads and processes work on the model's own parameters: optimizers, `state_dict()` and
+    everything else that reads `model` go on working. Worker processes share them with this one:
+    each has the tensors of its stages in memory that both map, and copies of its modules. They
+    follow `train()`, `eval()` and `requires_grad`; other attributes and hooks of modules are as
+    they were in the beginning, and what a module keeps in attributes, or a loss in a list, stays in
+    the process.
+
+    Under torchrun every rank runs the same script and is one worker. It has a copy of the model, in
+    which it uses and trains the parameters of its own stages and leaves the others as they are.
+    All ranks must call the same methods in the same order. The rank with the first stage needs the
+    inputs, the one with the last stage the target and `loss_fn`; on the others they may be left
+    out, and are not looked at. The loss, the result of `pipe(x)`, the norm of
+    `clip_grad_norm_` and the state dicts are the same on every rank. `loss.backward()` is called
+    by all; what counts is the loss of the rank with the last stage. A state to be loaded is given
+    to every rank. If one rank fails, all raise the same error.
 
     Args:
         model: any module.
         args: example positional arguments, of the batch size that will be usual.
         kwargs: example keyword arguments.
         devices: where the stages run, in order, one each; a device may be listed twice. A `"cpu"`
-            is one worker with its share of the cores as intra-op threads.
+            is one worker with its share of the cores as intra-op threads. Under torchrun one for
+            each rank, of that rank's machine; left out, each rank has `"cuda:LOCAL_RANK"` if there
+            is CUDA, else `"cpu"`.
         num_microbatches: into how many a batch is split, or `"auto"`. A batch of fewer rows is
             split into as many as it has rows.
         schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"`.
-        workers: `"threads"` of this process; or `"processes"` of this machine, which this one
-            drives, on CPUs; or `"auto"`, which is threads.
-        plan: a plan to follow, or the name of its file, instead of profiling and planning.
+        workers: `"threads"` of this process, `"processes"` of this machine that this one drives, or
+            `"torchrun"`: the ranks that torchrun has started, on any number of machines. `"auto"`
+            is `"torchrun"` in a process that torchrun has started with others, else `"threads"`.
+        plan: a plan to follow, or the name of its file, instead of profiling and planning. Under
+            torchrun rank 0 plans, or reads the plan, for all.
         cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
             than there are devices.
         recompute: which activations are not held but computed again in the backward: `"none"`,
@@ -83,7 +97,8 @@ class Pipeline:
         weights: where parameters that are on the `meta` device come from: a state dict, the name
             of a file of one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
         timeout: seconds that a step may take; `None` derives it from the plan: fifty times the
-            predicted step, and a minute at least, as first steps are slower.
+            predicted step, and a minute at least, as first steps are slower. Under torchrun the
+            wait for ranks that are not yet there counts, and `None` is ten minutes at least.
         allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` leaves the C library's behaviour.
         progress: called as profiling goes on, with steps done, steps in all, and what is done.
@@ -94,6 +109,7 @@ class Pipeline:
         model: the user's module.
         threads_per_worker: intra-op threads of each CPU worker.
         allocator_kept: whether the process was told to keep freed memory.
+        links: how values get from every stage to the next, in words.
 
     Raises:
         DeviceError: a device does not exist.
@@ -108,7 +124,7 @@ class Pipeline:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        devices: Sequence[str | torch.device],
+        devices: Sequence[str | torch.device] | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
         workers: Workers = "auto",
@@ -137,41 +153,32 @@ class Pipeline:
         )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
-        if plan is not None and not isinstance(plan, Plan):
-            plan = Plan.load(plan)
-        self._devices = existing_devices(devices)
-        self.model = model
-        threads = self.threads_per_worker = threads_per_worker(self._devices)
+        super().__init__(model)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
-        hired = hire(workers, self._devices, threads, self.allocator_kept)
+        launch = launched(workers, devices, self.allocator_kept)
+        self.threads_per_worker = launch.threads
+        recorded = partial(
+            capture,
+            model,
+            args,
+            kwargs,
+            batch_dim=batch_dim,
+            dynamic=dynamic,
+            keep_closed=keep_closed,
+        )
         with ExitStack() as stack:
-            stack.callback(hired.dismiss)
-            self.program = program or capture(
-                model, args, kwargs, batch_dim=batch_dim, dynamic=dynamic, keep_closed=keep_closed
-            )
+            stack.callback(launch.dismiss)
+            self.program = program or launch.done("the capture", recorded)
             source = source_of(model, weights)
-            if plan is None:
-                hired.wait()  # what they do to start would be in the profile
-                plan = plan_for(
-                    self.program,
-                    args,
-                    kwargs,
-                    devices=self._devices,
-                    request=request,
-                    tune=tune,
-                    where=hired.range,
-                    progress=progress,
-                )
-            names = [str(device) for device in self._devices]
-            plan.check_fits(self.program.fingerprint, names, len(self.program))
-            self._devices = _in_order(self._devices, plan)
+            planned = partial(given_or_planned, plan, launch, self.program, args, kwargs)
+            options = {"request": request, "tune": tune, "progress": progress}
+            plan = self.plan = launch.decided(self.program, partial(planned, **options))
             self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
-            self.plan = plan
-            place(self.program, plan.cuts, [self._devices[w] for w in plan.placement], source)
-            timeout = timeout or max(60.0, 50 * plan.predicted_step_seconds)
-            crew = hired.crew(plan, model, self._devices, timeout)
+            crew = launch.crew(plan, model, timeout)
             stack.callback(crew.close)
-            self._runner = Runner(self.program, plan, self._devices, crew)
+            place(self.program, plan.cuts, launch.homes(plan), source, crew.hold)
+            self._runner = Runner(self.program, plan, launch.in_order(plan), crew)
+            self.links = crew.links
             stack.pop_all()
 
     # -- training -------------------------------------------------------------------------
@@ -179,7 +186,7 @@ class Pipeline:
     def train_step(
         self,
         *args: Any,
-        loss_fn: Callable[..., torch.Tensor],
+        loss_fn: Callable[..., torch.Tensor] | None = None,
         target: Any = None,
         weight: Weight = "rows",
         **kwargs: Any,
@@ -209,15 +216,16 @@ class Pipeline:
                 and buffers are as they were before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
-        batch = self._split(args, kwargs)
-        targets = split_target(target, batch.rows, self._runner.loss_device)
-        return self._train(batch, targets, loss_fn, weight)
+        split = partial(self._split, args, kwargs)
+        return self._train(
+            split, lambda rows, home: split_target(target, rows, home), loss_fn, weight
+        )
 
     def train_microbatches(
         self,
-        microbatches: Sequence[Any],
+        microbatches: Sequence[Any] = (),
         *,
-        loss_fn: Callable[..., torch.Tensor],
+        loss_fn: Callable[..., torch.Tensor] | None = None,
         targets: Sequence[Any] | None = None,
         weight: Weight = "rows",
     ) -> torch.Tensor:
@@ -239,18 +247,30 @@ class Pipeline:
         Raises:
             InputError, WorkerError, ClosedError: as `train_step` does.
         """
-        batch = Batch.given(self.program, microbatches)
+        given = partial(Batch.given, self.program, microbatches)
         return self._train(
-            batch, given_targets(targets, len(batch), self._runner.loss_device), loss_fn, weight
+            given, lambda rows, home: given_targets(targets, len(rows), home), loss_fn, weight
         )
 
     def _train(
-        self, batch: Batch, targets: Targets, loss_fn: Callable[..., torch.Tensor], weight: Weight
+        self,
+        make: Callable[[], Batch],
+        targets: Callable[[Sequence[int], torch.device], Targets],
+        loss_fn: Callable[..., torch.Tensor] | None,
+        weight: Weight,
     ) -> torch.Tensor:
-        if not callable(loss_fn):
-            raise InputError(f"loss_fn={loss_fn!r} is not a function of (output, target)")
-        loss = Loss(loss_fn, targets, weights(weight, targets, batch.rows))
-        total, slices, gradients = self._runner.train(batch, loss, self.model.training)
+        runner, loss = self._runner, None
+        with runner.crew.together("train_step"):
+            batch = runner.batch(make, self.model.training)
+            if runner.crew.has_loss:
+                if not callable(loss_fn):
+                    raise InputError(
+                        f"loss_fn={loss_fn!r} is not a function of (output, target); where the "
+                        "last stage is, it is needed"
+                    )
+                found = targets(batch.rows, runner.loss_device)
+                loss = Loss(loss_fn, found, weights(weight, found, batch.rows))
+            total, slices, gradients = runner.train(batch, loss, self.model.training)
         backward_into_inputs(slices, gradients)
         return total
 
@@ -266,10 +286,11 @@ class Pipeline:
             WorkerError: a stage failed; the original error is its cause.
             ClosedError: the pipeline is closed.
         """
-        batch = self._split(args, kwargs)
         graph = torch.is_grad_enabled()
-        order, way = self._order("forward" if graph else "infer", batch)
-        outcome = self._runner.run(order)
+        with self._runner.crew.together("a call"):
+            batch = self._batch(partial(self._split, args, kwargs))
+            order, way = self._order("forward" if graph else "infer", batch)
+            outcome = self._runner.run(order)
         if not graph:
             return _assembled(way, _merged(way, outcome), batch)
         passage = Passage(partial(self._back, order), outcome.differentiable, batch.sizes, way)
@@ -301,10 +322,10 @@ class Pipeline:
 
     def _enter(self, inputs: Any) -> tuple[Any, Way, Batch]:
         """Start a batch, without gradients."""
-        batch = self._split(*arguments(inputs))
-        with torch.no_grad():
+        with self._runner.crew.together("a batch of map"), torch.no_grad():
+            batch = self._batch(partial(self._split, *arguments(inputs)))
             order, way = self._order("infer", batch)
-        return self._runner.start(order), way, batch
+            return self._runner.start(order), way, batch
 
     def _result(self, started: tuple[Any, Way, Batch]) -> Any:
         """What has become of it."""
@@ -315,6 +336,10 @@ class Pipeline:
         """Wait for a batch whose result nobody wants."""
         with suppress(PenstockError):  # if it failed, the one that failed first has said so
             self._runner.finish(started[0])
+
+    def _batch(self, make: Callable[[], Batch]) -> Batch:
+        """A batch, where its inputs are; elsewhere, what there is to know of it."""
+        return self._runner.batch(make, self.model.training)
 
     def _order(self, what: Pass, batch: Batch) -> tuple[Order, Way]:
         """The order for a batch whose results can be put together."""
@@ -360,39 +385,9 @@ class Pipeline:
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
         return owned
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's parameters."""
-        return self.model.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters, with the model's names for them."""
-        return self.model.named_parameters()
-
     def state_dict(self) -> dict[str, Any]:
         """The model's state, under the model's names: it loads into the plain model."""
-        return self.model.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a state of the model, from here or from plain PyTorch."""
-        return self.model.load_state_dict(state_dict, strict)
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Switch to training mode, like `nn.Module.train`."""
-        self.model.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Switch to evaluation mode, like `nn.Module.eval`."""
-        return self.train(False)
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return self.model.training
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
-        self.model.zero_grad(set_to_none)
+        return self._runner.crew.state(self.model)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
@@ -400,7 +395,7 @@ class Pipeline:
         Returns:
             the norm that they had.
         """
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        return self._runner.crew.clip(self.model.parameters(), max_norm, norm_type)
 
     def recording(self) -> AbstractContextManager[list[Timeline]]:
         """While open, every pass appends its measured timeline to the list that this gives.
@@ -439,10 +434,3 @@ def _merged(way: Way, outcome: Outcome) -> list[Any]:
 def _assembled(way: Way, merged: Sequence[Any], batch: Batch) -> Any:
     """The model's result for a batch, in its own structure."""
     return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
-
-
-def _in_order(devices: list[torch.device], plan: Plan) -> list[torch.device]:
-    """The devices in the plan's order, if it is a plan for these and has put them into another."""
-    if Counter(map(str, devices)) != Counter(plan.devices):
-        return devices
-    return [torch.device(name) for name in plan.devices]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +17,28 @@ from penstock.profile.cache import cached_profile
 from penstock.profile.measure import Progress
 from penstock.tuning import measured
 from penstock.workers.devices import threads_per_worker
+from penstock.workers.launch import Launch
 from penstock.workers.probe import Range, ThreadRange, with_links
 
 TUNED = 4
 """Plans that are measured when that is asked for."""
+
+
+def given_or_planned(
+    plan: Plan | str | os.PathLike[str] | None,
+    launch: Launch,
+    program: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    devices: Sequence[torch.device],
+    **options: Any,
+) -> Plan:
+    """The plan that was given, or that of the file that was named; or a new one, see `plan_for`."""
+    if plan is None:
+        launch.wait(options["progress"])  # what workers do to start would be in the profile
+        return plan_for(program, args, kwargs, devices=devices, where=launch.range, **options)
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
 
 
 def plan_for(

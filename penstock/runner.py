@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,16 +58,32 @@ class Runner:
         """The ways through the model in this mode."""
         return self._ways[training]
 
+    def batch(self, make: Callable[[], Batch], training: bool) -> Batch:
+        """A batch with the ways that it takes; made where the first stage is fed."""
+        ways = self._ways[training]
+
+        def routed() -> Batch:
+            batch, known = make(), len(ways)
+            taken = [ways.taken(part) for part in batch.parts]
+            pairs = zip(taken, batch.parts, strict=True)
+            return replace(batch, ways=taken, news={w: part for w, part in pairs if w >= known})
+
+        batch = self.crew.told(routed)
+        for way in sorted(batch.news):  # elsewhere it is recorded now, under the same number
+            if way >= len(ways):
+                ways.taken(batch.news[way])
+        return batch
+
     def order(self, what: Pass, batch: Batch, training: bool, loss: Loss | None = None) -> Order:
         """The order for a pass of this batch."""
         ways = self._ways[training]
-        taken = [ways.taken(part) for part in batch.parts]
+        taken = batch.ways or [ways.taken(part) for part in batch.parts]
         values = [
             tuple(part[value.leaf] for value in ways[way].inputs if isinstance(value, Ref))
-            for part, way in zip(batch.parts, taken, strict=True)
+            for part, way in zip(batch.parts, taken, strict=False)  # none where it is not fed
         ]
         number, self._batches = self._batches, self._batches + 1
-        keys = [Key(torch.initial_seed(), number, k) for k in range(len(batch))]
+        keys = [Key(batch.seed, number, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")
         recorded = self._timelines is not None
@@ -75,18 +92,23 @@ class Runner:
         )
 
     def train(
-        self, batch: Batch, loss: Loss, training: bool = True
+        self, batch: Batch, loss: Loss | None, training: bool = True
     ) -> tuple[torch.Tensor, Sequence[Sequence[Any]], dict[int, Gradients]]:
         """Forward and backward of a batch, interleaved.
+
+        Args:
+            batch: the batch.
+            loss: what the last stage ends in; `None` where it is elsewhere.
+            training: the mode.
 
         Returns:
             the weighted loss of the batch, what the first stage got, and the gradients of that.
         """
         order = self.order("train", batch, training, loss)
         outcome = self.run(order)
-        total = outcome.losses[0] * loss.weights[0]
+        total = outcome.losses[0] * outcome.weights[0]
         for microbatch in range(1, len(batch)):
-            total = total + outcome.losses[microbatch] * loss.weights[microbatch]
+            total = total + outcome.losses[microbatch] * outcome.weights[microbatch]
         return total, order.values, outcome.gradients
 
     def run(self, order: Order) -> Outcome:

@@ -24,7 +24,6 @@ from penstock.plan.asked import Cut
 from penstock.profile.measure import Progress
 from penstock.train.report import Comparison, VerifyReport, compare, compare_leaves
 from penstock.workers.devices import threads_per_worker
-from penstock.workers.hiring import Workers
 
 _STEPS = 3
 _RATE = 1e-3
@@ -45,7 +44,7 @@ def verify(
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     stages_per_worker: int | Literal["auto"] = "auto",
-    workers: Workers = "auto",
+    workers: Literal["threads", "processes"] = "threads",
     batch_dim: BatchDim = 0,
     dynamic: Dynamic | None = None,
     keep_closed: Iterable[str] = (),
@@ -73,7 +72,8 @@ def verify(
         recompute: as in `Pipeline`.
         memory_limit: as in `Pipeline`.
         stages_per_worker: as in `Pipeline`.
-        workers: as in `Pipeline`.
+        workers: as in `Pipeline`; also under torchrun these, for they have all gradients in one
+            place.
         batch_dim: as in `Pipeline`.
         dynamic: as in `Pipeline`.
         keep_closed: as in `Pipeline`.

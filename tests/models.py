@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.profile import DeviceProfile
+from benchmarks.flat import uniform_plan
 from penstock.schedule import SCHEDULES
+
+__all__ = ["uniform_plan"]  # and what is defined here
 
 ROWS = 11  # divides by no number of micro-batches that is tested
 
@@ -188,39 +190,6 @@ def workers_for(schedule: str, stages: int) -> int | None:
     """On how many workers a schedule runs so many stages: a core each, two stages if it can."""
     takes = SCHEDULES[schedule].takes
     return next((w for w in (stages // 2, stages) if w > 1 and takes(stages, w)), None)
-
-
-def uniform_plan(
-    program: ps.Program,
-    workers: int,
-    microbatches: int,
-    schedule: str = "1f1b",
-    cuts: Sequence[int] | None = None,
-    recompute: str = "auto",
-) -> ps.Plan:
-    """A plan for which nothing is measured: every call is taken to cost the same."""
-    calls = len(program)
-    forward, backward = ((1.0,) * calls,), ((2.0,) * calls,)
-    kind = DeviceProfile(kind="cpu", rows=(1,), forward=forward, backward=backward, spread=0.0)
-    reasons = {k: program.cuts.forbidden(k) for k in range(1, calls)}
-    profile = ps.Profile(
-        fingerprint=program.fingerprint,
-        batch_size=program.example_sizes["B"],
-        devices=("cpu",) * workers,
-        kinds={"cpu": kind},
-        labels=tuple(call.label for call in program.train.calls),
-        weights=(0,) * calls,
-        boundary=(0.0,) * (calls + 1),
-        forbidden={k: reason for k, reason in reasons.items() if reason},
-        saved=(1.0,) * calls,
-    )
-    return ps.plan(
-        profile,
-        num_microbatches=microbatches,
-        schedule=schedule,
-        cuts=cuts,
-        recompute=recompute,
-    )
 
 
 def pipeline(case: Case, plan: ps.Plan, **options: Any) -> ps.Pipeline:

@@ -133,3 +133,29 @@ def test_bad_batches(kind: str) -> None:
         with pytest.raises(ps.InputError, match="ahead=0"):
             pipe.map([X], ahead=0)
         assert len(list(pipe.map([X]))) == 1
+
+
+def test_a_batch_that_cannot_be_started_leaves_those_before_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        pooled(),
+        ps.Pipeline(
+            mlp(6, 6, 6), (X,), devices=["cpu"] * 2, workers="processes", num_microbatches=2
+        ) as pipe,
+    ):
+        crew = pipe._runner.crew
+        check, calls = crew._check, []
+
+        def refuse(worker: int) -> None:
+            check(worker)
+            calls.append(worker)
+            if len(calls) == 4:  # the second batch, on the last worker
+                raise ps.InputError("no")
+
+        monkeypatch.setattr(crew, "_check", refuse)
+        before = pipe._enter((X,))
+        with pytest.raises(ps.InputError, match="no"):
+            pipe._enter((2 * X,))
+        with torch.no_grad():
+            assert torch.equal(pipe._result(before), pipe(X))

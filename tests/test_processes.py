@@ -324,3 +324,38 @@ def test_verify() -> None:
         model, (X,), target=Y, loss_fn=F.mse_loss, devices=["cpu"] * 2, workers="processes"
     )
     assert report.ok, str(report)
+
+
+def test_other_memory_is_noticed(pipes: list[ps.Pipeline]) -> None:
+    pipe = pipes[1]
+    pipe.model[0][0].double()
+    with pytest.raises(ps.InputError, match=r"was given other memory.*build a new pipeline"):
+        step(pipe)
+
+
+def test_replaced_parameters_are_noticed(pipes: list[ps.Pipeline]) -> None:
+    pipe = pipes[1]
+    pipe.model[0][0].weight = nn.Parameter(torch.zeros(6, 6))
+    with pytest.raises(ps.InputError, match=r"'0.0.weight' is another tensor"):
+        step(pipe)
+
+
+def test_each_stage_is_given_away_before_the_next_is_read() -> None:
+    """So no process but the workers together ever has the memory of the whole model."""
+    seeded, private = ps.SeededWeights(3), []
+
+    class Watched:
+        def materialise(self, model: nn.Module, names: Any, device: Any) -> None:
+            seeded.materialise(model, names, device)
+            there = [p for p in model.parameters() if not p.is_meta]
+            private.append(sum(p.untyped_storage().resizable() for p in there))
+
+    with ps.empty_weights():
+        model, twin = mlp(6, 6, 6, 6), mlp(6, 6, 6, 6)
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 2, "schedule": "1f1b"}
+    with ps.Pipeline(model, (X,), weights=Watched(), workers="processes", **options) as pipe:
+        ours = step(pipe)
+    with ps.Pipeline(twin, (X,), weights=seeded, plan=pipe.plan, devices=["cpu"] * 2) as other:
+        assert torch.equal(step(other), ours)
+    assert_same(model, twin)
+    assert 0 < max(private) < len(list(model.parameters()))

@@ -6,11 +6,11 @@ them train the same ResNet-50 from the same parameters on the same synthetic bat
 """
 
 from benchmarks.peers.data_parallel import data_parallel
-from benchmarks.peers.models import quarter_cut, resnet50, tutorial_cut
 from benchmarks.peers.one_process import all_cores, one_core
-from benchmarks.peers.peer import KEEP_FREED_MEMORY, Peer
-from benchmarks.peers.rpc_pipeline import rpc_pipeline
-from benchmarks.peers.torch_pipelining import SCHEDULES, torch_pipelining
+from benchmarks.peers.torch_pipelining import SCHEDULES, torch_pipelining, torch_pipelining_of
+from penstock.bench.peers.models import quarter_cut, resnet50, tutorial_cut
+from penstock.bench.peers.peer import KEEP_FREED_MEMORY, Peer
+from penstock.bench.peers.rpc_pipeline import rpc_pipeline
 
 __all__ = [
     "KEEP_FREED_MEMORY",
@@ -23,5 +23,6 @@ __all__ = [
     "resnet50",
     "rpc_pipeline",
     "torch_pipelining",
+    "torch_pipelining_of",
     "tutorial_cut",
 ]

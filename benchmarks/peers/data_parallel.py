@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.models import Task, loss_function, resnet50
-from benchmarks.peers.peer import CrewPeer, Peer, Reading, seconds_between_barriers
-from benchmarks.peers.processes import Place
+from penstock.bench.peers.models import Task, loss_function, resnet50
+from penstock.bench.peers.peer import CrewPeer, Peer, Reading, seconds_between_barriers
+from penstock.bench.peers.processes import Place
 
 
 class Replica:

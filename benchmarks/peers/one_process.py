@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from benchmarks.peers.models import Task, loss_function, resnet50
-from benchmarks.peers.peer import CrewPeer, Peer, Reading
-from benchmarks.peers.processes import Place
+from penstock.bench.peers.models import Task, loss_function, resnet50
+from penstock.bench.peers.peer import CrewPeer, Peer, Reading
+from penstock.bench.peers.processes import Place
 
 # Threads of OpenMP spin at the end of every parallel region. Where anything else wants their core
 # that makes two threads many times slower than one, so by default they sleep instead.

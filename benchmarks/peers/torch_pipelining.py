@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from benchmarks.peers.models import Task, loss_function, quarter_cut, tutorial_cut
-from benchmarks.peers.peer import CrewPeer, Peer, Reading, seconds_between_barriers
-from benchmarks.peers.processes import Place
+from penstock.bench.peers.models import Task, Work, quarter_cut, tutorial_cut
+from penstock.bench.peers.peer import CrewPeer, Peer, Reading, seconds_between_barriers
+from penstock.bench.peers.processes import Place
 
 # What a comparison offers, by torch's names; the last three run two stages in each process.
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -40,15 +40,15 @@ class Rank:
     """One process of the pipeline: its stages, their schedule and their optimizer."""
 
     def __init__(
-        self, task: Task, schedule: str, num_stages: int, parts: bytes, place: Place
+        self, task: Work, schedule: str, num_stages: int, parts: bytes, place: Place
     ) -> None:
         place.join_gloo()
         stages = [_stage(part, num_stages) for part in pickle.loads(parts)]
         modules = nn.ModuleList(stage.submod for stage in stages)
         self._optimizer = task.optimizer(modules.parameters())
-        self._schedule = _schedule(schedule, stages, task.num_microbatches)
-        images, target = task.data()
-        self._inputs = (images,) if any(stage.is_first for stage in stages) else ()
+        self._schedule = _schedule(schedule, stages, task)
+        inputs, target = task.data()
+        self._inputs = (inputs,) if any(stage.is_first for stage in stages) else ()
         self._target = target if any(stage.is_last for stage in stages) else None
         self._losses: list[Tensor] = []
 
@@ -82,19 +82,20 @@ def _stage(part: _Part, num_stages: int) -> PipelineStage:
     )
 
 
-def _schedule(name: str, stages: list[PipelineStage], num_microbatches: int) -> Any:
+def _schedule(name: str, stages: list[PipelineStage], task: Work) -> Any:
     kind = get_schedule_class(name)
+    num_microbatches, loss = task.num_microbatches, task.loss
     return kind(
         stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
         num_microbatches,
         # The loss carries the weight of its micro-batch, which saves torch's own way of scaling:
         # one more pass over all gradients at the end of the step.
-        loss_fn=lambda output, target: loss_function(output, target) / num_microbatches,
+        loss_fn=lambda output, target: loss(output, target) / num_microbatches,
         scale_grads=False,
     )
 
 
-def _parts(stages: Sequence[nn.Module], task: Task) -> list[_Part]:
+def _parts(stages: Sequence[nn.Module], task: Work) -> list[_Part]:
     """The stages with the shapes between them, which are found without computing anything.
 
     Raises:
@@ -103,8 +104,9 @@ def _parts(stages: Sequence[nn.Module], task: Task) -> list[_Part]:
             which torch's pipeline cannot run because that input is a leaf.
     """
     parts = []
-    size = task.image
-    inputs: tuple[Tensor, ...] = (torch.empty(task.microbatch_size, 3, size, size, device="meta"),)
+    batch = task.data()[0]
+    size = len(batch) // task.num_microbatches
+    inputs: tuple[Tensor, ...] = (torch.empty_like(batch[:size], device="meta"),)
     for index, module in enumerate(stages):
         try:
             results = copy.deepcopy(module).to("meta")(*inputs)
@@ -115,7 +117,7 @@ def _parts(stages: Sequence[nn.Module], task: Task) -> list[_Part]:
         outputs = results if isinstance(results, tuple) else (results,)
         if not all(isinstance(value, Tensor) for value in outputs):
             raise TypeError(f"stage {index} gives {type(results).__name__}, not tensors")
-        leaves = tuple(value.detach().requires_grad_() for value in outputs)
+        leaves = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
         parts.append(_Part(index, module, inputs, leaves))
         inputs = parts[-1].outputs
     return parts
@@ -138,26 +140,46 @@ def torch_pipelining(
     microbatches: int,
     schedule: str = "1F1B",
     stages: Sequence[nn.Module] | None = None,
-    processes: int = 2,
-    name: str | None = None,
     learning_rate: float = 0.001,
-    timeout: float = 300.0,
-    environment: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Peer:
-    """A pipeline of `torch.distributed.pipelining`, one thread in each process.
+    """A pipeline of `torch.distributed.pipelining` on ResNet-50, one thread in each process.
 
     Args:
         batch: images per step.
         image: their height and width.
         microbatches: the number of micro-batches.
         schedule: one of `SCHEDULES`, or any other that torch knows by name.
+        stages: see `torch_pipelining_of`; by default ResNet-50 cut by hand, in as many stages as
+            the schedule needs.
+        learning_rate: of SGD.
+        **options: of `torch_pipelining_of`, which also says what is raised.
+    """
+    task = Task(batch, image, microbatches, learning_rate)
+    by_hand = quarter_cut if _looped(_kind(schedule)) else tutorial_cut
+    return torch_pipelining_of(task, stages or by_hand(), schedule, **options)
+
+
+def torch_pipelining_of(
+    task: Work,
+    stages: Sequence[nn.Module],
+    schedule: str = "1F1B",
+    *,
+    processes: int = 2,
+    name: str | None = None,
+    timeout: float = 300.0,
+    environment: Mapping[str, str] | None = None,
+) -> Peer:
+    """A pipeline of `torch.distributed.pipelining`, one thread in each process.
+
+    Args:
+        task: what it trains.
         stages: picklable modules of tensors, each taking what the one before gives, which the
-            processes copy;
-            by default ResNet-50 cut by hand, in as many stages as the schedule needs.
+            processes copy.
+        schedule: one of `SCHEDULES`, or any other that torch knows by name.
         processes: how many.
         name: what the peer is called; it says which schedule and how many micro-batches if not
             given.
-        learning_rate: of SGD.
         timeout: seconds that any wait may take.
         environment: more environment variables for the processes.
 
@@ -167,12 +189,10 @@ def torch_pipelining(
         TypeError: a stage gives something else than tensors.
         RuntimeError: a process failed to start, such as for a schedule that does not fit.
     """
-    kind = get_schedule_class(schedule.removeprefix("Schedule"))
+    kind = _kind(schedule)
     schedule = kind.__name__.removeprefix("Schedule")
-    looped = not issubclass(kind, PipelineScheduleSingle)
-    task = Task(batch, image, microbatches, learning_rate)
-    parts = _parts(stages or (quarter_cut() if looped else tutorial_cut()), task)
-    if len(parts) % processes or (not looped and len(parts) != processes):
+    parts = _parts(stages, task)
+    if len(parts) % processes or (not _looped(kind) and len(parts) != processes):
         raise ValueError(f"{schedule} cannot run {len(parts)} stages on {processes} processes")
     builds = [
         # As bytes: multiprocessing would share the modules' memory with this process.
@@ -180,8 +200,16 @@ def torch_pipelining(
         for indices in _deal(schedule, len(parts), processes)
     ]
     return CrewPeer(
-        name or f"torch.distributed.pipelining {schedule}, m={microbatches}",
+        name or f"torch.distributed.pipelining {schedule}, m={task.num_microbatches}",
         builds,
         timeout=timeout,
         environment=environment,
     )
+
+
+def _kind(schedule: str) -> Any:
+    return get_schedule_class(schedule.removeprefix("Schedule"))
+
+
+def _looped(kind: Any) -> bool:
+    return not issubclass(kind, PipelineScheduleSingle)

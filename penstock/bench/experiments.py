@@ -21,7 +21,7 @@ from torch import nn
 from penstock.bench import memory, tasks
 from penstock.bench.contestants import Field
 from penstock.bench.figures import save_bars, save_sweep
-from penstock.bench.measure import Contestant, machine, take_turns, warm_up
+from penstock.bench.measure import Contestant, Ticker, machine, take_turns, warm_up
 from penstock.bench.report import BenchReport
 from penstock.bench.toy import run_toy
 from penstock.drawing import require_matplotlib
@@ -100,7 +100,7 @@ def run_bench(
         toy = run_toy(settings.devices[:2])
         bars, sweep = _contestants(field, settings, progress, lambda: end - time.perf_counter())
         repeats = _repeats(settings, [*bars, *sweep], end - time.perf_counter(), talk)
-        tick = _Ticker(repeats * (len(bars) + len(sweep)), progress)
+        tick = Ticker(repeats * (len(bars) + len(sweep)), progress)
         take_turns(bars, repeats, settings.batches, tick)
         take_turns(sweep, repeats, settings.batches, tick)
     description = {**_described(settings, field), "repeats": repeats, "allocator": allocator}
@@ -129,7 +129,7 @@ def _contestants(
         counts = thinned(counts, alone.warm_up, seconds_left())
     bars, sweep = [alone, *_bars(field)], _sweep(field, counts)
     others = [*bars[1:], *sweep]
-    tick = _Ticker(len(others), progress, "warming up: ")
+    tick = Ticker(len(others), progress, "warming up: ")
     warm_up(others, tick)
     return bars, sweep
 
@@ -227,14 +227,3 @@ def _save(report: BenchReport, output: Path, title: str) -> None:
     (output / "bench.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     save_bars(report.bars, output / "bars.png", title)
     save_sweep(report.sweep, output / "sweep.png", title)
-
-
-class _Ticker:
-    """Counts what has been done, for the progress bar."""
-
-    def __init__(self, total: int, report: Progress, prefix: str = "") -> None:
-        self._total, self._report, self._prefix, self._done = total, report, prefix, 0
-
-    def __call__(self, what: str) -> None:
-        self._report(self._done, self._total, f"{self._prefix}{what}")
-        self._done += 1

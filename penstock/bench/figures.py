@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.measure import Contestant
+from penstock.bench.rpc_report import Line
 from penstock.drawing import bare, canvas, save
 from penstock.units import show_seconds
 
@@ -71,6 +72,34 @@ def save_sweep(contestants: Sequence[Contestant], path: Path, title: str) -> Non
     axes.grid(axis="y", color="#e6e8ea")
     axes.set_axisbelow(True)
     axes.legend(handles=handles, frameon=False, loc="upper right", ncols=3)
+    _finish(figure, axes, path, title)
+
+
+def save_counts(lines: Sequence[Line], path: Path, title: str) -> None:
+    """Time against the number of micro-batches, a line for each way, with its limit dashed.
+
+    Args:
+        lines: the one that the others are compared with first.
+        path: of the PNG file.
+        title: above the figure.
+    """
+    figure, axes = canvas(9, 4.2)
+    scale = _label_seconds(axes, [c for line in lines for c in line.contestants])
+    for line, colour in zip(lines, (_PLAIN, _OURS, _FOUND), strict=False):
+        means = [scale * c.mean for c in line.contestants]
+        spreads = [scale * c.deviation for c in line.contestants]
+        style = {"color": colour, "capsize": 4, "label": line.way}
+        axes.errorbar(line.counts, means, yerr=spreads, fmt="o-", ms=5, **style)
+        limits = [scale * limit for limit in line.limits]
+        axes.plot(line.counts, limits, "--", color=colour, lw=1, label="its limit, (m + 1) / 2m")
+    axes.set_xscale("log", base=2)
+    counts = lines[0].counts
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set_xlabel("micro-batches, m")
+    axes.grid(axis="y", color="#e6e8ea")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="upper right", ncols=len(lines))
     _finish(figure, axes, path, title)
 
 

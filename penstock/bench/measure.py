@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from penstock.profile.measure import Progress
+
 Tick = Callable[[str], None]
 """Called before every turn, with who has it."""
 
@@ -79,6 +81,24 @@ class Contestant:
             "percent_of_bound": self.percent_of_bound,
         }
         return {**measured, **self.facts, **(inner if self.inner else {})}
+
+
+class Ticker:
+    """Counts what has been done, for the progress bar.
+
+    Args:
+        total: of turns.
+        report: told how many are done, of how many, and whose turn it is.
+        prefix: of whose turn it is.
+    """
+
+    def __init__(self, total: int, report: Progress, prefix: str = "") -> None:
+        self._total, self._report, self._prefix, self._done = total, report, prefix, 0
+
+    def __call__(self, what: str) -> None:
+        """One more turn."""
+        self._report(self._done, self._total, f"{self._prefix}{what}")
+        self._done += 1
 
 
 def warm_up(contestants: Sequence[Contestant], tick: Tick) -> None:

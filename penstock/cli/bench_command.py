@@ -45,10 +45,14 @@ def command(
 ) -> None:
     """Measure one device and pipelines of MODEL side by side, and draw the figures.
 
-    Without MODEL: ResNet-50 on 128x128 images, the experiments of PyTorch's tutorial.
+    Without MODEL: ResNet-50 on 128x128 images, the experiments of PyTorch's tutorial. With `rpc`
+    in its place: those of the distributed pipeline tutorial, with worker processes.
     """
     import torch
 
+    if model == "rpc":
+        _rpc([*inputs, *filter(None, (example, loss, devices))], quick, output, as_json)
+        return
     from penstock.bench.experiments import BenchSettings, run_bench
     from penstock.bench.tasks import RESNET50
     from penstock.cli.arguments import device_list, load_example, load_loss
@@ -73,3 +77,22 @@ def command(
         report = run_bench(settings, progress, talk)
     show(report.to_dict(), str(report), as_json)
     talk(f"figures and raw times are in {output}")
+
+
+def _rpc(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
+    """The experiments with a master and two workers."""
+    from penstock.bench.rpc import RpcSettings, run_rpc
+    from penstock.errors import InputError
+    from penstock.observe.progress import callback
+
+    if given:
+        raise InputError(
+            f"{', '.join(given)}: `penstock bench rpc` trains ResNet-50 on two worker processes "
+            "and takes no input, example, loss or devices"
+        )
+    make_directory(output)
+    settings = RpcSettings.quick(output) if quick else RpcSettings(output=output)
+    with callback("starting") as progress:
+        report = run_rpc(settings, progress, talk)
+    show(report.to_dict(), str(report), as_json)
+    talk(f"the figure and raw times are in {output}")

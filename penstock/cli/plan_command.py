@@ -17,6 +17,7 @@ from penstock.cli.options import (
     reported,
     show,
     talk,
+    workers_option,
 )
 from penstock.errors import InputError
 
@@ -31,6 +32,7 @@ _STDOUT = Path("-")
 @model_options
 @empty_option
 @pipeline_options
+@workers_option
 @optimizer_option
 @click.option("--any-order", is_flag=True, help="Devices may be put into another order.")
 @click.option("--tune", is_flag=True, help="Measure the best few plans, and keep the fastest.")
@@ -53,6 +55,7 @@ def command(
     seed: int,
     empty: bool,
     devices: str | None,
+    workers: str,
     optimizer_state: float,
     any_order: bool,
     tune: bool,
@@ -82,7 +85,7 @@ def command(
     if figure is not None:
         require_matplotlib()
     given = load_example(model, inputs, example, seed, empty)
-    found, costs = _planned(given, devices, request, tune=tune, fresh=fresh)
+    found, costs = _planned(given, devices, workers, request, tune=tune, fresh=fresh)
     text = _text(found, costs, show_schedule)
     if output == _STDOUT:
         talk(text)
@@ -107,7 +110,13 @@ def _check(output: Path, as_json: bool, figure: Path | None, no_output: bool) ->
 
 
 def _planned(
-    given: tuple[Any, ...], devices: str | None, request: Any, *, tune: bool, fresh: bool
+    given: tuple[Any, ...],
+    devices: str | None,
+    workers: str,
+    request: Any,
+    *,
+    tune: bool,
+    fresh: bool,
 ) -> tuple[Plan, Profile]:
     """The plan, and the profile that it was made from."""
     from dataclasses import replace
@@ -118,6 +127,7 @@ def _planned(
     from penstock.plan import plans
     from penstock.planning import TUNED, profile_for, tuned
     from penstock.workers.devices import existing_devices
+    from penstock.workers.hiring import measuring
 
     hardware = described_hardware(devices)
     if hardware is not None and tune:
@@ -128,14 +138,16 @@ def _planned(
     here = existing_devices(names)
     if hardware is not None:
         talk(f"measuring on {', '.join(names)}, for the machines that {devices} describes")
-    with callback("capturing") as progress:
+    with callback("capturing") as progress, measuring(workers, here) as where:
         program = capture(*given)
         if hardware is None:
             measure = request
         else:
             program.check_stages(sum(machine.count for machine in hardware.machines))
             measure = replace(request, cuts=None)  # they are for the devices that are described
-        costs = profile_for(program, devices=here, request=measure, fresh=fresh, progress=progress)
+        costs = profile_for(
+            program, devices=here, request=measure, fresh=fresh, where=where, progress=progress
+        )
         if hardware is not None:
             costs = hardware.apply(costs)
         best = plans(costs, request, most=TUNED if tune else 1)

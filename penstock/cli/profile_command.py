@@ -16,6 +16,7 @@ from penstock.cli.options import (
     reported,
     show,
     talk,
+    workers_option,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _LEFT = (1,)
 @model_options
 @empty_option
 @devices_option
+@workers_option
 @click.option("--microbatches", default="auto", show_default=True, metavar="N|auto")
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="About how long to measure; default: 30."
@@ -49,6 +51,7 @@ def command(
     seed: int,
     empty: bool,
     devices: str | None,
+    workers: str,
     microbatches: str,
     seconds: float | None,
     no_cache: bool,
@@ -70,24 +73,26 @@ def command(
     from penstock.profile.cache import cached_profile
     from penstock.profile.measure import SECONDS
     from penstock.workers.devices import existing_devices, threads_per_worker
-    from penstock.workers.probe import ThreadRange, with_links
+    from penstock.workers.hiring import measuring
+    from penstock.workers.probe import with_links
 
     module, args, kwargs = load_example(model, inputs, example, seed, empty)
     if output is not None:
         make_directory(output.parent)
-    workers = existing_devices(device_list(devices))
+    there = existing_devices(device_list(devices))
     count = microbatch_count(microbatches)
     with callback("capturing") as progress:
         costs, was_kept = cached_profile(
             capture(module, args, kwargs),
-            devices=[str(device) for device in workers],
+            devices=[str(device) for device in there],
             num_microbatches=count,
-            threads=threads_per_worker(workers),
+            threads=threads_per_worker(there),
             seconds=SECONDS if seconds is None else seconds,
             progress=progress,
             fresh=no_cache,
         )
-    costs = with_links(costs, workers, ThreadRange())
+    with measuring(workers, there) as where:
+        costs = with_links(costs, there, where)
     show(msgspec.to_builtins(costs), _text(costs, calls), as_json)
     if was_kept:
         talk("measured before; --no-cache measures again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import click
 
@@ -16,9 +16,6 @@ from penstock.cli.options import (
     talk,
     workers_option,
 )
-
-if TYPE_CHECKING:
-    from penstock.workers.hiring import Workers
 
 
 @click.command("verify")
@@ -40,7 +37,7 @@ def command(
     example: str | None,
     seed: int,
     devices: str | None,
-    workers: Workers,
+    workers: Literal["threads", "processes"],
     plan_path: Path | None,
     target: str | None,
     loss: str | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,12 +26,18 @@ class Batch:
     """The micro-batches of a step.
 
     Attributes:
-        parts: for each the leaves of its inputs.
+        parts: for each the leaves of its inputs; none where the first stage is elsewhere.
         sizes: how large each is.
+        ways: the number of the way that each takes through the model, once it is known.
+        news: the leaves of inputs that are the first to take a way, by its number.
+        seed: of random numbers.
     """
 
     parts: list[list[Any]]
     sizes: list[Sizes]
+    ways: Sequence[int] = ()
+    news: Mapping[int, list[Any]] = field(default_factory=dict)
+    seed: int = field(default_factory=torch.initial_seed)
 
     @classmethod
     def split(cls, program: Program, leaves: Sequence[Any], most: int) -> Batch:
@@ -73,7 +79,7 @@ class Batch:
         return cls(parts, sizes)
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.sizes)
 
     @property
     def rows(self) -> list[int]:

@@ -66,6 +66,7 @@ class Outcome:
         results: what the last stage gave, by micro-batch, without history.
         differentiable: which of these a backward can start from.
         losses: the detached loss of every micro-batch, unweighted.
+        weights: of these losses in the batch's.
         gradients: by micro-batch, of the values that entered, where there are some.
         events: when every action ran, if that was to be recorded.
     """
@@ -73,6 +74,7 @@ class Outcome:
     results: dict[int, Values] = field(default_factory=dict)
     differentiable: Sequence[bool] = ()
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    weights: Sequence[float] = ()
     gradients: dict[int, Gradients] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
@@ -84,6 +86,7 @@ class Outcome:
             whole.results |= part.results
             whole.differentiable = whole.differentiable or part.differentiable
             whole.losses |= part.losses
+            whole.weights = whole.weights or part.weights
             whole.gradients |= part.gradients
             whole.events += part.events
         return whole

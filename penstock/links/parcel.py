@@ -10,7 +10,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from penstock.links.shared_memory import is_plain
+from penstock.links.segment import Place
+from penstock.links.shared_memory import is_plain, laid_out
 
 
 def pack(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -38,6 +39,27 @@ def pack(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 def unpack(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """The object."""
     return _Unpacker(io.BytesIO(data), tensors.__getitem__).load()
+
+
+def to_bytes(obj: Any) -> bytes:
+    """An object with the tensors in it, for a process that shares no memory with this one."""
+    data, tensors = pack(obj)
+    layout, size = laid_out(tensors)
+    base = torch.empty(size, dtype=torch.uint8)
+    for place, tensor in zip(layout, tensors, strict=True):
+        if isinstance(place, Place):
+            place.target(base.untyped_storage()).fill(tensor.detach())
+    return pickle.dumps((data, layout, bytes(base.numpy())))
+
+
+def from_bytes(data: bytes) -> Any:
+    """The object; its tensors are on the CPU, in memory of their own."""
+    data, layout, content = pickle.loads(data)
+    base = torch.empty(len(content), dtype=torch.uint8)
+    if content:
+        base.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    memory = base.untyped_storage()
+    return unpack(data, [place.of(memory).requires_grad_(place.requires_grad) for place in layout])
 
 
 class Outbox:

@@ -95,20 +95,35 @@ class Place(NamedTuple):
         """The first byte behind it."""
         return self.offset + _span(self.shape, self.stride) * self.dtype.itemsize
 
-    def of(self, base: torch.Tensor) -> torch.Tensor:
-        """The tensor, in the bytes of `base`."""
-        storage, first = base.untyped_storage(), self.offset // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype).set_(storage, first, self.shape, self.stride)
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor, in this memory."""
+        first = self.offset // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, first, self.shape, self.stride
+        )
 
-    def fill(self, base: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its place; what is repeated by a stride of 0 only once."""
-        tensor = tensor.detach()
-        if 0 in self.stride:
-            once = tuple(1 if s == 0 else n for n, s in zip(self.shape, self.stride, strict=True))
-            tensor = tensor[tuple(slice(n) for n in once)]
-            self._replace(shape=once).of(base).copy_(tensor)
-        else:
-            self.of(base).copy_(tensor)
+    def target(self, storage: torch.UntypedStorage) -> Target:
+        """What to copy a tensor to that goes here."""
+        if 0 not in self.stride:
+            return Target(self.of(storage), None)
+        once = tuple(1 if s == 0 else n for n, s in zip(self.shape, self.stride, strict=True))
+        return Target(self._replace(shape=once).of(storage), tuple(slice(n) for n in once))
+
+
+class Target(NamedTuple):
+    """The memory behind a place.
+
+    Attributes:
+        memory: as a tensor in which every element is there once.
+        part: of the tensor to be copied, if some of its elements are repeated by a stride of 0.
+    """
+
+    memory: torch.Tensor
+    part: tuple[slice, ...] | None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor there; gradients are off."""
+        self.memory.copy_(tensor if self.part is None else tensor[self.part])
 
 
 def place_of(tensor: torch.Tensor, start: int) -> Place:

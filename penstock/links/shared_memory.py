@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
 
 from penstock.engine.span import Gradients, Roots, Values, edges
-from penstock.links.segment import Place, Segment, place_of
+from penstock.links.segment import ALIGNMENT, Place, Segment, Target, place_of
 from penstock.links.wire import Message, Wire
 
 _ROOM = 1.25  # a slot is this much larger than what it is made for
-_PLAIN = "plain"
+PLAIN = "plain"
+"""In a layout: a value that is in the message."""
+_MOST = 1000  # of what is remembered of layouts, if shapes always change
 
 Layout = tuple[Place | str | None, ...]
 """For every value its place; or `None` for no value, or `"plain"` for one in the message."""
@@ -63,8 +66,11 @@ class Sender:
         self._round = round
         self._wait = wait
         self._slots = Slots()
-        self._known: set[int] = set()  # of the slots, those that the other process has
+        self._sent: set[int] = set()  # of the slots, those that the other process has
+        self._told: set[int] = set()  # of the layouts, those that it knows
         self._layouts: dict[Layout, int] = {}
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._targets: dict[tuple[int, int], list[Target | None]] = {}
 
     def put(
         self,
@@ -80,12 +86,13 @@ class Sender:
             TimeoutError: it did not read for so many seconds.
             Exception: a value cannot be pickled, or what `wait` raises; nothing has been sent.
         """
-        layout, size = laid_out(values)
+        signature = tuple([_signature(value) for value in values])
+        known = self._known.get(signature) or self._learn(signature, values)
         slot, segment = -1, None
-        if size:
-            slot, segment, _ = self._slots.lend(size)
+        if known.size:
+            slot, segment, _ = self._slots.lend(known.size)
         try:
-            self._put(values, layout, slot, segment, kind, payload, timeout)
+            self._put(values, known, slot, segment, kind, payload, timeout)
         except BaseException:
             if segment is not None and not self._wire.busy:
                 segment.free()
@@ -94,31 +101,66 @@ class Sender:
     def _put(
         self,
         values: Sequence[Any],
-        layout: Layout,
+        known: _Known,
         slot: int,
         segment: Segment | None,
         kind: int,
         payload: bytes,
         timeout: float | None,
     ) -> None:
-        number = self._layouts.get(layout, len(self._layouts))
-        news = None if layout in self._layouts else layout
         fd, capacity = -1, 0
         if segment is not None:
             with torch.no_grad():
-                for place, value in zip(layout, values, strict=True):
-                    if isinstance(place, Place):
-                        place.fill(segment.base, value)
-            if slot not in self._known:
+                targets = self._targets_in(slot, segment, known)
+                for target, value in zip(targets, values, strict=True):
+                    if target is not None:
+                        target.fill(value)
+            if slot not in self._sent:
                 fd, capacity = segment.fd, segment.size
-        plain = [v for p, v in zip(layout, values, strict=True) if p is _PLAIN]
+        news = None if known.number in self._told else known.layout
+        plain = [v for p, v in zip(known.layout, values, strict=True) if p is PLAIN]
         if news is not None or plain or payload:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
         self._wait()
-        message = Message(self._round(), kind, slot, number, payload, fd, capacity)
+        message = Message(self._round(), kind, slot, known.number, payload, fd, capacity)
         self._wire.send(message, timeout)
-        self._layouts[layout] = number  # only now: what was not sent is not known there
-        self._known.add(slot)
+        self._told.add(known.number)  # only now: what was not sent is not known there
+        self._sent.add(slot)
+
+    def _learn(self, signature: tuple[Any, ...], values: Sequence[Any]) -> _Known:
+        """Lay out values that are like none before."""
+        layout, size = laid_out(values)
+        number = self._layouts.setdefault(layout, len(self._layouts))
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        known = self._known[signature] = _Known(number, layout, size)
+        return known
+
+    def _targets_in(self, slot: int, segment: Segment, known: _Known) -> list[Target | None]:
+        """Where the values of a layout go in a slot."""
+        targets = self._targets.get((slot, known.number))
+        if targets is None:
+            storage = segment.base.untyped_storage()
+            targets = [p.target(storage) if isinstance(p, Place) else None for p in known.layout]
+            if len(self._targets) >= _MOST:
+                self._targets.clear()
+            self._targets[slot, known.number] = targets
+        return targets
+
+
+@dataclass(frozen=True)
+class _Known:
+    """How values of some shapes are laid out.
+
+    Attributes:
+        number: of the layout.
+        layout: itself.
+        size: bytes that it takes.
+    """
+
+    number: int
+    layout: Layout
+    size: int
 
 
 class Receiver:
@@ -170,20 +212,34 @@ class Receiver:
             self._slots[message.slot] = Segment(message.size, message.fd)
         values: list[Any] = [None] * len(self._layouts[message.layout])
         remaining = iter(pickle.loads(plain)) if plain else iter(())
-        base = self._slots[message.slot].borrow() if message.slot >= 0 else None
+        memory = None
+        if message.slot >= 0:
+            memory = self._slots[message.slot].borrow().untyped_storage()
         for k, place in enumerate(self._layouts[message.layout]):
             if isinstance(place, Place):
-                values[k] = self._arrived(place, base)
+                values[k] = self._arrived(place, memory)
             elif place is not None:
                 values[k] = next(remaining)
         return tuple(values), payload
 
-    def _arrived(self, place: Place, base: torch.Tensor | None) -> torch.Tensor:
-        if base is None:
+    def _arrived(self, place: Place, memory: torch.UntypedStorage | None) -> torch.Tensor:
+        if memory is None:
             tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
         else:
-            tensor = place.of(base)
-        return tensor.to(self._device).requires_grad_(place.requires_grad)
+            tensor = place.of(memory)
+        if self._device.type != "cpu":
+            tensor = tensor.to(self._device)
+        return tensor.requires_grad_() if place.requires_grad else tensor
+
+
+def _signature(value: Any) -> Any:
+    """Equal for values that are laid out in the same way."""
+    if not isinstance(value, torch.Tensor):
+        return None if value is None else PLAIN
+    if not is_plain(value):
+        return PLAIN
+    shift = value.data_ptr() % ALIGNMENT
+    return value.dtype, value.shape, value.stride(), shift, value.requires_grad
 
 
 def laid_out(values: Sequence[Any]) -> tuple[Layout, int]:
@@ -196,7 +252,7 @@ def laid_out(values: Sequence[Any]) -> tuple[Layout, int]:
             size = place.end
             layout.append(place)
         else:
-            layout.append(None if value is None else _PLAIN)
+            layout.append(None if value is None else PLAIN)
     return tuple(layout), size
 
 
@@ -210,6 +266,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+class Taker(Protocol):
+    """Takes values to another process."""
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Send them."""
+
+
+class Giver(Protocol):
+    """Gives values that come from another process."""
+
+    def get(self) -> Values:
+        """The next; waits for them."""
+
+
 class Sink:
     """The earlier stage's end of a link to another process.
 
@@ -218,7 +288,7 @@ class Sink:
         back: gives their gradients.
     """
 
-    def __init__(self, out: Sender, back: Receiver) -> None:
+    def __init__(self, out: Taker, back: Giver) -> None:
         self._out = out
         self._back = back
 
@@ -240,7 +310,7 @@ class Source:
         back: takes their gradients.
     """
 
-    def __init__(self, come: Receiver, back: Sender) -> None:
+    def __init__(self, come: Giver, back: Taker) -> None:
         self._come = come
         self._back = back
 

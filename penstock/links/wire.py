@@ -13,6 +13,9 @@ from typing import NamedTuple
 from penstock.links.local import Aborted
 
 _HEADER = struct.Struct("<qqqqqq")
+_AT_ONCE = 1 << 20  # bytes that are read at once; a buffer of that size is made each time
+_FD = struct.Struct("i")
+_FD_SPACE = socket.CMSG_SPACE(_FD.size)
 _SPIN = 50e-6  # seconds of looking again and again before a thread is put to sleep
 
 
@@ -104,21 +107,44 @@ class Wire:
         """
         if self.busy:
             raise Gone("a message was interrupted")
-        self._await(self._incoming, timeout, "no message came")
-        self.busy = True
-        header = bytearray(_HEADER.size)
-        fd = self._fill(memoryview(header), timeout)
+        data, fd = self._begin(timeout)
         try:
-            round, kind, slot, layout, size, length = _HEADER.unpack(header)
-            payload = bytearray(length)
-            if length:
-                self._fill(memoryview(payload), timeout)
+            if len(data) < _HEADER.size:
+                data += self._rest(_HEADER.size - len(data), timeout)
+            round, kind, slot, layout, size, length = _HEADER.unpack(data)
+            payload = self._rest(length, timeout) if length else b""
         except BaseException:
             if fd >= 0:
                 os.close(fd)
             raise
         self.busy = False
-        return Message(round, kind, slot, layout, bytes(payload), fd, size)
+        return Message(round, kind, slot, layout, payload, fd, size)
+
+    def _begin(self, timeout: float | None) -> tuple[bytes, int]:
+        """The beginning of the next message, and the file descriptor that came along, or -1."""
+        while True:
+            self.busy = True  # before anything is read: an interruption may come right after
+            try:
+                return self._read(_HEADER.size)
+            except BlockingIOError:
+                self.busy = False
+                self._await(self._incoming, timeout, "no message came")
+
+    def _read(self, count: int) -> tuple[bytes, int]:
+        """Up to so many bytes that are there, and a file descriptor that came along, or -1."""
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise Gone from error
+        if not data:
+            raise Gone
+        if not ancillary:
+            return data, -1
+        (fd,) = _FD.unpack(ancillary[0][2])
+        os.set_inheritable(fd, False)  # what a worker starts must not have it
+        return data, fd
 
     def ready(self) -> bool:
         """Whether `receive` would not wait."""
@@ -132,24 +158,15 @@ class Wire:
         if not poller.poll(None if timeout is None else timeout * 1000):
             raise TimeoutError(f"{what} for {timeout:.0f} s")
 
-    def _fill(self, view: memoryview, timeout: float | None) -> int:
-        """Read so many bytes; a file descriptor that came along, or -1."""
-        found = -1
-        while view:
+    def _rest(self, count: int, timeout: float | None) -> bytes:
+        """So many bytes more."""
+        found = bytearray()
+        while len(found) < count:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, len(view), 1)
+                found += self._read(min(count - len(found), _AT_ONCE))[0]
             except BlockingIOError:
                 self._await(self._incoming, timeout, "the rest of a message did not come")
-                continue
-            except OSError as error:
-                raise Gone from error
-            if not data:
-                raise Gone
-            for found in fds:
-                os.set_inheritable(found, False)  # what a worker starts must not have it
-            view[: len(data)] = data
-            view = view[len(data) :]
-        return found
+        return bytes(found)
 
 
 def spin(poller: select.poll, timeout: float | None) -> list[tuple[int, int]]:

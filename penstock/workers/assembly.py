@@ -13,7 +13,7 @@ from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Feed, LossFailed, Outlet
 from penstock.engine.orders import Ending, Order, Outcome, Pass
 from penstock.engine.stage import Held, Sink, Source, Stage
-from penstock.errors import WorkerError
+from penstock.errors import WorkerError, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
@@ -131,6 +131,7 @@ class Assembly:
                 self.feed.clear()
             if stage.index == self._last:
                 outcome.results, outcome.losses = self.outlet.results, self.outlet.losses
+                outcome.weights = order.loss.weights if order.loss else ()
                 if order.what == "forward":
                     outcome.differentiable = [r is not None for r in stage.held[0].end.roots]
                 self.outlet.clear()
@@ -197,7 +198,7 @@ def _run(worker: int, compiled: _Compiled, modes: Ambient, position: Position) -
             for at, run in enumerate(runs):
                 position[0] = codes[at]
                 run()
-    except Aborted:
+    except (Aborted, WorkerTimeout):
         raise
     except BaseException as error:  # a sys.exit() in a module must not end the caller
         action = actions[at // 2]

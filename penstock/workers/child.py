@@ -97,7 +97,7 @@ def _serve(site: Site) -> None:
     try:
         value, kind = job(site), VALUE
     except BaseException as error:
-        value, kind = _portable(_named(error, site.worker, position)), ERROR
+        value, kind = portable(_named(error, site.worker, position)), ERROR
         del error
     del job
     site.position[0] = 0
@@ -106,7 +106,7 @@ def _serve(site: Site) -> None:
     except Gone:
         raise
     except Exception as error:  # what cannot be pickled has not been sent in part
-        site.report(ERROR, _portable(_unsent(error, site.worker)))
+        site.report(ERROR, portable(_unsent(error, site.worker)))
 
 
 def _named(error: BaseException, worker: int, position: int) -> BaseException:
@@ -133,7 +133,7 @@ def _unsent(error: Exception, worker: int) -> BaseException:
     return found
 
 
-def _portable(error: BaseException) -> BaseException:
+def portable(error: BaseException, where: str = "the worker's process") -> BaseException:
     """The exception, so that it can be pickled; its traceback is a note."""
     import traceback
 
@@ -141,14 +141,15 @@ def _portable(error: BaseException) -> BaseException:
     from penstock.links.local import Aborted
 
     if isinstance(error, Aborted):
-        return Aborted()
+        return Aborted(*error.args)
     text = "".join(traceback.format_exception(error.__cause__ or error)).rstrip()
     found = _pickled(error)
     if found is None and isinstance(error, WorkerError):
         stand_in = _stand_in(error.__cause__ or error)
         found = WorkerError(error.stage, error.microbatch, error.action, stand_in, error.worker)
     found = found or _stand_in(error)
-    found.add_note(f"In the worker's process:\n{text}")
+    if "\n" in text:  # it has a traceback
+        found.add_note(f"In {where}:\n{text}")
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.engine.backup import Backup
+from penstock.engine.batch import Batch
 from penstock.engine.orders import Order, Outcome
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
@@ -27,9 +29,27 @@ class Crew(Protocol):
 
     Attributes:
         holdings: the tensors that their stages use.
+        has_inputs: whether this process gives the first stage its batches.
+        has_loss: whether this process gives the last stage targets and the loss.
+        links: how values get from every stage to the next, in words.
     """
 
     holdings: Holdings
+    has_inputs: bool
+    has_loss: bool
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """See above."""
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Something that concerns all workers; where they have no driver, all do it at once."""
+
+    def told(self, make: Callable[[], Batch]) -> Batch:
+        """A batch that is made where the inputs are; elsewhere, what there is to know of it."""
+
+    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Bring what a stage uses to its worker, as soon as it has values."""
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
@@ -64,11 +84,44 @@ class Crew(Protocol):
     ) -> Parts:
         """An optimizer whose parts are where the parameters are."""
 
+    def clip(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are."""
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """The model's state dict, wherever its tensors are."""
+
     def close(self) -> None:
         """Dismiss the workers, and wait until they are gone."""
 
 
-class ThreadCrew:
+class Driven:
+    """What crews have in common whose driver has the whole model."""
+
+    has_inputs = True
+    has_loss = True
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """The driver does it."""
+        return nullcontext()
+
+    def told(self, make: Callable[[], Batch]) -> Batch:
+        """The driver has the batch."""
+        return make()
+
+    def clip(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """The model's state dict."""
+        return model.state_dict()
+
+
+class ThreadCrew(Driven):
     """Thread workers of this process: all on the user's own parameters.
 
     Args:
@@ -91,6 +144,15 @@ class ThreadCrew:
         self._positions = [[0] for _ in devices]
         self._backups: dict[tuple[int, int], Backup] = {}
         self._workers = ThreadWorkers(devices, threads, self._abort, self._reset, self._doing)
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """How values get from every stage to the next, in words."""
+        homes = [self._devices[worker] for worker in self._plan.placement]
+        return tuple("by reference" if a == b else f"copied {a}>{b}" for a, b in pairwise(homes))
+
+    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """They are where its thread sees them."""
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,17 +15,19 @@ from penstock.errors import InputError
 from penstock.links.shared_memory import Sink, Source
 from penstock.links.wire import Wire
 from penstock.plan import Plan
+from penstock.profile.measure import Progress
 from penstock.workers.crew import Crew, ThreadCrew
+from penstock.workers.devices import threads_per_worker
 from penstock.workers.probe import Range, ThreadRange, overhead_here, ping, pong
 from penstock.workers.process_crew import ProcessCrew
 from penstock.workers.processes import ProcessWorkers
 from penstock.workers.rounds import Job
 from penstock.workers.site import CPU, Site
 
-Workers = Literal["auto", "threads", "processes"]
-"""Who runs the stages: threads of this process, or processes of this machine."""
+Workers = Literal["auto", "threads", "processes", "torchrun"]
+"""Who runs the stages: threads of this process, processes of this machine, or torchrun's ranks."""
 
-KINDS = ("auto", "threads", "processes")
+KINDS = ("auto", "threads", "processes", "torchrun")
 
 _TIMEOUT = 120.0  # seconds; most of it for starting
 
@@ -36,7 +39,7 @@ class Hired(Protocol):
     def range(self) -> Range:
         """Where their links are measured."""
 
-    def wait(self) -> None:
+    def wait(self, progress: Progress | None) -> None:
         """Until they have started."""
 
     def crew(
@@ -49,7 +52,7 @@ class Hired(Protocol):
 
 
 def hire(kind: str, devices: Sequence[torch.device], threads: int, allocator_kept: bool) -> Hired:
-    """Workers of a kind, one for each device.
+    """Workers of this process or of this machine, one for each device.
 
     Args:
         kind: see `Workers`.
@@ -58,10 +61,8 @@ def hire(kind: str, devices: Sequence[torch.device], threads: int, allocator_kep
         allocator_kept: whether they keep freed memory.
 
     Raises:
-        InputError: there is no such kind, or it cannot use these devices.
+        InputError: the kind cannot use these devices.
     """
-    if kind not in KINDS:
-        raise InputError(f"workers={kind!r} is unknown; choose one of {', '.join(KINDS)}")
     if kind != "processes":
         return _Threads(threads)
     others = [str(device) for device in devices if device.type != "cpu"]
@@ -73,6 +74,21 @@ def hire(kind: str, devices: Sequence[torch.device], threads: int, allocator_kep
     return _Processes(ProcessWorkers(len(devices), lambda: None), threads, allocator_kept)
 
 
+@contextmanager
+def measuring(kind: str, devices: Sequence[torch.device]) -> Iterator[Range]:
+    """Where the links of such workers are measured; they are gone afterwards.
+
+    Raises:
+        InputError: there is no such kind, or it cannot use these devices.
+    """
+    hired = hire(kind, devices, threads_per_worker(devices), allocator_kept=False)
+    try:
+        hired.wait(None)
+        yield hired.range
+    finally:
+        hired.dismiss()
+
+
 @dataclass
 class _Threads:
     """Threads, which are started when there is a plan."""
@@ -80,7 +96,7 @@ class _Threads:
     threads: int
     range: Range = ThreadRange()  # noqa: RUF009 - it has no state
 
-    def wait(self) -> None: ...
+    def wait(self, progress: Progress | None) -> None: ...
 
     def crew(
         self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
@@ -102,8 +118,13 @@ class _Processes:
     def range(self) -> Range:
         return ProcessRange(self.workers)
 
-    def wait(self) -> None:
+    def wait(self, progress: Progress | None) -> None:
+        what = f"starting {len(self.workers)} worker processes"
+        if progress:
+            progress(0, 1, what)
         self.workers.run([_idle] * len(self.workers), _TIMEOUT)
+        if progress:
+            progress(1, 1, what)
 
     def crew(
         self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float

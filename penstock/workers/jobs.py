@@ -111,33 +111,32 @@ class AddWay:
     """Let the stages know one more way through the model.
 
     Attributes:
-        package: tensors that it needs and the worker does not have.
+        packages: tensors that it needs and the worker does not have.
         way: a `NewWay`, and the user's modules that come with it, packed.
     """
 
     position: ClassVar[int] = STARTING
 
-    package: Package | None
+    packages: Sequence[Package]
     way: bytes
 
     def __call__(self, site: Site) -> None:
         """Unpack it."""
-        take_package(site, self.package)
+        take(site, self.packages)
         with loading():
             way, modules = site.inbox.unpack(self.way)
         site.modules += modules
         site.assemblies[way.training].add(way)
 
 
-def take_package(site: Site, package: Package | None) -> None:
-    """Map the tensors of a package."""
-    if package is None:
-        return
-    segment = site.segment(package.grant, package.size)
-    places = [shared.place for shared in package.tensors]
-    for shared, memory in zip(package.tensors, segment.tensors(places), strict=True):
-        site.tensors[shared.number] = shared.tensor(memory)
-    site.slots.clear()
+def take(site: Site, packages: Sequence[Package]) -> None:
+    """Map the tensors of some packages."""
+    for package in packages:
+        segment = site.segment(package.grant, package.size)
+        places = [shared.place for shared in package.tensors]
+        for shared, memory in zip(package.tensors, segment.tensors(places), strict=True):
+            site.tensors[shared.number] = shared.tensor(memory)
+        site.slots.clear()
 
 
 @dataclass(frozen=True)
@@ -182,17 +181,17 @@ class MakePart:
 
     Attributes:
         number: of the optimizer.
-        package: tensors that it needs and the worker does not have.
+        packages: tensors that it needs and the worker does not have.
         part: the optimizer's class, groups and options, packed.
     """
 
     number: int
-    package: Package | None
+    packages: Sequence[Package]
     part: bytes
 
     def __call__(self, site: Site) -> None:
         """Make it."""
-        take_package(site, self.package)
+        take(site, self.packages)
         with loading():
             kind, groups, options = site.inbox.unpack(self.part)
         site.optimizers[self.number] = kind(groups, **options)

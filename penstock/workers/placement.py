@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -17,8 +17,9 @@ from penstock.weights import Weights
 def place(
     program: Program,
     cuts: Sequence[int],
-    devices: Sequence[torch.device],
+    devices: Sequence[torch.device | None],
     weights: Weights | None = None,
+    placed: Callable[[int, Sequence[torch.Tensor]], None] = lambda stage, tensors: None,
 ) -> None:
     """Move every parameter and buffer to the device of the first stage that uses it.
 
@@ -28,13 +29,15 @@ def place(
     Args:
         program: its model is moved.
         cuts: between the stages.
-        devices: of the stages.
+        devices: of the stages; `None` for those of other machines or ranks, which are left alone.
         weights: where parameters that are on `meta` come from.
+        placed: called after each stage with its number and its tensors, before the next ones are
+            read.
     """
     model = program.model
     empty = [(name, t) for name, t in named_tensors(model) if t.is_meta]
     try:
-        _place_stages(program, cuts, devices, weights)
+        _place_stages(program, cuts, devices, weights, placed)
     except BaseException:
         for name, tensor in empty:
             put(model, name, tensor)
@@ -44,22 +47,29 @@ def place(
 def _place_stages(
     program: Program,
     cuts: Sequence[int],
-    devices: Sequence[torch.device],
+    devices: Sequence[torch.device | None],
     weights: Weights | None,
+    placed: Callable[[int, Sequence[torch.Tensor]], None],
 ) -> None:
     model = program.model
     edges = [0, *cuts, len(program)]
     seen: set[str] = set()
-    for device, (start, stop) in zip(devices, pairwise(edges), strict=True):
+    for stage, (device, (start, stop)) in enumerate(zip(devices, pairwise(edges), strict=True)):
         names: list[str] = []
         for call in program.train.calls[start:stop]:
             read = (v.name for v in call.reads() if isinstance(v, Attribute))
             names += [name for name in (*call.hidden, *read) if name not in seen]
             seen.update(names)
+        if device is None:
+            continue
         _materialise(model, names, device, weights)
         for name in names:
             _move(model, name, device)
-    _materialise(model, [name for name, _ in named_tensors(model)], devices[0], weights)
+        found = (find(model, name) for name in names)
+        placed(stage, [tensor for tensor in found if isinstance(tensor, torch.Tensor)])
+    if devices[0] is not None:
+        rest = [name for name, _ in named_tensors(model) if None not in devices or name not in seen]
+        _materialise(model, rest, devices[0], weights)
 
 
 def _materialise(

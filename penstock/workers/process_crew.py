@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError
 from penstock.links.parcel import Outbox
 from penstock.plan import Plan
+from penstock.workers.crew import Driven
 from penstock.workers.jobs import (
     AddWay,
     Build,
@@ -31,13 +33,13 @@ from penstock.workers.jobs import (
 from penstock.workers.optimizing import Groups, Parts, State, own_groups, settings_of
 from penstock.workers.processes import ProcessWorkers
 from penstock.workers.rounds import Job, Round
-from penstock.workers.shared_model import SharedModel
+from penstock.workers.shared_model import Package, SharedModel
 from penstock.workers.ways import Holdings, NewWay
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
 
 
-class ProcessCrew:
+class ProcessCrew(Driven):
     """Worker processes of this machine; the driver has no stage.
 
     Args:
@@ -66,9 +68,13 @@ class ProcessCrew:
         self._workers = workers
         self._shared = SharedModel([partial(self._workers.grant, w) for w in range(count)])
         self._outboxes = [Outbox(partial(self._shared.number, w)) for w in range(count)]
+        self._model = model
         self._known = {id(module) for module in model.modules()}
+        self._packages: list[list[Package]] = [[] for _ in range(count)]
         self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
         self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
+        self._places: list[list[tuple[dict[str, Any], str]]] = [[] for _ in range(count)]
+        self._tensors: list[list[int]] = [[] for _ in range(count)]
         self._backups: dict[int, list[Backup]] = {}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
@@ -95,6 +101,26 @@ class ProcessCrew:
         """Run jobs that import what the user's modules need, and so may take longer than a pass."""
         self._workers.run(jobs, max(_BUILD_TIMEOUT, self._timeout))
 
+    @property
+    def links(self) -> tuple[str, ...]:
+        """How values get from every stage to the next, in words."""
+        pairs = pairwise(self._plan.placement)
+        return tuple("by reference" if a == b else "shared memory" for a, b in pairs)
+
+    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Move what a stage uses to memory that its worker sees."""
+        self._share(self._plan.placement[stage], tensors)
+
+    def _share(self, worker: int, tensors: Sequence[torch.Tensor]) -> None:
+        package = self._shared.share(worker, tensors)
+        if package is not None:
+            self._packages[worker].append(package)
+
+    def _packed(self, worker: int) -> list[Package]:
+        """What the worker does not know of yet."""
+        packages, self._packages[worker] = self._packages[worker], []
+        return packages
+
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
         try:
@@ -105,8 +131,7 @@ class ProcessCrew:
             raise
 
     def _way(self, worker: int, way: NewWay) -> AddWay:
-        tensors = (*self.holdings.parameters[worker], *self.holdings.buffers[worker])
-        package = self._shared.share(worker, tensors)
+        self._share(worker, (*self.holdings.parameters[worker], *self.holdings.buffers[worker]))
         placement = self._plan.placement
         stages = {k: spans for k, spans in way.stages.items() if placement[k] == worker}
         known = {id(module) for module in self._modules[worker]}
@@ -114,14 +139,47 @@ class ProcessCrew:
             m for m in _modules(stages.values()) if id(m) in self._known and id(m) not in known
         ]
         self._modules[worker] += modules
+        self._watch(worker, modules)
         part = NewWay(way.training, stages, way.ending)
         try:
-            return AddWay(package, self._outboxes[worker].pack((part, modules)))
+            return AddWay(self._packed(worker), self._outboxes[worker].pack((part, modules)))
         except Exception as error:
             raise InputError(
                 f"the stages of worker {worker} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
+
+    def _watch(self, worker: int, modules: Sequence[nn.Module]) -> None:
+        """Note where these modules have their tensors."""
+        for module in modules:
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in registry.items():
+                    if self._shared.number(worker, tensor) is not None:
+                        self._places[worker].append((registry, name))
+                        self._tensors[worker].append(id(tensor))
+
+    def _check(self, worker: int) -> None:
+        """Notice tensors of the model that are other ones now.
+
+        Raises:
+            InputError: there is one, which the worker does not have.
+        """
+        now = [id(registry.get(name)) for registry, name in self._places[worker]]
+        if now != self._tensors[worker]:
+            places = zip(self._places[worker], now, self._tensors[worker], strict=True)
+            registry, name = next(place for place, new, old in places if new != old)
+            modules = self._model.named_modules()
+            owner = next(
+                path
+                for path, m in modules
+                if any(registry is r for r in (m._parameters, m._buffers))
+            )
+            raise InputError(
+                f"{f'{owner}.{name}'.lstrip('.')!r} is another tensor than when the pipeline was "
+                "built, and its worker process has the old one. Copy values into it instead "
+                "(load_state_dict without assign=True), or build a new pipeline"
+            )
+        self._shared.check(worker)
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -138,12 +196,17 @@ class ProcessCrew:
             for _ in jobs[0].forgotten:
                 self._forgotten.popleft()
         except BaseException:
-            self._undo()
+            if self._workers.under_way:  # those before it go on
+                self._backups.pop(order.number, None)
+                self._doubt()
+            else:
+                self._undo()
             raise
         return order, current
 
     def _pass(self, worker: int, order: Order, forgotten: Any) -> RunPass:
         placement = self._plan.placement
+        self._check(worker)
         gradients = None if order.what == "infer" else self._shared.before(worker)
         training: tuple[bool, ...] | None = tuple(m.training for m in self._modules[worker])
         if training == self._training[worker]:
@@ -199,10 +262,10 @@ class ProcessCrew:
         jobs = []
         try:
             for worker, owned in enumerate(owners):
-                package = self._shared.share(worker, owned)
+                self._share(worker, owned)
                 own = own_groups(groups, owned)
                 packed = self._outboxes[worker].pack((kind, own, dict(options)))
-                jobs.append(MakePart(number, package, packed))
+                jobs.append(MakePart(number, self._packed(worker), packed))
             self._prepare(jobs)
         except BaseException as error:  # as above
             self._workers.close(f"{type(error).__name__} came as an optimizer was being divided")

@@ -81,6 +81,11 @@ class Workers(ABC):
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def under_way(self) -> bool:
+        """Whether there are jobs that were started, and neither finished nor given up."""
+        return bool(self._open)
+
     def run(
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
     ) -> list[Any]:

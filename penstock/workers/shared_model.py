@@ -92,6 +92,7 @@ class _Part:
     slot: int = -1
     lent: list[torch.Tensor] = field(default_factory=list)  # the gradients in that slot
     requires_grad: tuple[bool, ...] = ()
+    addresses: list[int] = field(default_factory=list)  # of the tensors
 
 
 class SharedModel:
@@ -132,6 +133,7 @@ class SharedModel:
             shared.append(_described(number, tensor, place))
             tensor.data = memory
             part.tensors.append(tensor)
+            part.addresses.append(memory.data_ptr())
             self._owners[id(tensor)] = worker, number
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
         part.places, part.size = _consecutive(part.parameters)
@@ -151,6 +153,24 @@ class SharedModel:
                 'workers="threads" for several GPUs in one machine'
             )
 
+    def check(self, worker: int) -> None:
+        """Notice what the user has replaced, and not only changed.
+
+        Raises:
+            InputError: a tensor has other memory, where the worker does not see it.
+        """
+        part = self._parts[worker]
+        if [tensor.data_ptr() for tensor in part.tensors] == part.addresses:
+            return
+        for tensor, address in zip(part.tensors, part.addresses, strict=True):
+            if tensor.data_ptr() != address:
+                raise InputError(
+                    f"a parameter or buffer of shape {tuple(tensor.shape)}, {tensor.dtype} on "
+                    f"{tensor.device}, was given other memory after the pipeline was built (by "
+                    "model.to(), .half(), or .data = ...), which its worker process does not see. "
+                    "Copy values into it instead (tensor.data.copy_(...)), or build a new pipeline"
+                )
+
     def before(self, worker: int) -> Gradients:
         """Where the gradients of the next pass go, and what of them is there already."""
         part = self._parts[worker]
@@ -160,8 +180,8 @@ class SharedModel:
             part.lent = []  # nobody else may refer to them now, or they keep their memory
             if part.size:
                 part.slot, segment, is_new = part.slots.lend(part.size)
-                base = segment.borrow()
-                part.lent = [place.of(base) for place in part.places]
+                memory = segment.borrow().untyped_storage()
+                part.lent = [place.of(memory) for place in part.places]
                 if is_new:
                     news = self._grants[worker](segment.fd), segment.size, part.places
         for k in present:

@@ -66,6 +66,7 @@ class Site:
         self.optimizers: dict[int, Optimizer] = {}
         self.inbox = Inbox(self.tensors.__getitem__)
         self._slot = -1
+        self._counted, self._found = 0, list[nn.Parameter]()
 
     def round(self) -> int:
         """The number of the jobs that run now."""
@@ -109,7 +110,10 @@ class Site:
     # -- gradients ------------------------------------------------------------------------
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [t for t in self.tensors.values() if isinstance(t, nn.Parameter)]
+        if len(self.tensors) != self._counted:
+            self._counted = len(self.tensors)
+            self._found = [t for t in self.tensors.values() if isinstance(t, nn.Parameter)]
+        return self._found
 
     def begin(self, gradients: Gradients) -> None:
         """Have the gradients that the driver has."""

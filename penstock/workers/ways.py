@@ -121,6 +121,9 @@ class Ways:
     def __getitem__(self, number: int) -> Way:
         return self._ways[number]
 
+    def __len__(self) -> int:
+        return len(self._ways)
+
     def taken(self, leaves: Sequence[Any]) -> int:
         """The number of the way that a micro-batch with these input leaves takes."""
         trace = self._program.trace_for(leaves, self.training)

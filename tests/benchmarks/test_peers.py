@@ -24,8 +24,8 @@ from benchmarks.peers import (
     torch_pipelining,
     tutorial_cut,
 )
-from benchmarks.peers.models import Task, loss_function, resnet50
-from benchmarks.peers.processes import Crew, Place
+from penstock.bench.peers.models import Task, loss_function, resnet50
+from penstock.bench.peers.processes import Crew, Place
 
 TASK = Task(batch=4, image=64, num_microbatches=2, learning_rate=0.02)
 SIZES = {"batch": TASK.batch, "image": TASK.image, "learning_rate": TASK.learning_rate}

@@ -265,6 +265,7 @@ def test_bench(tmp_path: Path) -> None:
         (["verify", *SMALL, "--loss", f"{HERE}:PENSTOCK"], 2, "cannot be called"),
         (["bench", "--loss", f"{HERE}:squared"], 2, "--loss is for a MODEL"),
         (["bench", *SMALL, "--devices", "cpu"], 2, "two devices at least"),
+        (["bench", "rpc", "--devices", "cpu,cpu"], 2, "takes no input"),
         (["inspect"], 2, "Missing argument"),
         (["inspectt"], 2, "No such command"),
     ],

@@ -15,6 +15,7 @@ from penstock.cli import main
 from penstock.plan.cutting import RECOMPUTE
 from penstock.schedule import SCHEDULES
 from tests.models import mlp
+from tests.pool import pooled
 
 HERE = "tests.cli.test_plan_command"
 SMALL = [f"{HERE}:small", "--input", "6x4"]
@@ -241,3 +242,11 @@ def test_a_plan_that_is_none_or_another_models() -> None:
         assert result.stdout == ""
     with pytest.raises(ps.InputError, match="is a plan; give the profile that it was made from"):
         ps.Profile.load("plan.json")
+
+
+def test_links_of_processes(tmp_path: Path) -> None:
+    with pooled():
+        result = run("plan", *SMALL, *TWO, "--workers", "processes")
+    assert result.exit_code == 0, result.output
+    links = json.loads((tmp_path / "plan.profile.json").read_text())["links"]
+    assert links["cpu>cpu"]["bytes_per_second"] > 0  # threads hand over references

@@ -34,7 +34,7 @@ _FAREWELL = 5.0
 
 
 class Servant(Protocol):
-    """What lives in a process; its methods without arguments are the commands."""
+    """What lives in a process; its methods are the commands."""
 
     def close(self) -> None:
         """Give back what it holds, because its process is about to end."""
@@ -59,7 +59,7 @@ class Place:
     def join_gloo(self) -> None:
         """Make this process a rank of the default process group, over gloo on loopback."""
         patience = timedelta(seconds=self.timeout)
-        store = dist.TCPStore(HOST, self.port, is_master=False, timeout=patience)
+        store = dist.TCPStore(HOST, self.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.size, timeout=patience
         )
@@ -109,7 +109,7 @@ class Crew:
         self._timeout = timeout
         self._members: list[_Member] = []
         # The owner serves the rendezvous, on a port that the system picks: no race for it.
-        self._store: Any = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store: Any = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         context = get_context("spawn")
         try:
             with _environment(_variables(threads) | dict(environment or {})):
@@ -135,8 +135,8 @@ class Crew:
         """The process ids, by rank."""
         return [member.process.pid for member in self._members]
 
-    def call(self, command: str) -> list[Any]:
-        """Run `command` on every rank at once; the answers by rank.
+    def call(self, command: str, *arguments: Any) -> list[Any]:
+        """Run `command` on every rank at once, with these arguments; the answers by rank.
 
         Raises:
             RuntimeError: a process raised, died or did not answer in time. All are ended.
@@ -145,7 +145,7 @@ class Crew:
             raise RuntimeError(f"{self.name} is closed")
         for member in self._members:
             with suppress(OSError):  # a dead process is reported below, with its exit status
-                member.connection.send(command)
+                member.connection.send((command, arguments))
         try:
             return self._collect(command)
         except BaseException:
@@ -226,8 +226,9 @@ def _serve(connection: Connection, place: Place, build: Build, threads: int) -> 
         servant = build(place)
         connection.send(_Reply(True, None))
         # Blocks without using the processor. The end of the pipe means that the owner is gone.
-        while (command := connection.recv()) is not None:
-            connection.send(_Reply(True, getattr(servant, command)()))
+        while (order := connection.recv()) is not None:
+            command, arguments = order
+            connection.send(_Reply(True, getattr(servant, command)(*arguments)))
         servant.close()
         os._exit(0)  # torch takes a second to leave by the door
     except (EOFError, BrokenPipeError):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from benchmarks.peers.processes import Build, Crew
+from penstock.bench.peers.processes import Build, Crew
 
 # A choice for `environment=`: one heap for all threads that is never given back. By default glibc
 # returns large freed blocks to the kernel, and pays page faults for them in every step.
@@ -71,13 +71,16 @@ class CrewPeer:
         """The batch's loss in the last step; not a number before the first."""
         return self._loss
 
-    def step(self) -> float:
+    def step(self, *settings: Any) -> float:
         """Run one training step; its seconds, between barriers, on the slowest rank.
+
+        Args:
+            *settings: of this step alone, for peers whose ranks take some.
 
         Raises:
             RuntimeError: a process failed, died or took too long; the peer is closed.
         """
-        readings: list[Reading] = self._crew.call("step")
+        readings: list[Reading] = self._crew.call("step", *settings)
         self._loss = sum(reading.loss for reading in readings)
         return max(reading.seconds for reading in readings)
 

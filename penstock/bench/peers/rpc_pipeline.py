@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
-from benchmarks.peers.models import Task, loss_function, tutorial_cut
-from benchmarks.peers.peer import CrewPeer, Peer, Reading
-from benchmarks.peers.processes import HOST, Build, Place
+from penstock.bench.peers.models import Task, loss_function, tutorial_cut
+from penstock.bench.peers.peer import CrewPeer, Reading
+from penstock.bench.peers.processes import HOST, Build, Place
 
 # TensorPipe's shared-memory transport polls without pause: it takes most of a core from whoever
 # else is running, its own stages included. Sockets wait in the kernel.
@@ -54,7 +54,7 @@ class Worker:
     def __init__(self, task: Task, transports: Sequence[str] | None, place: Place) -> None:
         _join(f"worker{place.rank}", place, task, transports)
 
-    def step(self) -> Reading:
+    def step(self, microbatches: int | None = None) -> Reading:
         """The master measures."""
         return Reading(0.0)
 
@@ -78,7 +78,7 @@ class Master(Worker):
 
         _join("master", place, task, transports)
         self._images, self._target = task.data()
-        self._microbatch_size = task.microbatch_size
+        self._microbatches = task.num_microbatches
         self._shards = [
             rpc.remote(f"worker{rank}", Shard, args=(stage,))
             for rank, stage in enumerate(stages, start=1)
@@ -86,23 +86,27 @@ class Master(Worker):
         parameters = [p for shard in self._shards for p in shard.rpc_sync().parameters()]
         self._optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=task.learning_rate)
 
-    def _forward(self) -> Tensor:
+    def _forward(self, microbatches: int) -> Tensor:
         first, *between, last = self._shards
         outputs = []
-        for microbatch in self._images.split(self._microbatch_size):
+        for microbatch in self._images.tensor_split(microbatches):
             reference = first.remote().forward(rpc.RRef(microbatch))
             for shard in between:
                 reference = shard.remote().forward(reference)
             outputs.append(last.rpc_async().forward(reference))
         return torch.cat(torch.futures.wait_all(outputs))
 
-    def step(self) -> Reading:
-        """One training step; every remote call of it is over when the optimizer's has returned."""
+    def step(self, microbatches: int | None = None) -> Reading:
+        """One training step; every remote call of it is over when the optimizer's has returned.
+
+        Args:
+            microbatches: no more than there are threads for; as many as usual by default.
+        """
         start = time.perf_counter()
         # Gradients live in the context, so there are none to clear.
         with dist_autograd.context() as context:
-            loss = loss_function(self._forward(), self._target)
-            dist_autograd.backward(context, [loss])
+            loss = loss_function(self._forward(microbatches or self._microbatches), self._target)
+            dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             self._optimizer.step(context)
         return Reading(time.perf_counter() - start, loss.item())
 
@@ -130,8 +134,10 @@ def rpc_pipeline(
     learning_rate: float = 0.001,
     timeout: float = 300.0,
     environment: Mapping[str, str] | None = None,
-) -> Peer:
+) -> CrewPeer:
     """The RPC pipeline: a master and one worker per stage, one thread each.
+
+    Its `step` takes a number of micro-batches up to `microbatches`, for that step alone.
 
     Args:
         batch: images per step.

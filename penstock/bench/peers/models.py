@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,56 @@ if not hasattr(torch.ops.torchvision, "nms"):
     _TORCHVISION.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+Data = Callable[[], tuple[Tensor, Tensor]]
+
+
+class Work(Protocol):
+    """One training step of any model, the same for every peer; it can be pickled."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """In how many equal pieces the batch is run."""
+
+    @property
+    def loss(self) -> Loss:
+        """Gives a mean over rows, from an output and its target."""
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """The batch, and its target."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of `parameters`."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Any model's step.
+
+    Attributes:
+        make: gives the batch and its target; a function of a module, so that it can be pickled.
+        loss: gives a mean over rows, from an output and its target.
+        num_microbatches: in how many equal pieces the batch is run.
+        learning_rate: of plain SGD.
+    """
+
+    make: Data
+    loss: Loss
+    num_microbatches: int = 1
+    learning_rate: float = 0.001
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """The batch, and its target."""
+        return self.make()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of `parameters`."""
+        return torch.optim.SGD(parameters, lr=self.learning_rate)
+
+
 @dataclass(frozen=True)
 class Task:
-    """One training step, the same for every peer.
+    """One training step of ResNet-50, the same for every peer.
 
     Attributes:
         batch: images per step.
@@ -50,6 +98,11 @@ class Task:
             )
 
     @property
+    def loss(self) -> Loss:
+        """The mean squared error against the one-hot labels."""
+        return loss_function
+
+    @property
     def microbatch_size(self) -> int:
         """The rows of one micro-batch."""
         return self.batch // self.num_microbatches
@@ -66,7 +119,9 @@ class Task:
         return torch.optim.SGD(parameters, lr=self.learning_rate)
 
 
-loss_function = F.mse_loss
+def loss_function(output: Tensor, target: Tensor) -> Tensor:
+    """The mean squared error."""
+    return F.mse_loss(output, target)
 
 
 def resnet50(seed: int = 0) -> nn.Module:

@@ -1,0 +1,41 @@
+"""Plans for which nothing is measured, where the cut and the order are not the question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import penstock as ps
+from penstock.profile import DeviceProfile
+
+
+def uniform_plan(
+    program: ps.Program,
+    workers: int,
+    microbatches: int,
+    schedule: str = "1f1b",
+    cuts: Sequence[int] | None = None,
+    recompute: str = "auto",
+) -> ps.Plan:
+    """A plan for which nothing is measured: every call is taken to cost the same."""
+    calls = len(program)
+    forward, backward = ((1.0,) * calls,), ((2.0,) * calls,)
+    kind = DeviceProfile(kind="cpu", rows=(1,), forward=forward, backward=backward, spread=0.0)
+    reasons = {k: program.cuts.forbidden(k) for k in range(1, calls)}
+    profile = ps.Profile(
+        fingerprint=program.fingerprint,
+        batch_size=program.example_sizes["B"],
+        devices=("cpu",) * workers,
+        kinds={"cpu": kind},
+        labels=tuple(call.label for call in program.train.calls),
+        weights=(0,) * calls,
+        boundary=(0.0,) * (calls + 1),
+        forbidden={k: reason for k, reason in reasons.items() if reason},
+        saved=(1.0,) * calls,
+    )
+    return ps.plan(
+        profile,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        cuts=cuts,
+        recompute=recompute,
+    )

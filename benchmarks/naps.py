@@ -1,0 +1,93 @@
+"""Stages that sleep: modules of their own file, so that worker processes import the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAP = 5e-3  # seconds of every half of an action
+EARLY = 3e-4  # of these are spent awake
+WIDTH = 4
+
+
+class Clock:
+    """When this thread's stage has begun its present action: what it computes counts as sleep."""
+
+    def __init__(self) -> None:
+        self._began: dict[int, float] = {}  # of every thread
+
+    def begin(self) -> None:
+        """An action has begun."""
+        self._began[threading.get_ident()] = time.perf_counter()
+
+    def sleep(self, naps: int) -> None:
+        """Sleep until the action has taken so many naps; or for one, if it began long ago."""
+        now = time.perf_counter()
+        stop = self._began[threading.get_ident()] + naps * NAP
+        if not now < stop <= now + NAP:
+            stop = now + NAP
+        time.sleep(max(0.0, stop - now - EARLY))
+        while time.perf_counter() < stop:  # the kernel wakes a process later than it asked
+            pass
+
+
+CLOCK = Clock()
+
+
+class Begin(nn.Module):
+    """The identity, where a stage begins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What it is given."""
+        CLOCK.begin()
+        return x.view_as(x)
+
+
+class Nap(torch.autograd.Function):
+    """The identity, that sleeps in its forward, and in the input half of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Sleep."""
+        CLOCK.sleep(1)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Sleep; this is the first that a stage's backward does."""
+        CLOCK.begin()
+        CLOCK.sleep(1)
+        return gradients[0]
+
+
+class End(nn.Module):
+    """`Nap` as a module, where a stage ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What it is given."""
+        result: Tensor = Nap.apply(x)
+        return result
+
+
+class Sleeper(nn.Module):
+    """A linear layer that sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.end = Begin(), End()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.linear.weight.register_hook(_sleep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's result, in its own time."""
+        result: Tensor = self.end(self.linear(self.begin(x)))
+        return result
+
+
+def _sleep(gradient: Tensor) -> None:
+    """Sleep for the weight half: the second nap of a whole backward, or one of its own."""
+    CLOCK.sleep(2)

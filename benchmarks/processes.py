@@ -1,0 +1,285 @@
+"""Worker processes beside worker threads, torch's pipelining and the RPC pipeline.
+
+    python -m benchmarks.processes [--models resnet,gpt,wide,tiny] [--rounds 9] [--quick]
+                                   [--json FILE]
+
+Two CPU workers with a thread each train four models. For every model, each configuration of
+`torch.distributed.pipelining` (schedule, number of micro-batches; cut by hand, and cut as Penstock
+does for as many micro-batches) runs alone for a few steps, to find the best of either cut. Then
+they take turns with Penstock, one step each, round after round. A step is forward, loss, backward
+and the optimizer, for all. The start of two worker processes is timed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import penstock as ps
+from benchmarks.compare import Cut, take_turns
+from benchmarks.flat import uniform_plan
+from benchmarks.peers.torch_pipelining import torch_pipelining_of
+from benchmarks.subjects import Subject, subjects
+from penstock.bench.measure import machine
+from penstock.bench.peers.peer import Peer
+from penstock.bench.peers.rpc_pipeline import rpc_pipeline
+from penstock.cores import use_threads
+from penstock.engine.allocator import keep_freed_memory
+from penstock.tables import aligned
+from penstock.units import show_seconds
+
+DEVICES = ("cpu", "cpu")
+RATE = 0.001
+TALK = Console(stderr=True)
+
+
+class Penstock:
+    """Penstock on one kind of worker."""
+
+    def __init__(self, subject: Subject, plan: ps.Plan | None, workers: Any, threads: int) -> None:
+        self.name = f"Penstock, {workers}"
+        self._inputs, self._target = subject.data()
+        self._loss = subject.loss
+        model = subject.build().train()
+        self.program = ps.capture(model, (self._inputs,))
+        self.costs = (
+            ps.profile(self.program, devices=DEVICES, threads=threads) if not plan else None
+        )
+        self.plan = plan or ps.plan(self.costs)  # type: ignore[arg-type]
+        start = time.perf_counter()
+        self._pipe = ps.Pipeline(
+            model, devices=DEVICES, program=self.program, plan=self.plan, workers=workers
+        )
+        self.start_seconds = time.perf_counter() - start
+        self._optimizer = self._pipe.optimizer(torch.optim.SGD, lr=RATE)
+        self.loss = float("nan")
+        self.train_steps: list[float] = []
+
+    def step(self) -> float:
+        """One training step; its seconds."""
+        start = time.perf_counter()
+        self._optimizer.zero_grad()
+        loss = self._pipe.train_step(self._inputs, target=self._target, loss_fn=self._loss)
+        self.train_steps.append(time.perf_counter() - start)
+        self._optimizer.step()
+        seconds = time.perf_counter() - start
+        self.loss = loss.item()
+        return seconds
+
+    def close(self) -> None:
+        """Dismiss the workers."""
+        self._pipe.close()
+
+
+class Rpc:
+    """The RPC pipeline in so many micro-batches; all of them share their processes."""
+
+    def __init__(self, peer: Any, count: int) -> None:
+        self.name = f"RPC pipeline, m={count}"
+        self._peer, self._count = peer, count
+
+    @property
+    def loss(self) -> float:
+        """The batch's loss in the last step."""
+        found: float = self._peer.loss
+        return found
+
+    def step(self) -> float:
+        """One training step; its seconds."""
+        seconds: float = self._peer.step(self._count)
+        return seconds
+
+
+Start = Callable[[], Peer]
+
+
+def penstock_cut(subject: Subject, costs: ps.Profile, count: int, schedule: str) -> list[nn.Module]:
+    """The model, cut where Penstock cuts it for this number of micro-batches and schedule."""
+    program = ps.capture(subject.build().train(), (subject.data()[0],))
+    cuts = ps.plan(costs, num_microbatches=count, schedule=schedule).cuts
+    # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
+    changed = {value for call in program.train.calls for value in call.mutates}
+    while any(changed.intersection(program.cuts.boundary(cut)) for cut in cuts):
+        cuts = tuple(cut + 1 for cut in cuts)
+    return [Cut(stage.module) for stage in program.stages(cuts, training=True)]
+
+
+def torchs(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Start]]:
+    """torch's configurations, by name, of either cut."""
+    by_hand: dict[str, Start] = {}
+    ours: dict[str, Start] = {}
+    for schedule in subject.schedules:
+        looped = schedule.startswith("Interleaved")
+        cut = subject.in_four if looped else subject.by_hand
+        if cut is None:
+            continue
+        for count in subject.counts:
+            start = partial(torch_pipelining_of, subject.task(count), schedule=schedule)
+            like = "interleaved" if looped else "1f1b"
+            stages = partial(penstock_cut, subject, costs, count, like)
+            by_hand[f"{schedule}, m={count}"] = lambda start=start, cut=cut: start(stages=cut())
+            ours[f"{schedule}, m={count}"] = lambda start=start, cut=stages: start(stages=cut())
+    return {"torch pipelining, cut by hand": by_hand, "torch pipelining, Penstock's cut": ours}
+
+
+def scouted(starts: dict[str, Start], steps: int) -> dict[str, float]:
+    """The median seconds of each that runs, alone; why the others do not is said."""
+    found = {}
+    for name, start in starts.items():
+        try:
+            peer = start()
+        except (RuntimeError, TypeError, ps.PenstockError) as error:
+            TALK.print(f"{name} does not run: {str(error).splitlines()[-1]}", markup=False)
+            continue
+        try:
+            found[name] = statistics.median([peer.step() for _ in range(steps + 1)][1:])
+        except RuntimeError as error:
+            TALK.print(f"{name} failed: {str(error).splitlines()[-1]}", markup=False)
+        finally:
+            peer.close()
+    return found
+
+
+def others(
+    subject: Subject, costs: ps.Profile, steps: int, stack: ExitStack, notes: dict[str, Any]
+) -> Iterator[Any]:
+    """torch's best of either cut, and the RPC pipeline at every number of micro-batches."""
+    for kind, starts in torchs(subject, costs).items():
+        TALK.print(f"finding the best of {len(starts)}: {kind}")
+        seconds = notes[kind] = scouted(starts, steps)
+        if not seconds:
+            continue
+        best = min(seconds, key=lambda name: seconds[name])
+        peer = starts[best]()
+        stack.callback(peer.close)
+        peer.name = f"{kind}, {best}"
+        yield peer
+    if subject.rpc:
+        rows, image = subject.data()[0].shape[0], subject.data()[0].shape[-1]
+        rpc = rpc_pipeline(batch=rows, image=image, microbatches=max(subject.counts))
+        stack.callback(rpc.close)
+        yield from (Rpc(rpc, count) for count in (1, *subject.counts))
+
+
+def measure(subject: Subject, rounds: int, scout: int, threads: int) -> dict[str, Any]:
+    """Everything that was measured of one model."""
+    notes: dict[str, Any] = {}
+    with ExitStack() as stack:
+        first = Penstock(subject, None, "threads", threads)
+        stack.callback(first.close)
+        TALK.print(f"{subject.name}: {first.plan.summary}", markup=False)
+        second = Penstock(subject, first.plan, "processes", threads)
+        stack.callback(second.close)
+        assert first.costs is not None
+        contestants = [second, first, *others(subject, first.costs, scout, stack, notes)]
+        seconds = take_turns(contestants, rounds)
+    plan = first.plan
+    return {
+        "model": subject.name,
+        "plan": plan.summary,
+        "bound_seconds": plan.bound_seconds,
+        "predicted_step_seconds": plan.predicted_step_seconds,
+        "start_seconds": second.start_seconds,
+        "rows": [_row(c, seconds[c.name], seconds[second.name], plan) for c in contestants],
+        "scouted": notes,
+    }
+
+
+def _row(
+    contestant: Any, taken: Sequence[float], ours: Sequence[float], plan: ps.Plan
+) -> dict[str, Any]:
+    """One contestant's result."""
+    low, median, high = statistics.quantiles(taken, n=4)
+    row = {
+        "name": contestant.name,
+        "median": median,
+        "spread": (high - low) / 2,
+        "slower": median / statistics.median(ours),
+        "loss": contestant.loss,
+        "seconds": list(taken),
+    }
+    if isinstance(contestant, Penstock):
+        step = statistics.median(contestant.train_steps[-len(taken) :])
+        row |= {"train_step_seconds": step, "percent_of_bound": 100 * plan.bound_seconds / step}
+    return row
+
+
+def start_up() -> dict[str, float]:
+    """Seconds until two worker processes are ready, and those of an import of torch."""
+    timed = (
+        "import time; start = time.perf_counter(); import torch; print(time.perf_counter() - start)"
+    )
+    command = [sys.executable, "-c", timed]
+    importing = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    program = ps.capture(model, (x,))
+    plan = uniform_plan(program, 2, 2)
+    start = time.perf_counter()
+    with ps.Pipeline(model, devices=DEVICES, program=program, plan=plan, workers="processes"):
+        taken = time.perf_counter() - start
+    return {"seconds": taken, "import_torch_seconds": importing}
+
+
+def show(result: dict[str, Any]) -> list[str]:
+    """The table of one model."""
+    cells = [(result["model"], "s/step", "±", "processes are faster by", "of bound", "loss")]
+    for row in sorted(result["rows"], key=lambda row: float(row["median"])):
+        share = row.get("percent_of_bound")
+        cells.append(
+            (
+                row["name"],
+                show_seconds(row["median"]),
+                show_seconds(row["spread"]),
+                f"{row['slower']:.2f}x",
+                f"{share:.1f} %" if share else "",
+                f"{row['loss']:.6f}",
+            )
+        )
+    return [*aligned(cells), result["plan"], ""]
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the comparison, print it, and return everything."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--models", default="resnet,gpt,wide,tiny")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--scout", type=int, default=3, help="steps to find torch's best")
+    parser.add_argument("--quick", action="store_true", help="small models, few rounds")
+    parser.add_argument("--json", type=Path, help="write everything that was measured here")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.scout = 2, 1
+    keep_freed_memory()
+    use_threads(1)  # the unsplit model too, while it is captured and profiled
+    found = subjects(options.quick)
+    results = []
+    for name in options.models.split(","):
+        results.append(measure(found[name], options.rounds, options.scout, threads=1))
+        print(*show(results[-1]), sep="\n", flush=True)
+    started = start_up()
+    print(
+        f"two worker processes are ready after {show_seconds(started['seconds'])}; importing torch "
+        f"takes {show_seconds(started['import_torch_seconds'])}"
+    )
+    print(machine())
+    report = {"models": results, "start_up": started, "machine": machine()}
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,210 @@
+"""The experiments of PyTorch's distributed pipeline tutorial: a master drives two workers.
+
+B1  the master holds no stage; each worker has half of the model, in a process of its own, and the
+    batch comes in 1, 2, 4 and 8 micro-batches
+B2  the master sees one loss, calls one backward, and steps one optimizer whose parameters live on
+    the workers
+
+Penstock does both with `pipe(x)`, `loss.backward()` and `pipe.optimizer`, as a user writes them,
+and again with `train_step`. The tutorial's own way, written out with torch.distributed.rpc, takes
+turns with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.bench.figures import save_counts
+from penstock.bench.measure import Contestant, Ticker, machine, take_turns, warm_up
+from penstock.bench.peers.models import Task, resnet50, tutorial_cut
+from penstock.bench.peers.rpc_pipeline import rpc_pipeline
+from penstock.bench.rpc_report import PLAIN, STEPPED, TUTORIAL, RpcReport
+from penstock.capture import capture
+from penstock.drawing import require_matplotlib
+from penstock.engine.allocator import keep_freed_memory
+from penstock.pipeline import Pipeline
+from penstock.plan import plan
+from penstock.profile.measure import Progress, profile
+
+_WORKERS = ("cpu", "cpu")
+_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class RpcSettings:
+    """What to run.
+
+    Attributes:
+        rows: of a batch; every count divides it.
+        image: height and width of an image.
+        counts: of micro-batches; the first is 1.
+        batches: steps in a repeat.
+        repeats: that are measured, after a step that is not.
+        output: where the figure and `rpc.json` go; `None` for nowhere.
+        stages: builds the two halves for the tutorial's way; together they are `model`.
+        model: builds the model that Penstock is given.
+    """
+
+    rows: int = 120
+    image: int = 128
+    counts: tuple[int, ...] = (1, 2, 4, 8)
+    batches: int = 3
+    repeats: int = 5
+    output: Path | None = Path("out/bench")
+    stages: Callable[[], list[nn.Module]] = tutorial_cut
+    model: Callable[[], nn.Module] = resnet50
+
+    @classmethod
+    def quick(cls, output: Path | None) -> RpcSettings:
+        """Smaller images in small batches: within about two minutes on two cores."""
+        return cls(rows=16, image=96, batches=1, repeats=3, output=output)
+
+
+def run_rpc(
+    settings: RpcSettings,
+    progress: Progress | None = None,
+    talk: Callable[[str], None] | None = None,
+) -> RpcReport:
+    """Run B1 and B2, draw them, and return what was measured.
+
+    Everybody takes turns in one run, and starts from the same weights. A worker has one thread,
+    whoever it belongs to.
+
+    Raises:
+        PenstockError: matplotlib is missing.
+        RuntimeError: torch.distributed.rpc failed.
+    """
+    if settings.output is not None:
+        require_matplotlib()
+        settings.output.mkdir(parents=True, exist_ok=True)
+    progress, talk = progress or (lambda *_: None), talk or (lambda _: None)
+    kept = keep_freed_memory()
+    with ExitStack() as stack:
+        contestants = [*_tutorial(settings, stack, progress), *_penstock(settings, stack, progress)]
+        one_round = settings.batches * sum(c.warm_up for c in contestants)
+        talk(
+            f"{len(contestants)} contestants, {settings.repeats} rounds: "
+            f"about {settings.repeats * one_round:.0f} s to go"
+        )
+        tick = Ticker(settings.repeats * len(contestants), progress)
+        take_turns(contestants, settings.repeats, settings.batches, tick)
+    report = RpcReport(_described(settings, kept), machine(), contestants)
+    if settings.output is not None:
+        (settings.output / "rpc.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        save_counts(report.lines, settings.output / "rpc.png", _title(settings))
+    return report
+
+
+def _described(settings: RpcSettings, kept: bool) -> dict[str, Any]:
+    return {
+        "rows": settings.rows,
+        "image": settings.image,
+        "batches": settings.batches,
+        "repeats": settings.repeats,
+        "workers": len(_WORKERS),
+        "optimizer": f"SGD, lr {_RATE}",
+        "penstock_workers_keep_freed_memory": kept,
+    }
+
+
+def _title(settings: RpcSettings) -> str:
+    many = f"{settings.batches} batches" if settings.batches > 1 else "one batch"
+    return (
+        f"{many} of {settings.rows} images of {settings.image}x{settings.image}, a master and "
+        "two worker processes"
+    )
+
+
+def _task(settings: RpcSettings, count: int) -> Task:
+    return Task(settings.rows, settings.image, count, _RATE)
+
+
+def _tutorial(settings: RpcSettings, stack: ExitStack, progress: Progress) -> Iterator[Contestant]:
+    """The tutorial's way: one master and two workers that take any number of micro-batches."""
+    peer = rpc_pipeline(
+        batch=settings.rows,
+        image=settings.image,
+        microbatches=max(settings.counts),
+        stages=settings.stages(),
+        learning_rate=_RATE,
+    )
+    stack.callback(peer.close)
+    for count in settings.counts:
+        facts: dict[str, Any] = {"way": TUTORIAL, "num_microbatches": count}
+
+        def step(count: int = count, facts: dict[str, Any] = facts) -> None:
+            peer.step(count)
+            facts.setdefault("first_loss", peer.loss)
+
+        yield _warm(Contestant(f"{TUTORIAL}, m={count}", step, facts), progress)
+
+
+def _penstock(settings: RpcSettings, stack: ExitStack, progress: Progress) -> Iterator[Contestant]:
+    """Penstock with worker processes, one pair of them for each number of micro-batches."""
+    costs = None
+    for count in settings.counts:
+        task = _task(settings, count)
+        model = settings.model().train()
+        images, target = task.data()
+        program = capture(model, (images,))
+        costs = costs or profile(program, devices=_WORKERS, progress=progress)
+        chosen = plan(costs, num_microbatches=count)
+        pipe = Pipeline(model, devices=_WORKERS, program=program, plan=chosen, workers="processes")
+        stack.callback(pipe.close)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=_RATE)
+        for way in (PLAIN, STEPPED):
+            facts = {
+                "way": way,
+                "num_microbatches": count,
+                "schedule": chosen.schedule,
+                "cuts": [stage.first for stage in chosen.stages[1:]],
+            }
+            step = partial(_STEPS[way], pipe, optimizer, images, target, facts)
+            yield _warm(Contestant(f"{way}, m={count}", step, facts), progress)
+
+
+def _warm(contestant: Contestant, progress: Progress) -> Contestant:
+    """The contestant, after a step that does not count."""
+    warm_up([contestant], lambda name: progress(0, 1, f"warming up: {name}"))
+    return contestant
+
+
+def _plain(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    images: torch.Tensor,
+    target: torch.Tensor,
+    facts: dict[str, Any],
+) -> None:
+    """One loss, one backward, one optimizer: as if the model were here."""
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(pipe(images), target)
+    loss.backward()
+    optimizer.step()
+    facts.setdefault("first_loss", loss.item())
+
+
+def _stepped(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    images: torch.Tensor,
+    target: torch.Tensor,
+    facts: dict[str, Any],
+) -> None:
+    """Forward and backward interleaved."""
+    optimizer.zero_grad()
+    loss = pipe.train_step(images, target=target, loss_fn=nn.functional.mse_loss)
+    optimizer.step()
+    facts.setdefault("first_loss", loss.item())
+
+
+_STEPS: dict[str, Callable[..., None]] = {PLAIN: _plain, STEPPED: _stepped}

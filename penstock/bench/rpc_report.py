@@ -1,0 +1,108 @@
+"""What the experiments with a master and two workers gave: as plain data, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.bench.measure import Contestant
+from penstock.tables import aligned
+from penstock.units import show_seconds
+
+TUTORIAL = "RPC tutorial"
+PLAIN = "Penstock, plain style"
+STEPPED = "Penstock, train_step"
+WAYS = (TUTORIAL, PLAIN, STEPPED)
+
+
+@dataclass
+class Line:
+    """One way of training, at every number of micro-batches.
+
+    Attributes:
+        way: what it is called.
+        contestants: by ascending number of micro-batches, from 1.
+    """
+
+    way: str
+    contestants: list[Contestant]
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of micro-batches."""
+        return [c.facts["num_microbatches"] for c in self.contestants]
+
+    @property
+    def limits(self) -> list[float]:
+        """The seconds below which two stages cannot come: (m + 1) / 2m of its own m = 1.
+
+        That is if a micro-batch takes its share of the batch's time, and the halves are even.
+        """
+        whole = self.contestants[0].mean
+        return [whole * (m + 1) / (2 * m) for m in self.counts]
+
+
+@dataclass
+class RpcReport:
+    """What came out of B1 and B2.
+
+    Attributes:
+        settings: what was run, as plain data.
+        machine: on what.
+        contestants: everybody; their facts say which `way` and `num_microbatches`.
+    """
+
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    contestants: list[Contestant]
+
+    @property
+    def lines(self) -> list[Line]:
+        """The contestants by way, the tutorial's first."""
+        return [
+            Line(way, sorted(own, key=lambda c: int(c.facts["num_microbatches"])))
+            for way in WAYS
+            if (own := [c for c in self.contestants if c.facts["way"] == way])
+        ]
+
+    def speed_up(self, contestant: Contestant) -> float:
+        """How many times as fast it is as the tutorial's way, in as many micro-batches."""
+        tutorial = self.lines[0]
+        at = tutorial.counts.index(contestant.facts["num_microbatches"])
+        return tutorial.contestants[at].median / contestant.median
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        rows = [
+            {**contestant.to_dict(), "limit": limit, "speed_up": self.speed_up(contestant)}
+            for line in self.lines
+            for contestant, limit in zip(line.contestants, line.limits, strict=True)
+        ]
+        return {"settings": self.settings, "machine": self.machine, "B1_B2": rows}
+
+    def __str__(self) -> str:
+        heading = ("B1, B2", "m", "mean", "std", "median", "limit", "speed-up")
+        rows = [row for line in self.lines for row in self._rows(line)]
+        shown = {k: v for k, v in self.machine.items() if v}
+        return "\n".join(
+            [
+                *aligned([heading, *rows]),
+                "",
+                "limit: (m + 1) / 2m of the same way's m = 1; speed-up: over the tutorial's way in "
+                "as many micro-batches, of medians",
+                ", ".join(f"{name} {value}" for name, value in shown.items()),
+            ]
+        )
+
+    def _rows(self, line: Line) -> Sequence[tuple[str, ...]]:
+        return [
+            (
+                line.way,
+                str(contestant.facts["num_microbatches"]),
+                *map(show_seconds, (contestant.mean, contestant.deviation, contestant.median)),
+                show_seconds(limit),
+                f"{self.speed_up(contestant):.2f}x",
+            )
+            for contestant, limit in zip(line.contestants, line.limits, strict=True)
+        ]

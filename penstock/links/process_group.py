@@ -1,0 +1,239 @@
+"""The link between two machines: `torch.distributed` point to point, one message for a boundary.
+
+The values of a boundary are packed into one buffer, laid out as in a shared-memory slot, and sent
+as it is; the receiver works on what it has received in place. The size of the next message is
+agreed ahead: with each one the sender says how large the next will be, which it knows from the
+sizes of the inputs once it has sent one of that kind. So the receive is posted before the sender
+has computed anything, and nothing has to be read first to know what comes. A message that turns out
+smaller is padded; of a larger one the rest follows as a second message.
+
+Beside the process group there is a socket, on which a signal of a few bytes goes with every
+message. That is what the receiver waits for, together with the sockets on which a failure is told:
+a receive of gloo can neither be polled nor given up. How values are laid out goes with the signal,
+once for each layout, and the receiver acknowledges what it has, so that the sender lets go of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from penstock.engine.span import Values
+from penstock.links.segment import Place
+from penstock.links.shared_memory import PLAIN, Layout, Round, laid_out
+from penstock.links.wire import Gone, Message, Wire
+
+SIGNAL, HAVE = range(2)
+"""What goes over the socket: that a message is on its way; that one has arrived."""
+
+
+class Peer(NamedTuple):
+    """The process at the other end, as seen by `torch.distributed`.
+
+    Attributes:
+        rank: its number.
+        out: the group in which it is sent to.
+        back: the group in which it sends. (A communicator of NCCL works in order, so a receive
+            that is posted ahead would hold up whatever is sent in the same one.)
+        memory: the device of the buffers.
+    """
+
+    rank: int
+    out: dist.ProcessGroup
+    back: dist.ProcessGroup
+    memory: torch.device
+
+
+class Line:
+    """One end of a link to another machine; values leave here, and others arrive.
+
+    Args:
+        wire: for signals.
+        peer: the other end.
+        round: gives the number of the jobs that run now; messages of earlier ones are thrown away.
+        device: where the values are wanted.
+        wait: called before a signal is read; returns when there is one.
+        left: gives the seconds that a message may take.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        peer: Peer,
+        round: Round,
+        device: torch.device,
+        wait: Callable[[], None],
+        left: Callable[[], float],
+    ) -> None:
+        self._wire = wire
+        self._peer = peer
+        self._round = round
+        self._device = device
+        self._wait = wait
+        self._left = left
+        self._signals: deque[Message] = deque()
+        # what is sent
+        self._numbers: dict[Layout, int] = {}
+        self._agreed = 0  # bytes of the next message, which the other end awaits
+        self._sizes: dict[Hashable, int] = {}
+        self._coming: Sequence[Hashable] = (None,)
+        self._at = 0
+        self._under_way: deque[list[tuple[torch.Tensor, Any]]] = deque()
+        # what is received
+        self._layouts: dict[int, Layout] = {}
+        self._posted: tuple[torch.Tensor, Any] | None = None
+
+    def expect(self, kinds: Sequence[Hashable]) -> None:
+        """Of which kind the next messages to be sent are; those of one kind mostly have one size.
+
+        After the last one, it is taken that they come again from the first.
+        """
+        self._coming, self._at = kinds, 0
+
+    # -- sending --------------------------------------------------------------------------
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Send values: tensors, `None`, or whatever can be pickled.
+
+        Raises:
+            Gone: the other process is gone.
+            TimeoutError: it does not read.
+        """
+        while self._wire.ready():  # whatever it has told meanwhile
+            self._hear()
+        layout, size = laid_out(values)
+        number, news = self._numbers.get(layout), None
+        if number is None:
+            number, news = self._numbers.setdefault(layout, len(self._numbers)), layout
+        awaited, self._agreed = self._agreed, self._next_size(size)
+        payload = b""
+        plain = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
+        if news is not None or plain:
+            payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b""))
+        signal = Message(self._round(), SIGNAL, self._agreed, number, payload, size=size)
+        self._wire.send(signal, self._left())
+        if size or awaited:
+            buffer = self._packed(layout, values, max(size, awaited))
+            parts = [buffer[:awaited], buffer[awaited:]] if awaited else [buffer]
+            self._under_way.append([(part, self._send(part)) for part in parts if len(part)])
+        else:
+            self._under_way.append([])
+
+    def _next_size(self, size: int) -> int:
+        """The size of the message after this one, of `size` bytes; 0 if that is not known."""
+        self._sizes[self._coming[self._at]] = size
+        self._at = (self._at + 1) % len(self._coming)
+        return self._sizes.get(self._coming[self._at], 0)
+
+    def _packed(self, layout: Layout, values: Sequence[Any], size: int) -> torch.Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._peer.memory)
+        with torch.no_grad():
+            for place, value in zip(layout, values, strict=True):
+                if isinstance(place, Place):
+                    place.target(buffer.untyped_storage()).fill(value.detach())
+        return buffer
+
+    def _send(self, part: torch.Tensor) -> Any:
+        try:
+            return dist.isend(part, group=self._peer.out, group_dst=self._other(self._peer.out))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    # -- receiving ------------------------------------------------------------------------
+
+    def get(self) -> Values:
+        """The next values; waits for them.
+
+        Raises:
+            Gone: the other process is gone.
+            Exception: what `wait` raises.
+        """
+        while True:
+            while not self._signals:
+                self._wait()
+                self._hear()
+            message = self._signals.popleft()
+            values = self._received(message)
+            if message.round >= self._round():
+                return values
+
+    def _hear(self) -> None:
+        message = self._wire.receive()
+        if message.kind == SIGNAL:
+            self._signals.append(message)
+        else:
+            for _, work in self._under_way.popleft():
+                self._finished(work)
+
+    def _received(self, message: Message) -> Values:
+        """The values of which a signal speaks."""
+        plain = b""
+        if message.payload:
+            layout, plain = pickle.loads(message.payload)
+            if layout is not None:
+                self._layouts[message.layout] = layout
+        base = self._content(message.size)
+        if message.slot:  # the size of what is next
+            self._posted = self._post(self._buffer(message.slot))
+        self._wire.send(Message(self._round(), HAVE), self._left())
+        layout = self._layouts[message.layout]
+        values: list[Any] = [None] * len(layout)
+        remaining = iter(pickle.loads(plain)) if plain else iter(())
+        for k, place in enumerate(layout):
+            if isinstance(place, Place):
+                tensor = place.of(base.untyped_storage()).to(self._device)
+                values[k] = tensor.requires_grad_(place.requires_grad)
+            elif place is not None:
+                values[k] = next(remaining)
+        return tuple(values)
+
+    def _content(self, size: int) -> torch.Tensor:
+        """So many bytes: those that were awaited, and what did not fit in."""
+        found, self._posted = self._posted, None
+        if found is not None:
+            self._finished(found[1])
+            if len(found[0]) >= size:
+                return found[0]
+        whole = self._buffer(size)
+        begin = 0
+        if found is not None:
+            begin = len(found[0])
+            whole[:begin].copy_(found[0])
+        if begin < size:
+            self._finished(self._post(whole[begin:])[1])
+        return whole
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._peer.memory)
+
+    def _post(self, buffer: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Await a message in this buffer."""
+        try:
+            back = self._peer.back
+            return buffer, dist.irecv(buffer, group=back, group_src=self._other(back))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _finished(self, work: Any) -> None:
+        """Wait until a message has travelled that is on its way."""
+        try:
+            work.wait(timedelta(seconds=self._left()))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _other(self, group: dist.ProcessGroup) -> int:
+        return dist.get_group_rank(group, self._peer.rank)
+
+    def _lost(self, error: RuntimeError) -> Gone:
+        return Gone(f"the link to rank {self._peer.rank} broke: {error}")
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._wire.close()

@@ -1,0 +1,49 @@
+"""What a pipeline offers as the model does that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from torch import nn
+
+
+class ModelLike:
+    """The parameters and modes of a model, by the names that `nn.Module` has for them.
+
+    Args:
+        model: whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's parameters."""
+        return self.model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters, with the model's names for them."""
+        return self.model.named_parameters()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a state of the model, from here or from plain PyTorch."""
+        return self.model.load_state_dict(state_dict, strict)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch to training mode, like `nn.Module.train`."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Switch to evaluation mode, like `nn.Module.eval`."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        self.model.zero_grad(set_to_none)

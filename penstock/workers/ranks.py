@@ -1,0 +1,398 @@
+"""What all ranks of a launch do together, and how failure travels between them.
+
+Every rank runs the same script, so every rank calls the same methods of a pipeline in the same
+order. Each such call is an operation. At its end every rank reports to rank 0, which answers with
+the verdict: what all have found, or the one error that all of them raise. Nobody goes on before.
+Whoever waits for anything else meanwhile, for values on a link, say, also listens to rank 0, and
+rank 0 to all; so a failure or the end of a process wakes them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+from penstock.errors import ClosedError, InputError, WorkerDied, WorkerTimeout
+from penstock.links.local import Aborted
+from penstock.links.parcel import from_bytes, to_bytes
+from penstock.links.wire import Gone, Message, Wire, spin
+from penstock.workers.child import portable
+
+WORD, REPORT, ABORT, VERDICT, LEAVE = range(5)
+"""What is sent: something for everybody; that a rank is done, that an operation is given up, what
+has come of it; that a rank closes its pipeline."""
+
+_GRACE = 5.0  # seconds that ranks have to stop when an operation is given up
+
+T = TypeVar("T")
+
+
+class _Report(NamedTuple):
+    """How an operation ended on a rank: its name there, and a value in bytes, or an error."""
+
+    what: str
+    value: bytes = b""
+    error: BaseException | None = None
+
+
+class _Verdict(NamedTuple):
+    """How an operation ended: everybody's values; or an error, and if all is over, why.
+
+    `rank` is the one that failed, or -1.
+    """
+
+    values: list[bytes]
+    error: BaseException | None = None
+    rank: int = -1
+    closed: str = ""
+
+
+class Ranks:
+    """The ranks of a launch, as seen by one of them.
+
+    Args:
+        rank: its number.
+        names: of all, in words.
+        wires: to rank 0; on rank 0 to all others, by rank.
+        timeout: seconds that an operation may take.
+
+    Attributes:
+        rank: its number.
+        names: of all, in words.
+        workers: the worker that each rank is.
+        timeout: seconds that an operation may take, waiting for other ranks to begin it included.
+        number: of the operation.
+    """
+
+    def __init__(
+        self, rank: int, names: Sequence[str], wires: Mapping[int, Wire], timeout: float
+    ) -> None:
+        self.rank = rank
+        self.names = names
+        self.workers: Sequence[int] = range(len(names))
+        self.timeout = timeout
+        self.number = 0
+        self._wires = dict(wires)
+        self._what = ""
+        self._closed_because = ""
+        self._deadline = 0.0
+        self._pollers: dict[int, select.poll] = {}
+        self._begin()
+        _KEPT_FROM_FORKS.add(self)
+
+    def _begin(self) -> None:
+        self._word: bytes | None = None
+        self._reports: dict[int, _Report] = {}
+        self._verdict: _Verdict | None = None
+        self._given_up = False
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    # -- operations -----------------------------------------------------------------------
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """An operation of all ranks. If it fails on one of them, it fails on all.
+
+        Within another it is a part of that one.
+
+        Args:
+            what: its name; the same on all ranks.
+
+        Raises:
+            ClosedError: an earlier one ended so that none can follow.
+            WorkerError: another rank failed; what it raised is the cause.
+        """
+        if self._what:
+            yield
+            return
+        if self._closed_because:
+            raise ClosedError(f"the pipeline is closed: {self._closed_because}")
+        self._begin()
+        self.number += 1
+        self._what, self._deadline = what, time.monotonic() + self.timeout
+        try:
+            yield
+            if self._what:
+                self.settle(None)
+        except BaseException as error:
+            if self._what:
+                self._conclude(_Report(self._what, error=error))
+            raise
+
+    def settle(self, value: T) -> list[Any]:
+        """End the operation on this rank.
+
+        Returns:
+            what every rank has given here; tensors of others are on the CPU.
+
+        Raises:
+            WorkerError, WorkerTimeout, InputError: it failed on some rank.
+        """
+        values = self._conclude(_Report(self._what, to_bytes(value)))
+        return [
+            value if rank == self.rank else from_bytes(found) for rank, found in enumerate(values)
+        ]
+
+    def tell(self, teller: int, make: Callable[[], T]) -> T:
+        """What one rank makes, for all of them.
+
+        Raises:
+            Aborted: the operation failed elsewhere.
+        """
+        if self.rank == teller:
+            value = make()
+            word = Message(self.number, WORD, payload=to_bytes((self._what, value)))
+            for rank in list(self._wires):
+                self._send(rank, word)
+            return value
+        while self._word is None:
+            self._listen(None, "waiting for the batch")
+        what, value = from_bytes(self._word)
+        if what != self._what:
+            raise self._disagreement(teller, what)
+        return value
+
+    def _disagreement(self, rank: int, what: str) -> InputError:
+        return InputError(
+            f"rank {rank} is in {what} and rank {self.rank} in {self._what}: under torchrun all "
+            "ranks must call the same methods of a pipeline in the same order"
+        )
+
+    # -- waiting --------------------------------------------------------------------------
+
+    def left(self) -> float:
+        """Seconds that the operation may still take."""
+        return max(0.1, self._deadline - time.monotonic())
+
+    def wait_for(self, wire: Wire, doing: Callable[[], str]) -> None:
+        """Wait until something comes over a wire to another rank.
+
+        Args:
+            wire: the wire.
+            doing: what for, for the message of a timeout.
+
+        Raises:
+            Aborted: the operation failed elsewhere.
+            WorkerTimeout: nothing came in time.
+        """
+        while not wire.ready():
+            self._listen(wire, doing)
+
+    def _listen(self, wire: Wire | None, doing: str | Callable[[], str]) -> None:
+        """Wait for something on this wire or from other ranks, and note what they say."""
+        fd = -1 if wire is None else wire.fileno()
+        if not self._wires and wire is None:
+            raise Aborted
+        ready = {found for found, _ in spin(self._poller(fd), self.left())}
+        if not ready:
+            doing = doing if isinstance(doing, str) else doing()
+            raise WorkerTimeout(
+                f"{self.names[self.rank]} did not finish {self._what} within {self.timeout:.0f} s; "
+                f"it is {doing}. Give Pipeline a larger timeout= if that may take longer"
+            )
+        for rank, other in list(self._wires.items()):
+            if rank in self._wires and other.fileno() in ready:
+                self._hear(rank)
+        failed = any(report.error is not None for report in self._reports.values())
+        if self._given_up or failed or self._verdict is not None:
+            raise Aborted
+
+    def _poller(self, fd: int) -> select.poll:
+        """Looks at a socket, and at those to other ranks."""
+        if fd not in self._pollers:
+            poller = self._pollers[fd] = select.poll()
+            for number in {fd, *(wire.fileno() for wire in self._wires.values())} - {-1}:
+                poller.register(number, select.POLLIN)
+        return self._pollers[fd]
+
+    def _hear(self, rank: int) -> None:
+        """Read one message of another rank."""
+        try:
+            message = self._wires[rank].receive()
+        except Gone as gone:
+            why = _because(gone)
+            self._lost(rank, f"cannot be reached any more{why}" if why else "closed its connection")
+            return
+        if message.kind == LEAVE:
+            self._lost(rank, "closed its pipeline")
+        elif message.round != self.number:
+            pass  # of an operation that is over
+        elif message.kind == WORD:
+            self._word = message.payload
+            for other in list(self._wires.keys() - {rank}):
+                self._send(other, message)
+        elif message.kind == REPORT:
+            report: _Report = from_bytes(message.payload)
+            if report.what != self._what and report.error is None:
+                report = _Report(report.what, error=self._disagreement(rank, report.what))
+            self._reports[rank] = report
+        elif message.kind == ABORT:
+            self._given_up = True
+        elif message.kind == VERDICT:
+            self._verdict = from_bytes(message.payload)
+
+    def _lost(self, rank: int, how: str) -> None:
+        """A rank is gone."""
+        self._pollers.clear()
+        self._wires.pop(rank).close()
+        error = self._died(rank, how)
+        if self.rank == 0:
+            self._reports.setdefault(rank, _Report(self._what, error=error))
+            self._closed_because = str(error)
+        else:
+            self._verdict = self._verdict or _Verdict([], error, rank, str(error))
+
+    def _send(self, rank: int, message: Message) -> None:
+        try:
+            with suppress(Gone):  # its end is noticed when it is listened to
+                self._wires[rank].send(message, self.left())
+        except TimeoutError:
+            self._lost(rank, "did not read what it was sent")
+
+    # -- the end of an operation ----------------------------------------------------------
+
+    def _conclude(self, mine: _Report) -> list[bytes]:
+        """Report, and do as the verdict says."""
+        if mine.error is not None and any(wire.busy for wire in self._wires.values()):
+            self._what = ""
+            self.close("it was interrupted in the midst of a message")
+            raise mine.error
+        try:
+            verdict = self._judged(mine) if self.rank == 0 else self._asked(mine)
+        except BaseException as again:  # an impatient user
+            self._what = ""
+            self.close(f"{type(again).__name__} came while other ranks were waited for")
+            raise
+        self._what = ""
+        if verdict.closed:
+            self.close(verdict.closed)
+        own = mine.error
+        if own is not None and (_interrupts(own) or (verdict.rank == self.rank and _says_it(own))):
+            raise own
+        if verdict.error is not None:
+            raise verdict.error
+        return verdict.values
+
+    def _asked(self, mine: _Report) -> _Verdict:
+        """What rank 0 makes of it."""
+        if mine.error is not None:
+            error = portable(self._as_others_see(mine.error), self.names[self.rank])
+            mine = mine._replace(error=error)
+        if 0 in self._wires:
+            self._send(0, Message(self.number, REPORT, payload=to_bytes(mine)))
+        now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
+        self._deadline = (now if late else max(now, self._deadline)) + 1.5 * _GRACE
+        while self._verdict is None:
+            try:
+                self._listen(None, "waiting for rank 0")
+            except Aborted:
+                continue
+            except WorkerTimeout as error:
+                told = mine.error if mine.error is not None and _says_it(mine.error) else error
+                why = self._silent(told, [0])
+                return _Verdict([], why, closed="rank 0 did not answer")
+        return self._verdict
+
+    def _judged(self, mine: _Report) -> _Verdict:
+        """What has come of it on all ranks; they are told."""
+        if mine.error is not None:
+            mine = mine._replace(error=self._as_others_see(mine.error))
+        self._reports[0] = mine
+        warned = False
+        while missing := sorted(set(range(len(self))) - self._reports.keys()):
+            if not warned and any(r.error is not None for r in self._reports.values()):
+                warned, self._deadline = True, time.monotonic() + _GRACE
+                for rank in missing:
+                    self._send(rank, Message(self.number, ABORT))
+            try:
+                self._listen(None, f"waiting for {', '.join(self.names[r] for r in missing)}")
+            except Aborted:
+                continue
+            except WorkerTimeout as error:
+                first = next((r.error for r in self._reports.values() if _says_it(r.error)), error)
+                why = self._silent(first or error, missing)
+                self._closed_because = f"rank {missing[0]} did not answer"
+                return self._told(_Verdict([], why, closed=self._closed_because))
+        return self._told(self._verdict_of(self._reports))
+
+    def _as_others_see(self, error: BaseException) -> BaseException:
+        """Ctrl-C, or `sys.exit`, is no error that other ranks could go on after."""
+        if not _interrupts(error):
+            return error
+        return self._died(self.rank, f"was ended by {type(error).__name__}")
+
+    def _died(self, rank: int, how: str) -> WorkerDied:
+        how = f"is {self.names[rank]}, which {how}"
+        return WorkerDied(self.workers[rank], how, None, None, self._what)
+
+    def _silent(self, error: BaseException, ranks: Sequence[int]) -> BaseException:
+        """The error, which names the ranks that may be the reason for it."""
+        if not isinstance(error, WorkerTimeout):
+            return error
+        return WorkerTimeout(f"{error}. No answer from {', '.join(self.names[r] for r in ranks)}")
+
+    def _verdict_of(self, reports: Mapping[int, _Report]) -> _Verdict:
+        failed = {rank: r.error for rank, r in reports.items() if r.error is not None}
+        if not failed:
+            return _Verdict([reports[rank].value for rank in range(len(self))])
+        rank, error = min(failed.items(), key=lambda item: not _says_it(item[1]))
+        if isinstance(error, Aborted):  # a link broke, and nobody else has noticed anything
+            error = self._died(rank, f"lost its connection to a neighbour{_because(error)}")
+        if isinstance(error, WorkerDied):
+            self._closed_because = self._closed_because or str(error)
+        return _Verdict([], error, rank, self._closed_because)
+
+    def _told(self, verdict: _Verdict) -> _Verdict:
+        """Tell everybody."""
+        sent = verdict
+        if verdict.error is not None and verdict.rank <= 0:  # others have come in bytes
+            sent = verdict._replace(error=portable(verdict.error, self.names[0]))
+        message = Message(self.number, VERDICT, payload=to_bytes(sent))
+        for rank in list(self._wires):
+            self._send(rank, message)
+        return verdict
+
+    def close(self, why: str = "close() was called") -> None:
+        """Leave the others."""
+        self._closed_because = self._closed_because or why
+        for rank in list(self._wires):
+            self._send(rank, Message(self.number, LEAVE))
+            if rank in self._wires:
+                self._wires.pop(rank).close()
+        self._pollers.clear()
+
+    def disown(self) -> None:
+        """In a fork: let go of the sockets, so that the end of the original is noticed."""
+        for wire in self._wires.values():
+            wire.close()
+
+
+def _says_it(error: BaseException | None) -> bool:
+    return error is not None and not isinstance(error, Aborted)
+
+
+def _interrupts(error: BaseException) -> bool:
+    return not isinstance(error, Exception)
+
+
+def _because(error: BaseException) -> str:
+    text = str(error) or str(error.__cause__ or "")
+    return f" ({text})" if text else ""
+
+
+_KEPT_FROM_FORKS: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for ranks in list(_KEPT_FROM_FORKS):
+        ranks.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

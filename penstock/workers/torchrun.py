@@ -1,0 +1,324 @@
+"""Workers that are the ranks of a torchrun launch: each runs its own stages, and none drives.
+
+Every rank has a copy of the model, in which it uses the parameters of its own stages and leaves
+the others alone, and calls the same methods of the pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.engine.batch import Batch
+from penstock.engine.orders import Order, Outcome
+from penstock.errors import InputError
+from penstock.links.local import LocalLink
+from penstock.links.process_group import Line
+from penstock.links.shared_memory import Receiver, Sender, Sink, Source
+from penstock.links.wire import Wire
+from penstock.plan import Plan
+from penstock.workers.assembly import Assembly, doing
+from penstock.workers.grouping import Groups as ProcessGroups
+from penstock.workers.joining import Launch
+from penstock.workers.norms import norms_of, total_norm
+from penstock.workers.optimizing import Groups, Parts, State, part_of, settings_of, use_settings
+from penstock.workers.ways import Holdings, NewWay
+
+_WHAT = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
+
+
+class TorchrunCrew:
+    """The ranks of a launch, as seen by one of them.
+
+    Args:
+        launch: the ranks.
+        plan: what they run.
+        order: the rank of every worker.
+        threads: intra-op threads of each CPU worker.
+        timeout: seconds that an operation may take.
+    """
+
+    def __init__(
+        self, launch: Launch, plan: Plan, order: Sequence[int], threads: int, timeout: float
+    ) -> None:
+        self._launch = launch
+        self._ranks = launch.ranks
+        self._plan = plan
+        self._me = order.index(launch.ranks.rank)
+        self._order = order
+        self._device = launch.device
+        self._threads = threads
+        self.holdings = Holdings(plan.placement)
+        self.has_inputs = plan.placement[0] == self._me
+        self.has_loss = plan.placement[-1] == self._me
+        self._position = [0]
+        self._lines: list[Line] = []
+        self._wires: list[Wire] = []
+        self._ends: dict[int, Any] = {}
+        with self._ranks.together("the building of links"):
+            self._connect()
+        self._ranks.timeout = timeout
+        self._ranks.workers = [order.index(rank) for rank in range(len(order))]
+        devices = [self._device] * len(order)
+        self._assemblies = {
+            training: Assembly(plan, devices, self._ends, [self._me]) for training in (True, False)
+        }
+
+    # -- links ----------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Have this rank's ends of all links."""
+        pairs = [(self._order[a], self._order[b]) for a, b in pairwise(self._plan.placement)]
+        me, near = self._ranks.rank, self._launch.near
+        mine = {k: pair for k, pair in enumerate(pairs) if me in pair and pair[0] != pair[1]}
+        wires = self._launch.connect({k: b if a == me else a for k, (a, b) in mine.items()})
+        far = {k: pair for k, pair in enumerate(pairs) if not near(*pair)}
+        names = [torch.device(entry.device) for entry in self._launch.entries]
+        groups = ProcessGroups(far, names, me)
+        self.links = tuple(_in_words(pair, near, groups.backends.get(k)) for k, pair in
+                           enumerate(pairs))  # fmt: skip
+        for k, (a, b) in enumerate(pairs):
+            if a == b == me:
+                self._ends[k] = LocalLink(self._device, self._device)
+            elif k in mine:
+                self._ends[k] = self._end(k, a == me, wires[k], groups)
+
+    def _end(self, k: int, is_sink: bool, wire: Wire, groups: ProcessGroups) -> Sink | Source:
+        """This rank's end of the link after stage `k`."""
+        self._wires.append(wire)
+        wait = partial(self._ranks.wait_for, wire, lambda: doing(self._position[0]))
+        if k in groups.peers:
+            line = Line(wire, groups.peers[k], self._round, self._device, wait, self._ranks.left)
+            self._lines.append(line)
+            return Sink(line, line) if is_sink else Source(line, line)
+        sender = Sender(wire, self._round)
+        receiver = Receiver(wire, self._round, self._device, wait)
+        return Sink(sender, receiver) if is_sink else Source(receiver, sender)
+
+    def _round(self) -> int:
+        return self._ranks.number
+
+    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """They are this rank's own."""
+
+    def add(self, way: NewWay) -> None:
+        """Let the stages know one more way through the model.
+
+        Raises:
+            InputError: on different ways, different ranks use a parameter.
+        """
+        self.holdings.add(way)
+        owners: dict[int, int] = {}
+        for worker, tensors in enumerate(self.holdings.parameters):
+            for tensor in tensors:
+                if owners.setdefault(id(tensor), worker) != worker:
+                    raise InputError(
+                        f"a parameter of shape {tuple(tensor.shape)} is used by workers "
+                        f"{owners[id(tensor)]} and {worker}, on different ways through the model; "
+                        'only workers="threads" can share it'
+                    )
+        self._assemblies[way.training].add(way)
+
+    # -- passes ---------------------------------------------------------------------------
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """An operation of all ranks: if it fails on one, it fails on all."""
+        return self._ranks.together(what)
+
+    def told(self, make: Callable[[], Batch]) -> Batch:
+        """A batch that is made where the inputs are; elsewhere, what there is to know of it."""
+        made: list[Batch] = []
+
+        def described() -> Batch:
+            made.append(self._made(make))
+            return replace(made[0], parts=[])
+
+        batch = self._ranks.tell(self._order[self._plan.placement[0]], described)
+        return made[0] if made else batch
+
+    def _made(self, make: Callable[[], Batch]) -> Batch:
+        try:
+            return make()
+        except InputError as error:
+            error.add_note(f"{self._ranks.names[self._ranks.rank]} has the first stage, so it is "
+                           "this rank that needs the inputs.")  # fmt: skip
+            raise
+
+    def start(self, order: Order) -> Order:
+        """Begin a pass; `finish` runs this rank's part of it."""
+        return order
+
+    def finish(self, ticket: Order) -> Outcome:
+        """Run this rank's part of a pass, and hear what has come of all."""
+        order = ticket
+        backup = self.holdings.backup(self._me, order.what in ("train", "backward"))
+        try:
+            with self.together(_WHAT[order.what]):
+                own = self._run(order)
+                parts = self._ranks.settle(_told_to_others(own))
+        except BaseException:
+            backup.restore()
+            for assembly in self._assemblies.values():
+                assembly.clear()
+            for end in self._ends.values():
+                if isinstance(end, LocalLink):
+                    end.reset()
+            raise
+        whole = Outcome.of([_moved(part, self._device) for part in parts])
+        whole.gradients = own.gradients
+        return whole
+
+    def _run(self, order: Order) -> Outcome:
+        kinds = [
+            (order.what, order.training, order.modes, m.way, tuple(m.sizes.items()))
+            for m in order.microbatches
+        ]
+        for line in self._lines:
+            line.expect(kinds)
+        part = order.part(self.has_inputs, self.has_loss)
+        with self._at_work():
+            return self._assemblies[order.training].run(self._me, part, self._position)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """With a worker's threads, and on its device."""
+        before = torch.get_num_threads()
+        on = torch.cuda.device(self._device) if self._device.type == "cuda" else None
+        torch.set_num_threads(self._threads)
+        try:
+            with on or contextlib.nullcontext():
+                yield
+        finally:
+            torch.set_num_threads(before)
+
+    def forget(self, training: bool, number: int) -> None:
+        """Let go of what stages hold of this batch."""
+        self._assemblies[training].forget(number)
+
+    # -- parameters -----------------------------------------------------------------------
+
+    def optimizer(
+        self,
+        kind: type[Optimizer],
+        groups: Groups,
+        options: Mapping[str, Any],
+        owners: Sequence[Sequence[nn.Parameter]],
+    ) -> Parts:
+        """An optimizer of which this rank has the part for its own parameters."""
+        return _RankPart(kind, groups, options, owners[self._me], self)
+
+    def clip(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` over the parameters of all ranks; the same bits."""
+        listed = list(parameters)
+        own = {id(p) for p in self.holdings.parameters[self._me]}
+        mine = {k: p for k, p in enumerate(listed) if id(p) in own and p.grad is not None}
+        with self.together("clip_grad_norm_"):
+            parts = self._ranks.settle(norms_of(mine, norm_type))
+        found = {k: norm for part in parts for k, norm in part.items()}
+        total = total_norm([found[k] for k in sorted(found)], norm_type, self._device)
+        nn.utils.clip_grads_with_norm_(mine.values(), max_norm, total)
+        return total
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """The model's state dict, on every rank; its own copy of the model is brought up to date.
+
+        What has no memory here, because it is on `meta`, is only in the state dict.
+        """
+        state = model.state_dict()
+        own = {id(t) for t in self.holdings.parameters[self._me]}
+        own |= {id(t) for t in self.holdings.buffers[self._me]}
+        named = [*model.named_parameters(remove_duplicate=False)]
+        named += [*model.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
+        with self.together("state_dict"):
+            mine = {name: state[name] for name, t in named if id(t) in own and name in state}
+            parts = self._ranks.settle(mine)
+        for rank, part in enumerate(parts):
+            for name, tensor in part.items() if rank != self._ranks.rank else ():
+                if state[name].is_meta:
+                    state[name] = tensor
+                else:
+                    state[name].copy_(tensor)
+        return state
+
+    def gathered(self, what: str, value: Mapping[int, Any]) -> list[Mapping[int, Any]]:
+        """What the other ranks have of something."""
+        with self.together(what):
+            parts = self._ranks.settle(value)
+        return [part for rank, part in enumerate(parts) if rank != self._ranks.rank]
+
+    def close(self) -> None:
+        """Leave the others."""
+        self._ranks.close()
+        self._launch.meeting.close()
+        for wire in self._wires:
+            wire.close()
+
+
+class _RankPart:
+    """The part of an optimizer that one rank has, which shares the optimizer's own state."""
+
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        groups: Groups,
+        options: Mapping[str, Any],
+        owned: Sequence[nn.Parameter],
+        crew: TorchrunCrew,
+    ) -> None:
+        self._part = part_of(kind, groups, options, owned)
+        self._all = [parameter for group in groups for parameter in group["params"]]
+        self._owned = {id(parameter) for parameter in owned}
+        self._crew = crew
+
+    def step(self, groups: Groups, state: State) -> None:
+        """Update this rank's parameters."""
+        self._part.state = state  # type: ignore[assignment]
+        use_settings(self._part, settings_of(groups))
+        with self._crew._at_work():
+            self._part.step()
+
+    def fetch(self, state: State) -> None:
+        """Bring what the others remember here."""
+        numbers = {id(parameter): k for k, parameter in enumerate(self._all)}
+        mine = {numbers[id(p)]: values for p, values in state.items() if id(p) in self._owned}
+        for part in self._crew.gathered("the optimizer's state_dict", mine):
+            for k, values in part.items():
+                state[self._all[k]] = values
+
+    def load(self, state: State) -> None:
+        """It comes with the next step."""
+
+
+def _in_words(pair: tuple[int, int], near: Callable[[int, int], bool], backend: str | None) -> str:
+    if pair[0] == pair[1]:
+        return "by reference"
+    return "shared memory" if near(*pair) else f"torch.distributed ({backend})"
+
+
+def _told_to_others(outcome: Outcome) -> Outcome:
+    """What other ranks are told; with times that mean the same on every machine."""
+    shift = time.time() - time.perf_counter()
+    moved = [e._replace(start=e.start + shift, end=e.end + shift) for e in outcome.events]
+    return replace(outcome, gradients={}, events=moved)
+
+
+def _moved(outcome: Outcome, device: torch.device) -> Outcome:
+    """With tensors on this device."""
+    losses = {k: loss.to(device) for k, loss in outcome.losses.items()}
+    results = {
+        k: tuple(v.to(device) if isinstance(v, torch.Tensor) else v for v in values)
+        for k, values in outcome.results.items()
+    }
+    return replace(outcome, losses=losses, results=results)

@@ -1,0 +1,283 @@
+"""What the ranks of the tests do, each as a function of its rank; they return what is compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.links import meeting
+from penstock.links.process_group import SIGNAL
+from penstock.links.wire import Message, Wire
+from penstock.loading import tolerate_missing_torchvision_operators
+from penstock.workers import ranks
+from tests.models import uniform_plan
+from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
+
+
+def same_bits(rank: int) -> Any:
+    """Everything that threads do as well."""
+    return everything({}, EXACT)
+
+
+def same_bits_of_larger_models(rank: int) -> Any:
+    """The same, with models that take longer to import."""
+    tolerate_missing_torchvision_operators()
+    return everything({}, LARGER)
+
+
+def use_one_core(rank: int) -> None:
+    """So that there is one intra-op thread, as with threads: their number makes bits differ."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [cores[rank % len(cores)]])
+
+
+def by_process_group(rank: int) -> Any:
+    """The same, as if every rank were on a machine of its own."""
+    meeting.this_machine = lambda: f"machine {rank}"
+    use_one_core(rank)
+    return everything({}, EXACT)
+
+
+class Trap(nn.Module):
+    """The identity, until it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.mode: dict[str, Any] = {"where": ""}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Spring.apply(x * self.weight, self.mode)
+
+
+class _Spring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mode: dict[str, Any]) -> torch.Tensor:
+        ctx.mode = mode
+        spring(mode, "forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        spring(ctx.mode, "backward")
+        return gradient, None
+
+
+def spring(mode: dict[str, Any], where: str) -> None:
+    """Do what it is armed for, in the second micro-batch."""
+    if mode["where"] != where:
+        return
+    mode["after"] = mode.get("after", 1) - 1
+    if mode["after"] < 0:
+        mode["do"]()
+
+
+def divide() -> None:
+    """Fail."""
+    _ = 1 / 0
+
+
+def trapped(stages: int, **options: Any) -> ps.Pipeline:
+    """A pipeline with a trap in every stage."""
+    torch.manual_seed(3)
+    parts = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Trap()) for _ in range(stages)]
+    model = nn.Sequential(*parts)
+    names = [str(k) for k in range(stages)]
+    program = ps.capture(model, (X,), keep_closed=names)
+    plan = uniform_plan(program, stages, 3)
+    return ps.Pipeline(model, (X,), program=program, plan=plan, **options)
+
+
+def step(pipe: ps.Pipeline, **options: Any) -> torch.Tensor:
+    return pipe.train_step(X, **{"target": Y, "loss_fn": F.mse_loss, **options})
+
+
+def raised(work: Any) -> tuple[str, str, str, Any]:
+    """The error that it ends in: its class, its text, the class of its cause, and where."""
+    try:
+        work()
+    except ps.PenstockError as error:
+        notes = "".join(getattr(error, "__notes__", ()))
+        at = getattr(error, "stage", None), getattr(error, "microbatch", None)
+        cause = type(error.__cause__).__name__
+        return type(error).__name__, f"{error} {notes}", cause, at
+    return "", "", "", None
+
+
+def failures(rank: int) -> Any:
+    """Every one of them is the same error on both ranks, and the next step is clean."""
+    found: dict[str, Any] = {}
+
+    def bad_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such class")
+
+    with trapped(2, timeout=30) as pipe:
+        before = {name: value.clone() for name, value in pipe.state_dict().items()}
+        trap: dict[str, Any] = pipe.model[rank][2].mode
+        for armed in (0, 1):
+            for where in ("forward", "backward"):
+                if rank == armed:
+                    trap.update(where=where, after=1, do=divide)
+                found[f"{where} {armed}"] = raised(lambda: step(pipe))
+                trap["where"] = ""
+        found["loss"] = raised(lambda: step(pipe, loss_fn=bad_loss))
+        x = X.double() if rank == 0 else X
+        found["batch"] = raised(lambda: pipe.train_step(x, target=Y, loss_fn=F.mse_loss))
+        found["target"] = raised(lambda: step(pipe, target=Y[:3] if rank == 1 else Y))
+        found["no inputs"] = raised(lambda: pipe.train_step(target=Y, loss_fn=F.mse_loss))
+        found["no loss"] = raised(lambda: pipe.train_step(X))
+        found["mixed"] = raised((lambda: step(pipe)) if rank == 0 else pipe.state_dict)
+        assert all(p.grad is None for p in pipe.parameters())
+        after = pipe.state_dict()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        loss = step(pipe)
+        gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+    found["closed"] = raised(lambda: step(pipe))
+    with trapped(2, timeout=30) as pipe:
+        if rank == 1:
+            pipe.model[rank][2].mode.update(where="forward", after=1, do=lambda: sys.exit(7))
+        try:
+            found["exit"] = raised(lambda: step(pipe))
+        except SystemExit as error:
+            found["exit"] = "WorkerDied", f"{error.code}", "NoneType", (None, None)
+    with trapped(2, timeout=1.0) as pipe:
+        step(pipe)
+        ranks._GRACE = 1.0
+        if rank == 1:
+            time.sleep(4)
+        found["late"] = raised(lambda: step(pipe))
+    return found, loss, gradients
+
+
+class Forked(nn.Module):
+    """Takes another way where its input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 50).any():
+            x = x * 0.01
+        x = self.first(x)
+        return self.third(self.second(x).relu())
+
+
+def forked(rank: int, plan: Any = None, **options: Any) -> Any:
+    """Ways that only the rank with the inputs knows; a plan that rank 0 makes; no weights at first.
+
+    Only rank 0 has inputs, and only rank 1 has targets.
+    """
+    asked: dict[str, Any] = {"num_microbatches": 2, "schedule": "1f1b", "cuts": ["second"]}
+    asked = {"plan": plan} if plan else asked
+    torch.manual_seed(8)
+    with ps.Pipeline(Forked(), (X,), **asked, **options) as pipe:
+        crew = pipe._runner.crew
+        args: Any = ((X,), (100 * X,), (X,)) if crew.has_inputs else ((), (), ())
+        rest = {"target": Y, "loss_fn": F.mse_loss} if crew.has_loss else {}
+        with pipe.recording() as timelines:
+            losses = [pipe.train_step(*inputs, **rest) for inputs in args]
+        first = losses, grads(pipe), [sorted(e.action for e in t.events) for t in timelines]
+        plan = pipe.plan.encode()
+    torch.manual_seed(8)
+    with ps.empty_weights():
+        model = Forked()
+    with ps.Pipeline(model, (X,), plan=pipe.plan, weights=ps.SeededWeights(3), **options) as pipe:
+        loss = step(pipe)
+        empty = sorted(n for n, p in pipe.named_parameters() if p.is_meta)
+        return first, plan, (loss, grads(pipe), dict(pipe.state_dict())), empty
+
+
+def grads(pipe: ps.Pipeline) -> dict[str, torch.Tensor]:
+    """The gradients that are here."""
+    return {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+
+
+def another_model(rank: int) -> Any:
+    """A model on rank 1 that is not that of rank 0."""
+    model = nn.Sequential(nn.Linear(6, 7 + rank), nn.ReLU(), nn.Linear(7 + rank, 6))
+    return raised(lambda: ps.Pipeline(model, (X,), num_microbatches=2, schedule="gpipe"))
+
+
+def killed(rank: int, victim: int) -> Any:
+    """One rank is killed in the midst of a step."""
+    pipe = trapped(3)
+    step(pipe)
+    if rank == victim:
+        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        pipe.model[rank][2].mode.update(where="backward", after=1, do=kill)
+    start = time.monotonic()
+    found = raised(lambda: step(pipe))
+    return found, time.monotonic() - start, raised(lambda: step(pipe))
+
+
+def first_killed(rank: int) -> Any:
+    """The one that gives the verdicts."""
+    return killed(rank, 0)
+
+
+def last_killed(rank: int) -> Any:
+    """The one with the loss."""
+    return killed(rank, 2)
+
+
+def left_early(rank: int) -> Any:
+    """One rank leaves the script, with an error of its own, and the others go on."""
+    pipe = trapped(3)
+    step(pipe)
+    if rank == 1:
+        raise SystemExit(3)
+    start = time.monotonic()
+    return raised(lambda: step(pipe)), time.monotonic() - start
+
+
+def patient_machines(rank: int) -> Any:
+    """The same, with a timeout that does not matter: it is noticed that nobody answers."""
+    return two_machines(rank, 100)
+
+
+def two_machines(rank: int, timeout: float = 4) -> Any:
+    """Steps of several sizes on three ranks; then steps until the network is gone."""
+    use_one_core(rank)
+    pipe = trapped(3, timeout=timeout)
+    losses = [
+        pipe.train_step(X[:rows], target=Y[:rows], loss_fn=F.mse_loss) for rows in (11, 11, 9, 6)
+    ]
+    with torch.no_grad():
+        losses.append(pipe(X))
+    found = losses, {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    sent = count_signals()
+    step(pipe)
+    step(pipe)
+    sent.clear()
+    step(pipe)
+    signals = list(sent)
+    Path(sys.argv[2], f"{rank}.ready").touch()
+    start, error = time.monotonic(), ("", "", "", None)
+    while not error[0] and time.monotonic() - start < 60:
+        start = time.monotonic()
+        error = raised(lambda: step(pipe))
+    return found, signals, pipe.links, error, time.monotonic() - start, os.getpid()
+
+
+def count_signals() -> list[tuple[bool, int, int]]:
+    """Of every signal of a link to another machine: whether it has a payload, and what it says."""
+    sent = []
+    send = Wire.send
+
+    def noted(wire: Wire, message: Message, *rest: Any) -> None:
+        if message.kind == SIGNAL and message.size:
+            sent.append((bool(message.payload), message.slot, message.size))
+        send(wire, message, *rest)
+
+    Wire.send = noted  # type: ignore[method-assign]
+    return sent

@@ -1,0 +1,221 @@
+"""The same script under torchrun: the bits of threads, and an error on every rank if one fails."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torchrun import scenarios
+from tests.torchrun.steps import EXACT, LARGER, Found, everything
+
+ROOT = Path(__file__).parent.parent.parent
+Launcher = subprocess.Popen[str]
+
+
+def environment() -> dict[str, str]:
+    """For the ranks, and for torchrun itself."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+
+def torchrun(scenario: str, directory: Path, seconds: float = 100) -> list[Any]:
+    """What each of two ranks has found that torchrun itself has started."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "tests/torchrun/script.py")]
+    process = subprocess.run(
+        [*command, scenario, str(directory)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return collected(directory, 2)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    """Starts ranks quickly."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.torchrun.launcher"],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(10)
+
+
+def started(launcher: Launcher, scenario: str, directory: Path, ranks: int = 2) -> list[Any]:
+    """What every rank has found; `None` for one that did not get there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launcher.stdin.write(f"{scenario} {directory} {ranks} {port}\n")  # type: ignore[union-attr]
+    launcher.stdin.flush()  # type: ignore[union-attr]
+    launcher.stdout.readline()  # type: ignore[union-attr]
+    return collected(directory, ranks)
+
+
+def collected(directory: Path, ranks: int) -> list[Any]:
+    """What the ranks have left."""
+    files = [directory / f"{rank}.pt" for rank in range(ranks)]
+    return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
+
+
+def assert_equal(name: str, mine: Any, theirs: Any) -> None:
+    """Bit for bit."""
+    if isinstance(theirs, dict):
+        assert mine.keys() == theirs.keys(), name
+        for key, value in theirs.items():
+            assert_equal(f"{name}, {key}", mine[key], value)
+    elif isinstance(theirs, (list, tuple)):
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert_equal(f"{name}, {k}", a, b)
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(mine, theirs), name
+    else:
+        assert mine == theirs, name
+
+
+@functools.cache
+def by_threads(exact: tuple[tuple[str, str], ...]) -> dict[str, Found]:
+    """The same by threads, once."""
+    return everything({"workers": "threads", "devices": ["cpu"] * 2}, list(exact))
+
+
+def assert_the_bits_of_threads(ranks: list[dict[str, Found]], exact: Any, link: str) -> None:
+    """Every rank has the same losses and states, and between them they have all gradients."""
+    for name, expected in by_threads(tuple(exact)).items():
+        gradients: dict[str, torch.Tensor] = {}
+        for rank, found in enumerate(ranks):
+            own = dict(found[name])
+            for key in ("gradients", "x"):
+                here = {k: v for k, v in own.pop(key, {}).items() if v is not None}
+                assert not here.keys() & gradients.keys(), f"{name}: {here.keys()} on both"
+                gradients |= here
+            for other in own.pop("links", ()):
+                assert other == link
+            rest = {k: v for k, v in expected.items() if k in own}
+            assert len(rest) >= 1
+            assert_equal(f"rank {rank}, {name}", own, rest)
+        assert_equal(name, gradients, expected["gradients"] | expected.get("x", {}))
+
+
+def test_the_bits_of_threads(tmp_path: Path) -> None:
+    assert_the_bits_of_threads(torchrun("same_bits", tmp_path), EXACT, "shared memory")
+
+
+def test_the_bits_of_threads_over_a_process_group(launcher: Launcher, tmp_path: Path) -> None:
+    found = started(launcher, "by_process_group", tmp_path)
+    assert_the_bits_of_threads(found, EXACT, "torch.distributed (gloo)")
+
+
+@pytest.mark.slow
+def test_the_bits_of_threads_with_larger_models(tmp_path: Path) -> None:
+    found = torchrun("same_bits_of_larger_models", tmp_path, seconds=600)
+    assert_the_bits_of_threads(found, LARGER, "shared memory")
+
+
+def test_failures(launcher: Launcher, tmp_path: Path) -> None:
+    """Each is the same error on both ranks, and the next step is clean."""
+    ranks = started(launcher, "failures", tmp_path)
+    (found, loss, mine), (again, same_loss, others) = ranks
+    for name in found.keys() - {"late", "exit"}:
+        assert found[name][0] == again[name][0], name
+        assert found[name][2:] == again[name][2:], name
+        texts = [f[name][1].split("In rank")[0].strip() for f in (found, again)]
+        assert texts[0] == texts[1] != "", name
+    for armed in (0, 1):
+        for where in ("forward", "backward"):
+            kind, text, cause, (stage, microbatch) = found[f"{where} {armed}"]
+            assert (kind, cause, stage, microbatch) == (
+                "WorkerError",
+                "ZeroDivisionError",
+                armed,
+                1,
+            )
+            assert where in text
+    assert "_ = 1 / 0" in found["forward 1"][1]  # the traceback comes along
+    assert found["loss"][:3:2] == ("WorkerError", "KeyError")
+    for name in ("batch", "target", "no inputs", "no loss", "mixed"):
+        assert found[name][0] == "InputError", found[name]
+    assert "float64" in found["batch"][1]
+    assert "the target has shape (3, 6)" in found["target"][1]
+    assert "rank 0" in found["no inputs"][1]
+    assert "this rank that needs the inputs" in found["no inputs"][1]
+    assert "loss_fn=None is not a function" in found["no loss"][1]
+    assert "rank 1 is in state_dict and rank 0 in train_step" in found["mixed"][1]
+    assert found["closed"][0] == "ClosedError"
+    assert "rank 1 (process" in found["exit"][1]
+    assert "which was ended by SystemExit during train_step" in found["exit"][1]
+    assert again["exit"][1] == "7"
+    assert found["late"][0] == "WorkerTimeout"
+    assert "No answer from rank 1 (process" in found["late"][1]
+    assert again["late"][0] in ("WorkerDied", "WorkerTimeout")
+
+    with scenarios.trapped(2, workers="threads", devices=["cpu"] * 2) as pipe:
+        expected = scenarios.step(pipe)
+    assert torch.equal(loss, expected)
+    assert torch.equal(same_loss, expected)
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal((mine | others)[name], parameter.grad), name
+
+
+@pytest.mark.parametrize(("scenario", "victim"), [("first_killed", 0), ("last_killed", 2)])
+def test_a_killed_rank(launcher: Launcher, tmp_path: Path, scenario: str, victim: int) -> None:
+    ranks = started(launcher, scenario, tmp_path, ranks=3)
+    assert ranks[victim] is None
+    for rank, found in enumerate(ranks):
+        if rank != victim:
+            (kind, text, _, _), seconds, after = found
+            assert kind == "WorkerDied"
+            assert f"rank {victim} (process" in text
+            assert "during train_step" in text
+            assert seconds < 5
+            assert after[0] == "ClosedError"
+
+
+def test_a_rank_that_leaves_early(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = started(launcher, "left_early", tmp_path, ranks=3)
+    for found in (ranks[0], ranks[2]):
+        (kind, text, _, _), seconds = found
+        assert kind == "WorkerDied"
+        assert "rank 1 (process" in text
+        assert seconds < 5
+
+
+def test_another_model_on_one_rank(launcher: Launcher, tmp_path: Path) -> None:
+    for kind, text, _, _ in started(launcher, "another_model", tmp_path):
+        assert kind == "PlanError"
+        assert "rank 1 has another model than rank 0" in text
+
+
+def test_ways_and_weights_that_only_some_ranks_have(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = started(launcher, "forked", tmp_path)
+    assert ranks[0][1] == ranks[1][1]  # the plan
+    plan = tmp_path / "plan.json"
+    plan.write_bytes(ranks[0][1])
+    first, _, second, _ = scenarios.forked(0, workers="threads", devices=["cpu"] * 2, plan=plan)
+    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for mine, _, seeded, empty in ranks:
+        assert_equal("losses", mine[0], first[0])
+        assert mine[2] == first[2]  # what has run, on all ranks
+        assert_equal("a seeded loss", seeded[0], second[0])
+        assert_equal("a state", seeded[2], second[2])
+        assert len(empty) in (2, 4)  # the others' parameters are nowhere but there
+        found[0].update(mine[1])
+        found[1].update(seeded[1])
+    assert_equal("gradients", found[0], first[1])
+    assert_equal("seeded gradients", found[1], second[1])

@@ -1,0 +1,215 @@
+"""Operations of several ranks, here threads: all get the same, whether it goes well or not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.errors import WorkerDied
+from penstock.links.local import Aborted
+from penstock.links.wire import Gone, Wire
+from penstock.workers import ranks as module
+from penstock.workers.ranks import Ranks
+
+
+class Company:
+    """Three ranks."""
+
+    def __init__(self, timeout: float = 5.0) -> None:
+        names = [f"rank {k} (a thread)" for k in range(3)]
+        pairs = {k: socket.socketpair() for k in (1, 2)}
+        star = {k: Wire(here) for k, (here, _) in pairs.items()}
+        self.ranks = [Ranks(0, names, star, timeout)]
+        self.ranks += [Ranks(k, names, {0: Wire(pairs[k][1])}, timeout) for k in (1, 2)]
+
+    def do(self, work: Callable[[Ranks], Any]) -> list[Any]:
+        """What each returns or raises."""
+        found: list[Any] = [None] * 3
+
+        def run(ranks: Ranks) -> None:
+            try:
+                found[ranks.rank] = work(ranks)
+            except BaseException as error:
+                found[ranks.rank] = error
+
+        threads = [threading.Thread(target=run, args=(ranks,)) for ranks in self.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return found
+
+
+@pytest.fixture
+def company(monkeypatch: pytest.MonkeyPatch) -> Iterator[Company]:
+    monkeypatch.setattr(module, "_GRACE", 0.4)
+    found = Company()
+    yield found
+    for ranks in found.ranks:
+        ranks.close()
+
+
+def settled(ranks: Ranks) -> Any:
+    with ranks.together("counting"):
+        return ranks.settle(ranks.rank)
+
+
+def test_everybody_has_what_all_found(company: Company) -> None:
+    assert company.do(settled) == [[0, 1, 2]] * 3
+    assert company.do(settled) == [[0, 1, 2]] * 3
+
+
+def test_tensors_arrive(company: Company) -> None:
+    def work(ranks: Ranks) -> Any:
+        with ranks.together("a sum"):
+            parts = ranks.settle({"x": torch.full((200_000,), float(ranks.rank)), "none": None})
+        return torch.stack([part["x"] for part in parts]).sum(0)
+
+    for found in company.do(work):
+        assert torch.equal(found, torch.full((200_000,), 3.0))
+
+
+@pytest.mark.parametrize("teller", [0, 1])
+def test_one_tells_the_others(company: Company, teller: int) -> None:
+    def work(ranks: Ranks) -> Any:
+        with ranks.together("a step"):
+            word = ranks.tell(teller, lambda: ("said by", ranks.rank))
+            ranks.settle(None)
+        return word
+
+    assert company.do(work) == [("said by", teller)] * 3
+
+
+@pytest.mark.parametrize("teller", [0, 2])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_is_raised_by_all(company: Company, teller: int, failing: int) -> None:
+    def work(ranks: Ranks) -> Any:
+        with ranks.together("a step"):
+            if ranks.rank == failing:
+                raise ps.InputError("of another kind")
+            ranks.tell(teller, lambda: 1)
+            return ranks.settle(None)
+
+    for found in company.do(work):
+        assert type(found) is ps.InputError
+        assert str(found) == "of another kind"
+    assert company.do(settled) == [[0, 1, 2]] * 3  # and they can go on
+
+
+def test_what_cannot_be_pickled_has_a_stand_in(company: Company) -> None:
+    class OddError(Exception):
+        def __init__(self) -> None:
+            super().__init__("odd")
+            self.lock = threading.Lock()
+
+    def work(ranks: Ranks) -> Any:
+        with ranks.together("a step"):
+            if ranks.rank == 2:
+                raise OddError
+            return ranks.settle(None)
+
+    one, other, origin = company.do(work)
+    assert type(origin) is OddError
+    assert "OddError: odd" in str(one)
+    assert "OddError: odd" in str(other)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_link_that_only_its_end_sees_break(company: Company, who: int) -> None:
+    """The link's own exception never gets out."""
+
+    def work(ranks: Ranks) -> Any:
+        with ranks.together("a step"):
+            if ranks.rank == who:
+                raise Gone("the link to rank 2 broke")
+            return ranks.settle(None)
+
+    for found in company.do(work):
+        assert type(found) is WorkerDied
+        assert f"rank {who} (a thread), which lost its connection" in str(found)
+        assert "the link to rank 2 broke" in str(found)
+    assert all(type(found) is ps.ClosedError for found in company.do(settled))
+
+
+def test_a_link_that_breaks_where_rank_0_is_silent(company: Company) -> None:
+    """Neither then."""
+
+    def work(ranks: Ranks) -> Any:
+        ranks.timeout = 0.2
+        if ranks.rank == 0:
+            return time.sleep(2)
+        with ranks.together("a step"):
+            raise Aborted
+
+    for found in company.do(work)[1:]:
+        assert type(found) is ps.WorkerTimeout
+        assert "No answer from rank 0 (a thread)" in str(found)
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_one_does_not_come(company: Company, silent: int) -> None:
+    def work(ranks: Ranks) -> Any:
+        ranks.timeout = 0.2
+        return time.sleep(2) if ranks.rank == silent else settled(ranks)
+
+    for rank, found in enumerate(company.do(work)):
+        if rank != silent:
+            assert type(found) is ps.WorkerTimeout
+            assert f"rank {silent} (a thread)" in str(found)
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_one_leaves(company: Company, leaving: int) -> None:
+    def work(ranks: Ranks) -> Any:
+        return ranks.close() if ranks.rank == leaving else settled(ranks)
+
+    found = company.do(work)
+    for rank in {0, 1, 2} - {leaving}:
+        assert type(found[rank]) is WorkerDied
+        assert f"rank {leaving} (a thread), which closed its pipeline" in str(found[rank])
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_ctrl_c_on_one_is_an_error_on_the_others(company: Company, who: int) -> None:
+    def work(ranks: Ranks) -> Any:
+        with ranks.together("a step"):
+            if ranks.rank == who:
+                raise KeyboardInterrupt
+            return ranks.settle(None)
+
+    found = company.do(work)
+    assert type(found.pop(who)) is KeyboardInterrupt
+    for error in found:
+        assert type(error) is WorkerDied
+        assert "was ended by KeyboardInterrupt" in str(error)
+
+
+def test_different_operations(company: Company) -> None:
+    def work(ranks: Ranks) -> Any:
+        with ranks.together("state_dict" if ranks.rank == 1 else "train_step"):
+            ranks.tell(0, lambda: 1)
+            return ranks.settle(None)
+
+    for found in company.do(work):
+        assert type(found) is ps.InputError
+        assert {"rank 1", "rank 0", "state_dict", "train_step"} <= set(_words(str(found)))
+    assert company.do(settled) == [[0, 1, 2]] * 3
+
+
+def _words(text: str) -> list[str]:
+    return [w for w in ("rank 0", "rank 1", "rank 2", "state_dict", "train_step") if w in text]
+
+
+def test_an_operation_within_another_is_a_part_of_it(company: Company) -> None:
+    def work(ranks: Ranks) -> Any:
+        with ranks.together("outer"), ranks.together("inner"):
+            return ranks.settle(ranks.number)
+
+    assert company.do(work) == [[1, 1, 1]] * 3
