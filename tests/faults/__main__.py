@@ -19,6 +19,9 @@ from pathlib import Path
 from tests.faults.kinds import KINDS
 from tests.faults.outside import Outcome, adopt_orphans, run
 
+for _name in ("workers", "drivers"):
+    importlib.import_module(f"tests.faults.{_name}")  # notes its kinds
+
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """A table of the kinds."""
@@ -61,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=len(KINDS))
     parser.add_argument("--seed", type=int, default=0, help="of the first run of each kind")
-    parser.add_argument("--only", action="append", choices=list(KINDS))
+    parser.add_argument("--only", action="append", choices=list(KINDS), metavar="KIND")
     parser.add_argument("--output", type=Path, help="a file for the table")
     parser.add_argument("--json", action="store_true", help="a line for each run")
     options = parser.parse_args()
