@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from tests.faults import traps
 from tests.faults.traps import Loss, Touchy, Trap, build
 from tests.models import uniform_plan
 
@@ -88,6 +89,7 @@ class Session:
     """
 
     def __init__(self, rng: random.Random, tell: Callable[..., None]) -> None:
+        traps.driver = os.getpid()
         torch.set_num_threads(1)
         torch.manual_seed(rng.randrange(1000))
         self.rng = rng
@@ -95,6 +97,7 @@ class Session:
         self.problems: list[str] = []
         self.loss: Any = Loss()
         self._files = open_files()
+        self._later: threading.Thread | None = None
 
     # -- the script -----------------------------------------------------------------------
 
@@ -270,6 +273,8 @@ class Session:
 
     def nothing_is_left_of_processes(self) -> None:
         """Not even a zombie."""
+        if self._later is not None:
+            self._later.join()
         while gc.collect():  # what autograd's graph refers to goes with the next one
             pass
         if found := children():
@@ -292,7 +297,8 @@ class Session:
             self.moment = time.monotonic()
             what()
 
-        threading.Thread(target=wait, daemon=True).start()
+        self._later = threading.Thread(target=wait)  # no daemon: they do not survive an exit
+        self._later.start()
 
 
 def said(error: BaseException) -> str:

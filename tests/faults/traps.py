@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 FORWARD, BACKWARD = range(2)
+driver: int | None = None  # the process in which no trap springs: it may look at a forward, too
 
 for _name in ("zero_grad", "add_param_group", "load_state_dict", "state_dict"):
     _plain = getattr(torch.optim.Optimizer, _name).__wrapped__
@@ -137,7 +138,7 @@ class _Spring(torch.autograd.Function):
 
 def _spring(spec: torch.Tensor, where: int, number: int) -> None:
     code, wanted, microbatch, generation = spec.tolist()
-    if not code or where != wanted:
+    if not code or where != wanted or os.getpid() == driver:
         return
     counts = _COUNTS.setdefault(number, [0, 0])
     if counts[0] != generation:
