@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,8 @@ class AddWay:
             way, modules = site.inbox.unpack(self.way)
         site.modules += modules
         site.assemblies[way.training].add(way)
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not look at it every time
 
 
 def take(site: Site, packages: Sequence[Package]) -> None:

@@ -126,7 +126,8 @@ class Site:
             for parameter, wanted in zip(parameters, gradients.requires_grad, strict=True):
                 parameter.requires_grad_(wanted)
         for parameter in parameters:
-            parameter.grad = None
+            if parameter.grad is not None:
+                parameter.grad = None
         for k in gradients.present:
             parameters[k].grad = slots[k]
 
@@ -136,21 +137,20 @@ class Site:
         Raises:
             InputError: one is sparse.
         """
-        present = []
-        for k, (parameter, slot) in enumerate(
-            zip(self._parameters(), self.slots.get(self._slot, []), strict=True)
-        ):
-            if parameter.grad is None:
-                continue
-            if parameter.grad is not slot:
-                if parameter.grad.layout is not torch.strided:
-                    raise InputError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, "
-                        'which only workers="threads" can have; use sparse=False'
-                    )
-                slot.copy_(parameter.grad)
-                parameter.grad = slot
-            present.append(k)
+        parameters, slots = self._parameters(), self.slots.get(self._slot, [])
+        present = [k for k, parameter in enumerate(parameters) if parameter.grad is not None]
+        new = [k for k in present if parameters[k].grad is not slots[k]]
+        gradients: list[torch.Tensor] = [parameters[k].grad for k in new]  # type: ignore[misc]
+        for k, gradient in zip(new, gradients, strict=True):
+            if gradient.layout is not torch.strided:
+                raise InputError(
+                    f"a parameter of shape {tuple(parameters[k].shape)} has a sparse gradient, "
+                    'which only workers="threads" can have; use sparse=False'
+                )
+        if new:
+            torch._foreach_copy_([slots[k] for k in new], gradients)
+        for k in new:
+            parameters[k].grad = slots[k]
         return present
 
     def clear(self) -> None:
