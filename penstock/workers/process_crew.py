@@ -79,7 +79,7 @@ class ProcessCrew(Driven):
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
         try:
-            self._build(Modes.here(threads, allocator_kept))
+            self._build(Modes.here(threads, count, allocator_kept))
         except BaseException:
             self.close()
             raise

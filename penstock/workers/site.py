@@ -17,7 +17,7 @@ from penstock.links.local import Aborted, LocalLink
 from penstock.links.parcel import Inbox, pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Receiver, Sender
-from penstock.links.wire import Wire, spin
+from penstock.links.wire import SPIN, Wire, spin
 from penstock.workers.assembly import Assembly, Position
 from penstock.workers.child import ABORT, GRANT, JOB
 from penstock.workers.shared_model import Gradients
@@ -36,6 +36,7 @@ class Site:
     Attributes:
         worker: its number.
         position: where it says what it is doing.
+        patience: seconds of looking again and again before it sleeps.
         assemblies: its stages, by mode.
         tensors: parameters and buffers that it shares with the driver, by number.
         links: its ends of them, by the stage before.
@@ -48,6 +49,7 @@ class Site:
     def __init__(self, worker: int, wire: Wire, position: Position) -> None:
         self.worker = worker
         self.position = position
+        self.patience = SPIN
         self._round, self._given_up = 0, -1
         self._control = wire
         self._orders = Receiver(wire, self.round, CPU)
@@ -184,7 +186,7 @@ class Site:
     def _wait(self, poller: select.poll, fd: int) -> None:
         """Wait until there is something at `fd`, and listen to the driver meanwhile."""
         while True:
-            ready = {fd for fd, _ in spin(poller, None)}
+            ready = {fd for fd, _ in spin(poller, None, self.patience)}
             if self._control.fileno() in ready:
                 self._hear()
                 if self._round <= self._given_up:
