@@ -16,7 +16,8 @@ _HEADER = struct.Struct("<qqqqqq")
 _AT_ONCE = 1 << 20  # bytes that are read at once; a buffer of that size is made each time
 _FD = struct.Struct("i")
 _FD_SPACE = socket.CMSG_SPACE(_FD.size)
-_SPIN = 50e-6  # seconds of looking again and again before a thread is put to sleep
+SPIN = 50e-6
+"""Seconds of looking again and again before a thread is put to sleep."""
 
 
 class Gone(Aborted):
@@ -169,9 +170,15 @@ class Wire:
         return bytes(found)
 
 
-def spin(poller: select.poll, timeout: float | None) -> list[tuple[int, int]]:
-    """What is ready, looked for without sleep at first; nothing after `timeout` seconds."""
-    stop = time.perf_counter() + _SPIN
+def spin(
+    poller: select.poll, timeout: float | None, seconds: float = SPIN
+) -> list[tuple[int, int]]:
+    """What is ready; nothing after `timeout` seconds.
+
+    It is looked for without sleep for some `seconds`, since to be woken up takes as long as many
+    waits. Where there are more workers than cores that would keep others from working.
+    """
+    stop = time.perf_counter() + seconds
     while time.perf_counter() < stop:
         if ready := poller.poll(0):
             return ready

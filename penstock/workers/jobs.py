@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from penstock.engine.allocator import keep_freed_memory
 from penstock.engine.orders import Order, Outcome
 from penstock.links.local import LocalLink
 from penstock.links.shared_memory import Sink, Source
-from penstock.links.wire import Wire
+from penstock.links.wire import SPIN, Wire
 from penstock.plan import Plan
 from penstock.workers.assembly import STARTING, UPDATING, Assembly
 from penstock.workers.optimizing import use_settings
@@ -31,6 +33,7 @@ class Modes:
 
     Attributes:
         threads: intra-op threads.
+        crowded: whether there are more workers than cores.
         keep_freed_memory: see `penstock.engine.allocator`.
         dtype: the default.
         precision: of float32 matrix products.
@@ -41,6 +44,7 @@ class Modes:
     position: ClassVar[int] = STARTING
 
     threads: int
+    crowded: bool
     keep_freed_memory: bool
     dtype: torch.dtype
     precision: str
@@ -48,14 +52,15 @@ class Modes:
     mkldnn: bool
 
     @classmethod
-    def here(cls, threads: int, keep_freed_memory: bool) -> Modes:
-        """Those of this process."""
+    def here(cls, threads: int, workers: int, keep_freed_memory: bool) -> Modes:
+        """Those of this process, for so many workers."""
         deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
         return cls(
             threads,
+            workers > len(os.sched_getaffinity(0)),
             keep_freed_memory,
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
@@ -66,6 +71,7 @@ class Modes:
     def __call__(self, site: Site) -> None:
         """Have them here, too."""
         use_threads(self.threads)
+        site.patience = 0.0 if self.crowded else SPIN
         if self.keep_freed_memory:
             keep_freed_memory()
         torch.set_default_dtype(self.dtype)
@@ -127,6 +133,8 @@ class AddWay:
             way, modules = site.inbox.unpack(self.way)
         site.modules += modules
         site.assemblies[way.training].add(way)
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not look at it every time
 
 
 def take(site: Site, packages: Sequence[Package]) -> None:

@@ -79,7 +79,7 @@ class ProcessCrew(Driven):
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
         try:
-            self._build(Modes.here(threads, allocator_kept))
+            self._build(Modes.here(threads, count, allocator_kept))
         except BaseException:
             self.close()
             raise
@@ -219,9 +219,12 @@ class ProcessCrew(Driven):
     def finish(self, ticket: tuple[Order, Round]) -> Outcome:
         """Wait for a pass."""
         order, current = ticket
+        backward = order.what in ("train", "backward")
         try:
+            for worker in range(self._count if backward else 0):
+                self._shared.during(worker)
             parts = self._workers.finish(current, self._timeout)
-            if order.what in ("train", "backward"):
+            if backward:
                 for worker, (_, present) in enumerate(parts):
                     self._shared.after(worker, present)
             outcome = Outcome.of([outcome for outcome, _ in parts])

@@ -90,9 +90,20 @@ class _Part:
     size: int = 0  # of all gradients
     slots: Slots = field(default_factory=Slots)
     slot: int = -1
-    lent: list[torch.Tensor] = field(default_factory=list)  # the gradients in that slot
+    memory: torch.UntypedStorage | None = None  # of that slot
     requires_grad: tuple[bool, ...] = ()
     addresses: list[int] = field(default_factory=list)  # of the tensors
+    _gradients: list[torch.Tensor] = field(default_factory=list)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of all parameters, in the slot."""
+        if not self._gradients and self.memory is not None:
+            self._gradients = [place.of(self.memory) for place in self.places]
+        return self._gradients
+
+    def let_go(self) -> None:
+        """Of the slot."""
+        self._gradients, self.memory = [], None
 
 
 class SharedModel:
@@ -137,7 +148,8 @@ class SharedModel:
             self._owners[id(tensor)] = worker, number
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
         part.places, part.size = _consecutive(part.parameters)
-        part.slot, part.lent, part.slots = -1, [], Slots()
+        part.let_go()
+        part.slot, part.slots = -1, Slots()
         return Package(self._grants[worker](segment.fd), size, shared)
 
     def _check(self, tensor: torch.Tensor, worker: int) -> None:
@@ -177,15 +189,15 @@ class SharedModel:
         present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
         news = None
         if not present or part.slot < 0:
-            part.lent = []  # nobody else may refer to them now, or they keep their memory
+            part.let_go()  # whoever else refers to them now keeps their memory
             if part.size:
                 part.slot, segment, is_new = part.slots.lend(part.size)
-                memory = segment.borrow().untyped_storage()
-                part.lent = [place.of(memory) for place in part.places]
+                part.memory = segment.borrow().untyped_storage()
                 if is_new:
                     news = self._grants[worker](segment.fd), segment.size, part.places
+        slots = part.gradients() if present else []
         for k in present:
-            gradient, slot = part.parameters[k].grad, part.lent[k]
+            gradient, slot = part.parameters[k].grad, slots[k]
             if gradient is not slot and gradient is not None:
                 slot.copy_(gradient)
                 part.parameters[k].grad = slot
@@ -197,13 +209,19 @@ class SharedModel:
     def doubt(self) -> None:
         """Take it that the workers know nothing of gradients: what they were told may be lost."""
         for part in self._parts:
-            part.slot, part.lent, part.slots, part.requires_grad = -1, [], Slots(), ()
+            part.let_go()
+            part.slot, part.slots, part.requires_grad = -1, Slots(), ()
+
+    def during(self, worker: int) -> None:
+        """Make what `after` needs, while the pass runs."""
+        self._parts[worker].gradients()
 
     def after(self, worker: int, present: Sequence[int]) -> None:
         """Let the parameters have the gradients that the pass has left."""
         part = self._parts[worker]
+        slots = part.gradients()
         for k in present:
-            part.parameters[k].grad = part.lent[k]
+            part.parameters[k].grad = slots[k]
 
 
 def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[Place], int]:

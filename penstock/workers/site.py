@@ -17,7 +17,7 @@ from penstock.links.local import Aborted, LocalLink
 from penstock.links.parcel import Inbox, pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Receiver, Sender
-from penstock.links.wire import Wire, spin
+from penstock.links.wire import SPIN, Wire, spin
 from penstock.workers.assembly import Assembly, Position
 from penstock.workers.child import ABORT, GRANT, JOB
 from penstock.workers.shared_model import Gradients
@@ -36,6 +36,7 @@ class Site:
     Attributes:
         worker: its number.
         position: where it says what it is doing.
+        patience: seconds of looking again and again before it sleeps.
         assemblies: its stages, by mode.
         tensors: parameters and buffers that it shares with the driver, by number.
         links: its ends of them, by the stage before.
@@ -48,6 +49,7 @@ class Site:
     def __init__(self, worker: int, wire: Wire, position: Position) -> None:
         self.worker = worker
         self.position = position
+        self.patience = SPIN
         self._round, self._given_up = 0, -1
         self._control = wire
         self._orders = Receiver(wire, self.round, CPU)
@@ -126,7 +128,8 @@ class Site:
             for parameter, wanted in zip(parameters, gradients.requires_grad, strict=True):
                 parameter.requires_grad_(wanted)
         for parameter in parameters:
-            parameter.grad = None
+            if parameter.grad is not None:
+                parameter.grad = None
         for k in gradients.present:
             parameters[k].grad = slots[k]
 
@@ -136,21 +139,20 @@ class Site:
         Raises:
             InputError: one is sparse.
         """
-        present = []
-        for k, (parameter, slot) in enumerate(
-            zip(self._parameters(), self.slots.get(self._slot, []), strict=True)
-        ):
-            if parameter.grad is None:
-                continue
-            if parameter.grad is not slot:
-                if parameter.grad.layout is not torch.strided:
-                    raise InputError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, "
-                        'which only workers="threads" can have; use sparse=False'
-                    )
-                slot.copy_(parameter.grad)
-                parameter.grad = slot
-            present.append(k)
+        parameters, slots = self._parameters(), self.slots.get(self._slot, [])
+        present = [k for k, parameter in enumerate(parameters) if parameter.grad is not None]
+        new = [k for k in present if parameters[k].grad is not slots[k]]
+        gradients: list[torch.Tensor] = [parameters[k].grad for k in new]  # type: ignore[misc]
+        for k, gradient in zip(new, gradients, strict=True):
+            if gradient.layout is not torch.strided:
+                raise InputError(
+                    f"a parameter of shape {tuple(parameters[k].shape)} has a sparse gradient, "
+                    'which only workers="threads" can have; use sparse=False'
+                )
+        if new:
+            torch._foreach_copy_([slots[k] for k in new], gradients)
+        for k in new:
+            parameters[k].grad = slots[k]
         return present
 
     def clear(self) -> None:
@@ -184,7 +186,7 @@ class Site:
     def _wait(self, poller: select.poll, fd: int) -> None:
         """Wait until there is something at `fd`, and listen to the driver meanwhile."""
         while True:
-            ready = {fd for fd, _ in spin(poller, None)}
+            ready = {fd for fd, _ in spin(poller, None, self.patience)}
             if self._control.fileno() in ready:
                 self._hear()
                 if self._round <= self._given_up:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from penstock.engine.batch import Batch
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError
+from penstock.errors import InputError, WorkerError
 from penstock.links.local import LocalLink
 from penstock.links.process_group import Line
 from penstock.links.shared_memory import Receiver, Sender, Sink, Source
@@ -186,8 +186,13 @@ class TorchrunCrew:
         for line in self._lines:
             line.expect(kinds)
         part = order.part(self.has_inputs, self.has_loss)
-        with self._at_work():
-            return self._assemblies[order.training].run(self._me, part, self._position)
+        try:
+            with self._at_work():
+                return self._assemblies[order.training].run(self._me, part, self._position)
+        except WorkerError as error:
+            if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
+                raise error.__cause__ from None  # in the script's own thread these end the rank
+            raise
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
