@@ -134,10 +134,15 @@ def backward_into_inputs(
     slices: Sequence[Sequence[Any]], gradients: Mapping[int, Gradients]
 ) -> None:
     """Pass what the first stage's values got on to inputs that require a gradient."""
-    for microbatch in sorted(gradients):
+    order = sorted(gradients)
+    for microbatch in order:
         pairs = [
             (value, gradient)
             for value, gradient in zip(slices[microbatch], gradients[microbatch], strict=True)
             if gradient is not None
         ]
-        torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+        torch.autograd.backward(
+            [v for v, _ in pairs],
+            [g for _, g in pairs],
+            retain_graph=microbatch != order[-1],  # they may come from one graph
+        )

@@ -100,7 +100,7 @@ class Loss:
         weights: Sequence[float],
     ) -> None:
         self.function = function
-        self._targets = targets
+        self.targets = targets
         self.weights = weights
 
     def of(
@@ -113,7 +113,7 @@ class Loss:
         """
         try:
             output = assemble(microbatch, results)
-            loss = self.function(output, *self._targets[microbatch])
+            loss = self.function(output, *self.targets[microbatch])
             _check_scalar(loss)
         except BaseException as error:  # a sys.exit() as well
             raise LossFailed from error

@@ -32,13 +32,18 @@ class Segment:
         size: bytes of the content.
         base: the content, as bytes.
         fd: to be sent to another process.
+        close: closes it, when no other process needs it any more; the memory stays.
     """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = size
         self.fd = _anonymous(_HEADER + size) if fd is None else fd
-        weakref.finalize(self, os.close, self.fd).atexit = False
+        self.close = weakref.finalize(self, os.close, self.fd)
+        self.close.atexit = False
         self._whole = memoryview(mmap.mmap(self.fd, _HEADER + size))
+        if fd is not None:
+            self.close()  # the mapping has one of its own
+        self._process = os.getpid()
         self.base = torch.frombuffer(self._whole[_HEADER:], dtype=torch.uint8)
         self._lease: Any = None
 
@@ -62,7 +67,8 @@ class Segment:
         self._whole[0] = 0
 
     def _free(self, _: object) -> None:
-        self.free()
+        if os.getpid() == self._process:  # and not a fork of it
+            self.free()
 
     def tensors(self, places: Sequence[Place]) -> list[torch.Tensor]:
         """Tensors in the content, each with a storage of its own."""
@@ -124,6 +130,13 @@ class Target(NamedTuple):
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy a tensor there; gradients are off."""
         self.memory.copy_(tensor if self.part is None else tensor[self.part])
+
+
+@torch.no_grad()
+def fill(memory: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor to memory of the same shape and stride; what is repeated there only once."""
+    once = tuple(slice(1) if s == 0 else slice(None) for s in memory.stride())
+    memory[once].copy_(tensor[once])
 
 
 def place_of(tensor: torch.Tensor, start: int) -> Place:

@@ -125,6 +125,8 @@ class Sender:
         message = Message(self._round(), kind, slot, known.number, payload, fd, capacity)
         self._wire.send(message, timeout)
         self._told.add(known.number)  # only now: what was not sent is not known there
+        if segment is not None:
+            segment.close()  # of its file descriptor
         self._sent.add(slot)
 
     def _learn(self, signature: tuple[Any, ...], values: Sequence[Any]) -> _Known:

@@ -132,6 +132,7 @@ class AddWay:
         with loading():
             way, modules = site.inbox.unpack(self.way)
         site.modules += modules
+        site.watch(modules)
         site.assemblies[way.training].add(way)
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not look at it every time
@@ -179,6 +180,8 @@ class RunPass:
             assembly.clear()
             site.clear()
             raise
+        if self.order.what != "forward":  # whose graph may still need what there was before
+            site.put_buffers_back()
         backward = self.order.what in ("train", "backward")
         return outcome, site.end() if backward else []
 
@@ -235,11 +238,11 @@ class FetchState:
 
     number: int
 
-    def __call__(self, site: Site) -> dict[int, Any]:
-        """Give it."""
-        numbers = {id(tensor): number for number, tensor in site.tensors.items()}
+    def __call__(self, site: Site) -> dict[Any, Any]:
+        """Give it, and under other keys what is no parameter's."""
+        numbers: dict[int, Any] = {id(tensor): number for number, tensor in site.tensors.items()}
         state = site.optimizers[self.number].state
-        return {numbers[id(parameter)]: value for parameter, value in state.items()}
+        return {numbers.get(id(key), key): value for key, value in state.items()}
 
 
 @dataclass(frozen=True)

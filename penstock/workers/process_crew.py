@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,10 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.capture.trees import flatten
 from penstock.engine.backup import Backup
+from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError
-from penstock.links.parcel import Outbox
+from penstock.errors import InputError, PenstockError
+from penstock.links.parcel import Outbox, pack
 from penstock.plan import Plan
 from penstock.workers.crew import Driven
 from penstock.workers.jobs import (
@@ -78,6 +82,7 @@ class ProcessCrew(Driven):
         self._backups: dict[int, list[Backup]] = {}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
+        self._parts: weakref.WeakSet[_RemoteParts] = weakref.WeakSet()
         try:
             self._build(Modes.here(threads, count, allocator_kept))
         except BaseException:
@@ -186,7 +191,7 @@ class ProcessCrew(Driven):
     def start(self, order: Order) -> tuple[Order, Round]:
         """Tell all workers to run a pass."""
         if order.loss is not None:
-            _check_loss(order.loss.function)
+            _check_loss(order.loss)
         backward = order.what in ("train", "backward")
         workers = range(self._count)
         try:
@@ -273,7 +278,9 @@ class ProcessCrew(Driven):
         except BaseException as error:  # as above
             self._workers.close(f"{type(error).__name__} came as an optimizer was being divided")
             raise
-        return _RemoteParts(number, owners, self._shared, self._run)
+        parts = _RemoteParts(number, owners, self._shared, self._run)
+        self._parts.add(parts)
+        return parts
 
     def _run(self, jobs: Sequence[Job], whole: bool = False) -> list[Any]:
         try:
@@ -284,6 +291,9 @@ class ProcessCrew(Driven):
 
     def close(self) -> None:
         """Dismiss the workers, and wait until they are gone."""
+        with suppress(PenstockError):  # if they are gone already, so is what they remember
+            for parts in self._parts:
+                parts.keep()
         self._workers.close()
 
 
@@ -301,6 +311,13 @@ class _RemoteParts:
         self._owners = owners
         self._shared = shared
         self._run = run
+        self._kept: State | None = None
+
+    def keep(self) -> None:
+        """Have here what the parts remember, as the workers are about to go."""
+        kept: State = {}
+        self.fetch(kept)
+        self._kept = kept
 
     def step(self, groups: Groups, state: State) -> None:
         """Update every parameter."""
@@ -309,13 +326,14 @@ class _RemoteParts:
 
     def fetch(self, state: State) -> None:
         """Bring what the parts remember here."""
-        state.clear()
+        if self._kept is not None:
+            state.update(self._kept)
+            return
         parts = self._run([FetchState(self._number)] * len(self._owners))
+        state.clear()
         for worker, (owned, found) in enumerate(zip(self._owners, parts, strict=True)):
-            for parameter in owned:
-                number = self._shared.number(worker, parameter)
-                if number in found:
-                    state[parameter] = found[number]
+            numbers = {self._shared.number(worker, parameter): parameter for parameter in owned}
+            state.update({numbers.get(key, key): value for key, value in found.items()})
 
     def load(self, state: State) -> None:
         """Let the parts remember what is in `state`."""
@@ -336,15 +354,28 @@ def _modules(stages: Any) -> list[nn.Module]:
     return list(found.values())
 
 
-def _check_loss(function: Any) -> None:
-    """Raise if the loss has parameters, which a worker process would have a copy of.
+def _check_loss(loss: Loss) -> None:
+    """Raise if a gradient would be left in a worker's process.
 
     Raises:
-        InputError: it has.
+        InputError: the loss or a target has tensors that ask for one.
     """
-    if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
+    try:
+        _, tensors = pack(loss.function)
+    except Exception as error:
         raise InputError(
-            f"the loss function {type(function).__name__} has parameters of its own, whose "
-            "gradients would be left in a worker's process. Make it a part of the model, or use "
+            f"the loss function cannot be sent to the last worker's process: "
+            f'{type(error).__name__}: {error}. Use workers="threads"'
+        ) from error
+    if any(tensor.requires_grad for tensor in tensors):
+        raise InputError(
+            "the loss function uses parameters, or other tensors that require a gradient, which "
+            "would be left in a worker's process. Make it a part of the model, or use "
             'workers="threads"'
+        )
+    targets = flatten(loss.targets)[0]
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in targets):
+        raise InputError(
+            "the target requires a gradient, which would be left in a worker's process; give "
+            'target.detach(), or use workers="threads"'
         )

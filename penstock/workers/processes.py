@@ -46,7 +46,9 @@ class _Process:
         self.dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         with there:
             fds = (there.fileno(), lifeline, board.fd, self.dump.fileno())
-            command = COMMAND.format(path=sys.path, arguments=(worker, workers, *fds))
+            command = COMMAND.format(
+                path=[str(entry) for entry in sys.path], arguments=(worker, workers, *fds)
+            )
             # In a group of its own, a Ctrl-C of the terminal does not reach it, and what it
             # starts can be ended with it.
             self.popen = subprocess.Popen(

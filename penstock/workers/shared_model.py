@@ -8,6 +8,7 @@ wants them at the end of each pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.links.segment import Place, Segment, place_of
+from penstock.links.segment import Place, Segment, fill, place_of
 from penstock.links.shared_memory import Slots
+
+_OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
 
 Grant = Callable[[int], int]
 """Sends a worker a file descriptor; returns the number under which it has it."""
@@ -93,6 +96,7 @@ class _Part:
     memory: torch.UntypedStorage | None = None  # of that slot
     requires_grad: tuple[bool, ...] = ()
     addresses: list[int] = field(default_factory=list)  # of the tensors
+    hooks: list[Any] = field(default_factory=list)  # that they had
     _gradients: list[torch.Tensor] = field(default_factory=list)
 
     def gradients(self) -> list[torch.Tensor]:
@@ -100,6 +104,11 @@ class _Part:
         if not self._gradients and self.memory is not None:
             self._gradients = [place.of(self.memory) for place in self.places]
         return self._gradients
+
+    def is_kept(self, present: Sequence[int]) -> bool:
+        """Whether the user has cleared a gradient, and keeps it: it must stay as it is."""
+        cleared = set(range(len(self._gradients))).difference(present)
+        return any(sys.getrefcount(self._gradients[k]) > _OWN for k in cleared)
 
     def let_go(self) -> None:
         """Of the slot."""
@@ -130,7 +139,8 @@ class SharedModel:
             InputError: another worker has one, or one is not on the CPU.
         """
         part = self._parts[worker]
-        new = [t for t in tensors if self._owners.get(id(t), (-1, 0))[0] != worker]
+        known = (t for t in tensors if self._owners.get(id(t), (-1, 0))[0] != worker)
+        new = list({id(tensor): tensor for tensor in known}.values())
         if not new:
             return None
         for tensor in new:
@@ -139,18 +149,21 @@ class SharedModel:
         segment = Segment(size)
         shared = []
         for tensor, place, memory in zip(new, places, segment.tensors(places), strict=True):
-            memory.copy_(tensor.detach())
+            fill(memory, tensor)
             number = len(part.tensors)
             shared.append(_described(number, tensor, place))
             tensor.data = memory
             part.tensors.append(tensor)
             part.addresses.append(memory.data_ptr())
+            part.hooks.append(_hooks_of(tensor))
             self._owners[id(tensor)] = worker, number
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
         part.places, part.size = _consecutive(part.parameters)
         part.let_go()
         part.slot, part.slots = -1, Slots()
-        return Package(self._grants[worker](segment.fd), size, shared)
+        grant = self._grants[worker](segment.fd)
+        segment.close()
+        return Package(grant, size, shared)
 
     def _check(self, tensor: torch.Tensor, worker: int) -> None:
         if id(tensor) in self._owners:
@@ -169,9 +182,15 @@ class SharedModel:
         """Notice what the user has replaced, and not only changed.
 
         Raises:
-            InputError: a tensor has other memory, where the worker does not see it.
+            InputError: a tensor has other memory, or other hooks, which the worker does not see.
         """
         part = self._parts[worker]
+        if [_hooks_of(tensor) for tensor in part.tensors] != part.hooks:
+            raise InputError(
+                "hooks of a parameter were registered or removed after the pipeline was built, "
+                "which its worker process does not see; register them before, or use "
+                'workers="threads"'
+            )
         if [tensor.data_ptr() for tensor in part.tensors] == part.addresses:
             return
         for tensor, address in zip(part.tensors, part.addresses, strict=True):
@@ -188,19 +207,20 @@ class SharedModel:
         part = self._parts[worker]
         present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
         news = None
-        if not present or part.slot < 0:
+        if not present or part.slot < 0 or part.is_kept(present):
             part.let_go()  # whoever else refers to them now keeps their memory
             if part.size:
                 part.slot, segment, is_new = part.slots.lend(part.size)
                 part.memory = segment.borrow().untyped_storage()
                 if is_new:
                     news = self._grants[worker](segment.fd), segment.size, part.places
+                    segment.close()
         slots = part.gradients() if present else []
-        for k in present:
-            gradient, slot = part.parameters[k].grad, slots[k]
-            if gradient is not slot and gradient is not None:
-                slot.copy_(gradient)
-                part.parameters[k].grad = slot
+        others = [k for k in present if part.parameters[k].grad is not slots[k]]
+        given = [part.parameters[k].grad for k in others]
+        copies = [g.detach().clone() for g in given if g is not None]  # they may be in other slots
+        for k, gradient in zip(others, copies, strict=True):
+            part.parameters[k].grad = slots[k].copy_(gradient)
         requires_grad = tuple(p.requires_grad for p in part.parameters)
         changed = requires_grad != part.requires_grad
         part.requires_grad = requires_grad
@@ -232,6 +252,12 @@ def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[Place], int]:
         size = place.end
         places.append(place)
     return places, size
+
+
+def _hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which hooks of its gradient a tensor has."""
+    seen, added = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return tuple(seen or ()), tuple(added or ())
 
 
 def _described(number: int, tensor: torch.Tensor, place: Place) -> Shared:

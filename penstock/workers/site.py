@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,7 @@ class Site:
         self.optimizers: dict[int, Optimizer] = {}
         self.inbox = Inbox(self.tensors.__getitem__)
         self._slot = -1
+        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._counted, self._found = 0, list[nn.Parameter]()
 
     def round(self) -> int:
@@ -162,6 +163,38 @@ class Site:
         for link in self.links.values():
             if isinstance(link, LocalLink):
                 link.reset()
+
+    # -- buffers --------------------------------------------------------------------------
+
+    def watch(self, modules: Sequence[nn.Module]) -> None:
+        """Note where these modules have buffers that the driver shares."""
+        shared = {id(tensor) for tensor in self.tensors.values()}
+        self._buffers += [
+            (module._buffers, name, buffer)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and id(buffer) in shared
+        ]
+
+    def put_buffers_back(self) -> None:
+        """Buffers that a forward has replaced go where the driver sees them.
+
+        Raises:
+            InputError: one has another shape or dtype now.
+        """
+        for registry, name, shared in self._buffers:
+            found = registry[name]
+            if found is shared or found is None:
+                continue
+            if found.shape != shared.shape or found.dtype != shared.dtype:
+                raise InputError(
+                    f"a forward has replaced the buffer {name!r} of shape {tuple(shared.shape)} by "
+                    f"one of shape {tuple(found.shape)}, {found.dtype}, which the driver's process "
+                    'cannot see; use workers="threads"'
+                )
+            with torch.no_grad():
+                shared.copy_(found)
+            registry[name] = shared
 
     # -- links ----------------------------------------------------------------------------
 

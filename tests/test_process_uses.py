@@ -1,0 +1,225 @@
+"""Odd uses of worker processes: what threads do, or an error that says why not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from tests.models import mlp
+from tests.pool import drain, pooled
+
+X, Y = torch.randn(12, 6), torch.randn(12, 6)
+
+
+@pytest.fixture(autouse=True)
+def _pool() -> Iterator[None]:
+    with pooled():
+        yield
+
+
+def make(model: nn.Module, kind: Any, m: int = 2, **options: Any) -> ps.Pipeline:
+    devices = ["cpu"] * 2
+    return ps.Pipeline(
+        model, (X,), devices=devices, workers=kind, num_microbatches=m, schedule="1f1b", **options
+    )
+
+
+def alike(model: nn.Module, use: Callable[[ps.Pipeline], Any], **options: Any) -> None:
+    """The use of a pipeline gives the same on both kinds of workers, and leaves the same."""
+    found = []
+    for kind in ("threads", "processes"):
+        twin = copy.deepcopy(model)
+        with make(twin, kind, **options) as pipe:
+            torch.manual_seed(3)
+            results = use(pipe)
+            gradients = [p.grad for p in twin.parameters()]
+            found.append([*results, *gradients, *twin.state_dict().values()])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def step(pipe: ps.Pipeline, x: torch.Tensor = X) -> torch.Tensor:
+    return pipe.train_step(x, target=Y, loss_fn=F.mse_loss)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.LSTM(6, 6, batch_first=True), nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x[:, None])[0])[0][:, 0]
+
+
+def test_recurrent_layers() -> None:
+    alike(Recurrent(), lambda pipe: [step(pipe), step(pipe)])
+
+
+class Average(nn.Module):
+    """Replaces its buffer by another tensor in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return x - self.average
+
+
+def test_buffers_that_a_forward_replaces() -> None:
+    def use(pipe: ps.Pipeline) -> list[torch.Tensor]:
+        losses = [step(pipe), step(pipe)]
+        state = {k: v + 1 if "average" in k else v for k, v in pipe.state_dict().items()}
+        pipe.load_state_dict(state)
+        output = pipe(X)
+        output.sum().backward()
+        return [*losses, output, step(pipe)]
+
+    model = nn.Sequential(nn.Linear(6, 6), Average(), nn.Linear(6, 6), Average())
+    alike(model, use, keep_closed=["1", "3"])
+
+
+def test_a_gradient_that_is_kept_while_others_stay() -> None:
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        step(pipe)
+        weight = pipe.model[0].weight
+        kept, value = weight.grad, weight.grad.clone()
+        weight.grad = None
+        step(pipe)
+        assert torch.equal(kept, value)
+        assert weight.grad is not kept
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_gradients_that_change_places() -> None:
+    def use(pipe: ps.Pipeline) -> list[torch.Tensor]:
+        step(pipe)
+        one, other = pipe.model[0].weight, pipe.model[2].weight
+        one.grad, other.grad = other.grad, one.grad
+        loss = step(pipe)
+        one.grad = one.grad.t()
+        return [loss, step(pipe)]
+
+    alike(mlp(6, 6, 6, 6), use)
+
+
+def test_an_optimizers_state_outlives_the_workers() -> None:
+    drain()
+    states = []
+    for kind in ("threads", "processes"):
+        torch.manual_seed(1)
+        model = mlp(6, 6, 6)
+        with pytest.MonkeyPatch.context() as patch:
+            from penstock.workers import hiring
+            from penstock.workers.processes import ProcessWorkers
+
+            patch.setattr(hiring, "ProcessWorkers", ProcessWorkers)  # that really end
+            with make(model, kind) as pipe:
+                optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+                step(pipe)
+                optimizer.step()
+        states.append(optimizer.state_dict()["state"])
+    assert len(states[0]) == 4
+    for number, values in states[0].items():
+        assert torch.equal(states[1][number]["momentum_buffer"], values["momentum_buffer"])
+
+
+def test_inputs_that_come_from_one_graph() -> None:
+    def use(pipe: ps.Pipeline) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        front = nn.Linear(6, 6)
+        step(pipe, front(X).tanh())
+        return [front.weight.grad, front.bias.grad]  # type: ignore[list-item]
+
+    alike(mlp(6, 6, 6), use, m=3)
+
+
+@pytest.mark.parametrize("late", ["registered", "removed"])
+def test_hooks_that_come_or_go_later_are_refused(late: str) -> None:
+    model = mlp(6, 6, 6)
+    handle = model[0].weight.register_hook(lambda gradient: gradient * 2)
+    with make(model, "processes") as pipe:
+        step(pipe)
+        if late == "removed":
+            handle.remove()
+        else:
+            model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(ps.InputError, match="registered or removed after"):
+            step(pipe)
+
+
+def losses(model: nn.Module) -> list[Callable[..., torch.Tensor]]:
+    scale = nn.Parameter(torch.ones(()))
+    return [
+        lambda output, target: F.mse_loss(output, target) + model[0].weight.square().sum(),
+        lambda output, target: scale * F.mse_loss(output, target),
+        nn.CrossEntropyLoss(),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_losses_whose_gradients_would_be_lost_are_refused(number: int) -> None:
+    model = mlp(6, 6, 6)
+    with make(model, "processes") as pipe:
+        with pytest.raises(ps.InputError, match="uses parameters"):
+            pipe.train_step(X, target=Y, loss_fn=losses(model)[number])
+        pipe.train_step(X, target=Y.softmax(1), loss_fn=losses(model)[2])
+
+
+def test_a_target_that_asks_for_a_gradient_is_refused() -> None:
+    with (
+        make(mlp(6, 6, 6), "processes") as pipe,
+        pytest.raises(ps.InputError, match="the target requires a gradient"),
+    ):
+        pipe.train_step(X, target=Y.clone().requires_grad_(), loss_fn=F.mse_loss)
+
+
+def test_buffers_that_repeat_their_elements() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.register_buffer("mask", torch.rand(1, 6).expand(6, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight * self.mask, self.bias)
+
+    alike(nn.Sequential(Masked(), nn.Tanh(), nn.Linear(6, 6)), lambda pipe: [step(pipe)])
+
+
+def test_a_path_in_the_module_search_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from penstock.workers import hiring
+    from penstock.workers.processes import ProcessWorkers
+
+    monkeypatch.setattr(hiring, "ProcessWorkers", ProcessWorkers)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        step(pipe)
+
+
+def test_a_fork_leaves_results_alone() -> None:
+    with make(mlp(6, 6, 6), "processes", m=1) as pipe, torch.no_grad():
+        output = pipe(X)
+        value = output.clone()
+        child = os.fork()
+        if child == 0:
+            del output
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        pipe(3 * X)
+        pipe(4 * X)
+        assert torch.equal(output, value)
