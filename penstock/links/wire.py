@@ -83,7 +83,11 @@ class Wire:
         data = _HEADER.pack(*numbers, len(message.payload)) + message.payload
         fds = [] if message.fd < 0 else [message.fd]
         self.busy = True
-        sent = self._send(data, fds, timeout)
+        try:
+            sent = self._send(data, fds, timeout)
+        except Gone:  # with nothing of it sent; what the other end has said before can be read
+            self.busy = False
+            raise
         while sent < len(data):
             sent += self._send(memoryview(data)[sent:], [], timeout)
         self.busy = False
@@ -127,6 +131,9 @@ class Wire:
             self.busy = True  # before anything is read: an interruption may come right after
             try:
                 return self._read(_HEADER.size)
+            except Gone:
+                self.busy = False
+                raise
             except BlockingIOError:
                 self.busy = False
                 self._await(self._incoming, timeout, "no message came")

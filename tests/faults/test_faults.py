@@ -24,7 +24,7 @@ from tests.faults import kinds, outside
 
 def careless(session):
     subprocess.Popen(["sleep", "30"], start_new_session=True)
-    subprocess.Popen(["true"])
+    session.dead = subprocess.Popen(["true"])  # kept, or it might be waited for
     mode = termios.tcgetattr(0)
     mode[3] &= ~termios.ECHO
     termios.tcsetattr(0, termios.TCSANOW, mode)
