@@ -98,15 +98,17 @@ class _Process:
 
     def ask_for_stack(self) -> None:
         """Have it write down what its Python code is doing; `written` reads that."""
-        os.ftruncate(self.dump.fileno(), 0)
-        self.dump.seek(0)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ValueError):  # another thread has closed it
+            os.ftruncate(self.dump.fileno(), 0)
+            self.dump.seek(0)
             self.popen.send_signal(signal.SIGUSR1)
 
     def written(self) -> str:
         """What it has written about itself."""
-        self.dump.seek(0)
-        return self.dump.read().decode(errors="replace").rstrip()
+        with contextlib.suppress(ValueError):  # as above
+            self.dump.seek(0)
+            return self.dump.read().decode(errors="replace").rstrip()
+        return ""
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it, as far as the system tells."""
@@ -172,6 +174,8 @@ class ProcessWorkers(Workers):
         return process.grants
 
     def _give(self, worker: int, job: Job, current: Round) -> None:
+        if self._closed_because:  # by another thread
+            raise ClosedError(f"the pipeline is closed: {self._closed_because}")
         process = self._processes[worker]
         try:
             data, tensors = pack(job)

@@ -163,7 +163,7 @@ def _(session: Session) -> None:
 @kind("the script ends without close()")
 def _(session: Session) -> None:
     session.build()
-    session.go(1, session.rng.randrange(8))
+    session.go(1, session.rng.choice([0, 1, 2, 3, 4, 6, 7]))  # not with a backward
 
 
 @kind("os._exit in the driver", exit_code=5, survives=False)
