@@ -108,7 +108,7 @@ class SharedMemory:
         here, there = socket.socketpair()
         with here, there:
             grants = [self._workers.grant(k, end.fileno()) for k, end in enumerate((here, there))]
-        self._workers.run([Modes.here(1, True)] * 2, TIMEOUT)
+        self._workers.run([Modes.here(1, 2, True)] * 2, TIMEOUT)
         self._workers.run([Join(grant, k == 0) for k, grant in enumerate(grants)], TIMEOUT)
 
     def exchange(self, size: int, times: int) -> list[float]:
