@@ -104,8 +104,7 @@ def test_stages_hold_what_the_schedule_promises(schedule: str, stages: int) -> N
             for stage, count in slots.items():
                 # A sender's own stage holds what it has sent, until the gradients come back. But
                 # the weight half of the next stage, which keeps the slot, may be put off further.
-                # And a slot is let go a moment after its gradients were sent.
-                most = proven.in_flight[stage] + 1
+                most = proven.in_flight[stage]
                 if proven.splits_backward:
                     most += proven.in_flight[stage + 1]
                 assert 0 < count <= most

@@ -21,6 +21,7 @@ from penstock.links.segment import ALIGNMENT, Place, Segment, Target, place_of
 from penstock.links.wire import Message, Wire
 
 _ROOM = 1.25  # a slot is this much larger than what it is made for
+_LEAST = 4000  # bytes; memory comes in pages, and small values differ most in how they are aligned
 PLAIN = "plain"
 """In a layout: a value that is in the message."""
 _MOST = 1000  # of what is remembered of layouts, if shapes always change
@@ -47,7 +48,7 @@ class Slots:
         ]
         number = min(fitting)[1] if fitting else len(self._slots)
         if not fitting:
-            self._slots.append(Segment(int(size * _ROOM)))
+            self._slots.append(Segment(max(_LEAST, int(size * _ROOM))))
         self._slots[number].lend()
         return number, self._slots[number], not fitting
 
