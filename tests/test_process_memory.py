@@ -70,14 +70,18 @@ class Watch:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was counted: of each stage the most micro-batches; of each link the slots sent into."""
+    """What was counted: of each stage the most micro-batches; of each link the slots sent into.
 
-    def __call__(self, site: Site) -> tuple[dict[int, int], dict[int, int]]:
-        slots = {}
+    And how many of these are still in use.
+    """
+
+    def __call__(self, site: Site) -> tuple[dict[int, int], dict[int, int], int]:
+        slots, lent = {}, 0
         for k, link in site.links.items():
             if hasattr(link, "_out"):  # values to the next stage
                 slots[k] = len(link._out._slots._slots)
-        return site.most, slots  # type: ignore[attr-defined]
+                lent += sum(slot.lent for slot in link._out._slots._slots)
+        return site.most, slots, lent  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -98,9 +102,10 @@ def test_stages_hold_what_the_schedule_promises(schedule: str, stages: int) -> N
             train(pipe, MICROBATCHES)
         answers = ask(pipe, Seen())
         proven = check(pipe.plan.schedule_for(MICROBATCHES))
-        found = {stage: most for most, _ in answers for stage, most in most.items()}
+        found = {stage: most for most, _, _ in answers for stage, most in most.items()}
         assert found == dict(enumerate(proven.in_flight))
-        for _, slots in answers:
+        assert not any(lent for _, _, lent in answers)  # between two steps nothing is held
+        for _, slots, _ in answers:
             for stage, count in slots.items():
                 # A sender's own stage holds what it has sent, until the gradients come back. But
                 # the weight half of the next stage, which keeps the slot, may be put off further.

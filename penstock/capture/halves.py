@@ -57,7 +57,8 @@ class Deferral:
 
     def take(self) -> list[Pending]:
         """What was collected, which is then no longer here."""
-        pending, self.pending = self.pending, []
+        pending = list(self.pending)
+        self.pending.clear()  # the list itself may be remembered by what has unpickled it
         return pending
 
 
