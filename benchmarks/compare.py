@@ -31,6 +31,7 @@ import penstock as ps
 from benchmarks import peers
 from penstock.bench.measure import machine
 from penstock.bench.peers.models import Task, loss_function
+from penstock.capture import ROWS
 from penstock.engine.allocator import keep_freed_memory
 
 DEVICES = ("cpu", "cpu")
@@ -104,7 +105,7 @@ class Cut(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> Any:
         """The stage's results; alone if there is only one."""
-        results = self.stage(len(values[0]), None, *values)
+        results = self.stage({ROWS: len(values[0])}, None, *values)
         return results if len(results) > 1 else results[0]
 
 

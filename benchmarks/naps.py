@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import time
 from typing import Any
@@ -10,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 NAP = 5e-3  # seconds of every half of an action
-EARLY = 3e-4  # of these are spent awake
 WIDTH = 4
+_PR_SET_TIMERSLACK = 29
 
 
 class Clock:
@@ -22,7 +24,10 @@ class Clock:
 
     def begin(self) -> None:
         """An action has begun."""
-        self._began[threading.get_ident()] = time.perf_counter()
+        thread = threading.get_ident()
+        if thread not in self._began:
+            wake_in_time()
+        self._began[thread] = time.perf_counter()
 
     def sleep(self, naps: int) -> None:
         """Sleep until the action has taken so many naps; or for one, if it began long ago."""
@@ -30,9 +35,13 @@ class Clock:
         stop = self._began[threading.get_ident()] + naps * NAP
         if not now < stop <= now + NAP:
             stop = now + NAP
-        time.sleep(max(0.0, stop - now - EARLY))
-        while time.perf_counter() < stop:  # the kernel wakes a process later than it asked
-            pass
+        time.sleep(max(0.0, stop - now))
+
+
+def wake_in_time() -> None:
+    """Tell Linux not to put off this thread's wake-ups by 50 us, to do many of them at once."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
 CLOCK = Clock()

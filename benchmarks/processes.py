@@ -38,6 +38,8 @@ from penstock.bench.peers.peer import Peer
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
 from penstock.cores import use_threads
 from penstock.engine.allocator import keep_freed_memory
+from penstock.plan.request import Request
+from penstock.planning import profile_for
 from penstock.tables import aligned
 from penstock.units import show_seconds
 
@@ -47,23 +49,15 @@ TALK = Console(stderr=True)
 
 
 class Penstock:
-    """Penstock on one kind of worker."""
+    """Penstock on one kind of worker, with the plan that it makes for that."""
 
-    def __init__(self, subject: Subject, plan: ps.Plan | None, workers: Any, threads: int) -> None:
+    def __init__(self, subject: Subject, workers: Any) -> None:
         self.name = f"Penstock, {workers}"
         self._inputs, self._target = subject.data()
         self._loss = subject.loss
         model = subject.build().train()
-        self.program = ps.capture(model, (self._inputs,))
-        self.costs = (
-            ps.profile(self.program, devices=DEVICES, threads=threads) if not plan else None
-        )
-        self.plan = plan or ps.plan(self.costs)  # type: ignore[arg-type]
-        start = time.perf_counter()
-        self._pipe = ps.Pipeline(
-            model, devices=DEVICES, program=self.program, plan=self.plan, workers=workers
-        )
-        self.start_seconds = time.perf_counter() - start
+        self._pipe = ps.Pipeline(model, (self._inputs,), devices=DEVICES, workers=workers)
+        self.plan = self._pipe.plan
         self._optimizer = self._pipe.optimizer(torch.optim.SGD, lr=RATE)
         self.loss = float("nan")
         self.train_steps: list[float] = []
@@ -174,33 +168,27 @@ def others(
         yield from (Rpc(rpc, count) for count in (1, *subject.counts))
 
 
-def measure(subject: Subject, rounds: int, scout: int, threads: int) -> dict[str, Any]:
+def measure(subject: Subject, rounds: int, scout: int) -> dict[str, Any]:
     """Everything that was measured of one model."""
     notes: dict[str, Any] = {}
     with ExitStack() as stack:
-        first = Penstock(subject, None, "threads", threads)
-        stack.callback(first.close)
-        TALK.print(f"{subject.name}: {first.plan.summary}", markup=False)
-        second = Penstock(subject, first.plan, "processes", threads)
-        stack.callback(second.close)
-        assert first.costs is not None
-        contestants = [second, first, *others(subject, first.costs, scout, stack, notes)]
+        ours = []
+        for workers in ("processes", "threads"):
+            ours.append(Penstock(subject, workers))
+            stack.callback(ours[-1].close)
+            TALK.print(f"{subject.name}, {workers}: {ours[-1].plan.summary}", markup=False)
+        program = ps.capture(subject.build().train(), (subject.data()[0],))
+        costs = profile_for(program, devices=list(map(torch.device, DEVICES)), request=Request())
+        contestants = [*ours, *others(subject, costs, scout, stack, notes)]
         seconds = take_turns(contestants, rounds)
-    plan = first.plan
     return {
         "model": subject.name,
-        "plan": plan.summary,
-        "bound_seconds": plan.bound_seconds,
-        "predicted_step_seconds": plan.predicted_step_seconds,
-        "start_seconds": second.start_seconds,
-        "rows": [_row(c, seconds[c.name], seconds[second.name], plan) for c in contestants],
+        "rows": [_row(c, seconds[c.name], seconds[ours[0].name]) for c in contestants],
         "scouted": notes,
     }
 
 
-def _row(
-    contestant: Any, taken: Sequence[float], ours: Sequence[float], plan: ps.Plan
-) -> dict[str, Any]:
+def _row(contestant: Any, taken: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     """One contestant's result."""
     low, median, high = statistics.quantiles(taken, n=4)
     row = {
@@ -212,8 +200,14 @@ def _row(
         "seconds": list(taken),
     }
     if isinstance(contestant, Penstock):
-        step = statistics.median(contestant.train_steps[-len(taken) :])
-        row |= {"train_step_seconds": step, "percent_of_bound": 100 * plan.bound_seconds / step}
+        plan, step = contestant.plan, statistics.median(contestant.train_steps[-len(taken) :])
+        row |= {
+            "plan": plan.summary,
+            "bound_seconds": plan.bound_seconds,
+            "predicted_step_seconds": plan.predicted_step_seconds,
+            "train_step_seconds": step,
+            "percent_of_bound": 100 * plan.bound_seconds / step,
+        }
     return row
 
 
@@ -248,7 +242,8 @@ def show(result: dict[str, Any]) -> list[str]:
                 f"{row['loss']:.6f}",
             )
         )
-    return [*aligned(cells), result["plan"], ""]
+    plans = [f"{row['name']}: {row['plan']}" for row in result["rows"] if "plan" in row]
+    return [*aligned(cells), *plans, ""]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -267,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     found = subjects(options.quick)
     results = []
     for name in options.models.split(","):
-        results.append(measure(found[name], options.rounds, options.scout, threads=1))
+        results.append(measure(found[name], options.rounds, options.scout))
         print(*show(results[-1]), sep="\n", flush=True)
     started = start_up()
     print(

@@ -184,7 +184,8 @@ class Layout:
             return of[microbatch][kind][stage]
 
         costs = by_rows[self.most_rows]
-        network = Network.of(costs, overhead=self.profile.overhead_seconds)
+        profile = self.profile
+        network = Network.of(costs, overlap=profile.overlap, overhead=profile.overhead_seconds)
         return simulate(schedule, seconds, network)
 
     def held(self, stretch: Stretch) -> float:

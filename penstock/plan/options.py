@@ -109,6 +109,7 @@ class Option:
             self.placement,
             room=Room(tuple(left), held) if min(left) < float("inf") else None,
             split=self.splits_backward,
+            overlap=layout.profile.overlap,
             overhead=layout.profile.overhead_seconds,
             budget=budget,
         )
@@ -158,6 +159,7 @@ class Option:
             one_device_seconds=one.predicted_step_seconds,
             data_parallel_seconds=copies.predicted_step_seconds,
             overhead_seconds=profile.overhead_seconds,
+            overlap=profile.overlap,
             rules=self.rules,
             memory_limit=self.memory.limit,
             considered=tuple(considered),

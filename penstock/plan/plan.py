@@ -109,6 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         data_parallel_seconds: predicted for a copy of the model on every device, with a share of
             the batch each; `None` if a copy does not fit the memory.
         overhead_seconds: for every action of a worker, besides its work.
+        overlap: whether a worker goes on while what it sends is under way.
         rules: what a fitted schedule prefers.
         memory_limit: bytes that every worker may hold, if that was asked for.
         considered: what else was looked at, the fastest first.
@@ -125,6 +126,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     one_device_seconds: float | None
     data_parallel_seconds: float | None = None
     overhead_seconds: float = 0.0
+    overlap: bool = True
     rules: Rules | None = None
     memory_limit: int | None = None
     considered: tuple[Candidate, ...] = ()
@@ -185,7 +187,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def timeline(self) -> Timeline:
         """The step as predicted, with all micro-batches of the largest one's size."""
         costs = self.costs
-        network = Network.of(costs, overhead=self.overhead_seconds)
+        network = Network.of(costs, overlap=self.overlap, overhead=self.overhead_seconds)
         return simulate(self.schedule_for(self.num_microbatches), costs.seconds, network)
 
     @property

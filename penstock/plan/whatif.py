@@ -206,7 +206,7 @@ def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
     if case.memory.limit is not None and held > case.memory.limit:
         short = show_bytes(held - case.memory.limit)
         return replace(outcome, note=f"does not fit the memory by {short}")
-    network = Network.of(costs, overhead=plan.overhead_seconds)
+    network = Network.of(costs, overlap=plan.overlap, overhead=plan.overhead_seconds)
     alone = sum(costs.forward) + sum(costs.backward) + 2 * plan.overhead_seconds
     count, split = case.num_microbatches, found.splits_backward
     return replace(

@@ -135,6 +135,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         outputs: bytes per row of the memory that each call's results are the first to occupy.
             Empty means not known.
         overhead_seconds: what a worker needs for an action beside the calls in it.
+        overlap: whether a worker goes on while what it sends is under way, and need not copy it.
         version: of the file format.
     """
 
@@ -151,6 +152,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     capacity: dict[str, int] = msgspec.field(default_factory=dict)
     outputs: tuple[float, ...] = ()
     overhead_seconds: float = 0.0
+    overlap: bool = True
     version: int = VERSION
 
     @property

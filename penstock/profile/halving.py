@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from penstock.capture import Attribute, Call, Program
 from penstock.capture.attributes import find
-from penstock.capture.halves import is_one_product, may_be_halved
+from penstock.capture.halves import (
+    Deferral,
+    Half,
+    is_one_product,
+    may_be_halved,
+    run_halved,
+    run_pending,
+)
 from penstock.profile.timing import now, roots_of
+
+_TINY = 50  # backwards of a layer that does next to nothing
 
 
 def halved_calls(program: Program) -> list[bool]:
@@ -30,6 +42,23 @@ def trained_weights(call: Call, model: nn.Module) -> list[nn.Parameter]:
     read = (value.name for value in call.reads() if isinstance(value, Attribute))
     tensors = [find(model, name) for name in dict.fromkeys((*call.hidden, *read))]
     return [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
+
+
+def halving_seconds(device: torch.device) -> float:
+    """What it costs to halve the backward of a call, however small: seconds of a micro-batch."""
+    one = torch.ones(1, 1, device=device)
+    entering, weight, deferral = one.clone().requires_grad_(), nn.Parameter(one), Deferral()
+    half = Half(deferral)
+
+    def seconds(run: Callable[..., torch.Tensor]) -> float:
+        start = now(device)
+        run(entering, weight).backward()
+        run_pending(deferral.take())
+        return now(device) - start
+
+    found = [(seconds(partial(run_halved, half, linear)), seconds(linear)) for _ in range(_TINY)]
+    halved, whole = map(statistics.median, zip(*found, strict=True))
+    return float(max(halved - whole, 0.0))
 
 
 def weight_share(

@@ -15,6 +15,7 @@ from penstock.capture.preserve import own_generators_kept
 from penstock.capture.randomness import generators_kept
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
+from penstock.profile.halving import halving_seconds
 from penstock.profile.team import Team
 from penstock.profile.timing import Timing, spread
 
@@ -150,12 +151,14 @@ def _whole(passes: Sequence[Timing]) -> tuple[float, float]:
 
 def _device_profile(kind: str, timings: Mapping[int, Sequence[Timing]]) -> DeviceProfile:
     forward, backward, weight = [], [], []
+    least = halving_seconds(torch.device(kind))  # shorter halves are not worth putting off
     for passes in timings.values():
         whole_forward, whole_backward = _whole(passes)
         forward.append(_scaled([t.forward for t in passes], whole_forward))
         backward.append(_scaled([t.backward for t in passes], whole_backward))
         shares = _medians([t.shares for t in passes if t.shares is not None])
-        weight.append(tuple(b * share for b, share in zip(backward[-1], shares, strict=True)))
+        halves = [b * share for b, share in zip(backward[-1], shares, strict=True)]
+        weight.append(tuple(half if half > least else 0.0 for half in halves))
     return DeviceProfile(
         kind=kind,
         rows=tuple(timings),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -140,6 +141,7 @@ class ProcessRange:
     """Worker processes that have no plan yet; their first two are measured."""
 
     workers: ProcessWorkers
+    overlaps = False  # the sender copies
 
     def copies(self, one: torch.device, other: torch.device) -> bool:
         """Always, into shared memory."""
@@ -149,44 +151,56 @@ class ProcessRange:
         self, one: torch.device, other: torch.device, size: int, rounds: int
     ) -> Sequence[float]:
         """Through shared memory."""
-        here, there = socket.socketpair()
-        with here, there:
-            first = _Ping(self.workers.grant(0, here.fileno()), size, rounds)
-            second = _Pong(self.workers.grant(1, there.fileno()), rounds)
-        found: list[float] = self._run([first, second])[0]
+        found: list[float] = self._joined(
+            partial(ping, device=CPU, size=size, rounds=rounds),
+            partial(pong, device=CPU, rounds=rounds),
+        )[0]
         return found
 
-    def overhead(self, device: torch.device) -> float:
-        """In a process."""
-        return float(self._run([_overhead])[0])
+    def overhead(self, one: torch.device, other: torch.device) -> float:
+        """In two processes."""
+        return float(max(self._joined(_first_overhead, _second_overhead)))
 
-    def _run(self, jobs: list[Job]) -> list[Any]:
-        return self.workers.run(jobs + [_idle] * (len(self.workers) - len(jobs)), _TIMEOUT)
-
-
-@dataclass(frozen=True)
-class _Ping:
-    grant: int
-    size: int
-    rounds: int
-
-    def __call__(self, site: Site) -> list[float]:
-        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
-        return ping(Sink(sender, receiver), CPU, self.size, self.rounds)
+    def _joined(self, first: Callable[[Sink], Any], second: Callable[[Source], Any]) -> list[Any]:
+        """What the first two workers make of the ends of a link between them."""
+        here, there = socket.socketpair()
+        with here, there:
+            grants = self.workers.grant(0, here.fileno()), self.workers.grant(1, there.fileno())
+        jobs: list[Job] = [_AtSink(grants[0], first), _AtSource(grants[1], second)]
+        idle = [_idle] * (len(self.workers) - len(jobs))
+        return self.workers.run(jobs + idle, _TIMEOUT)[: len(jobs)]
 
 
 @dataclass(frozen=True)
-class _Pong:
+class _AtSink:
+    """Does something with the sending end of a link."""
+
     grant: int
-    rounds: int
+    work: Callable[[Sink], Any]
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, site: Site) -> Any:
         sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
-        pong(Source(receiver, sender), CPU, self.rounds)
+        return self.work(Sink(sender, receiver))
 
 
-def _overhead(site: Site) -> float:
-    return overhead_here(CPU)
+@dataclass(frozen=True)
+class _AtSource:
+    """Does something with the receiving end of a link."""
+
+    grant: int
+    work: Callable[[Source], Any]
+
+    def __call__(self, site: Site) -> Any:
+        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
+        return self.work(Source(receiver, sender))
+
+
+def _first_overhead(link: Sink) -> float:
+    return overhead_here(0, link, CPU)
+
+
+def _second_overhead(link: Source) -> float:
+    return overhead_here(1, link, CPU)
 
 
 def _idle(site: Site) -> None:

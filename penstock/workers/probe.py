@@ -30,12 +30,22 @@ _ROUNDS = 100  # there and back with a small tensor
 _LARGE_ROUNDS = 5
 _WARM_UPS = 3
 _LARGE = 16 << 20  # bytes
-_ACTIONS = 50  # forwards, and as many backwards
+_ACTIONS = 25  # forwards, and as many backwards
+_REPEATS = 7
+_KINDS = (Kind.FORWARD, Kind.BACKWARD)
 _TIMEOUT = 10.0
 
 
 class Range(Protocol):
-    """Where it is measured: one kind of workers."""
+    """Where it is measured: one kind of workers.
+
+    Attributes:
+        overlaps: whether a worker goes on while what it sends is under way.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """See above."""
 
     def copies(self, one: torch.device, other: torch.device) -> bool:
         """Whether values are copied on the way, and not only handed over."""
@@ -45,8 +55,8 @@ class Range(Protocol):
     ) -> Sequence[float]:
         """The seconds in which so many bytes get from one worker to another and back, by round."""
 
-    def overhead(self, device: torch.device) -> float:
-        """What `overhead_here` says on a worker of this device."""
+    def overhead(self, one: torch.device, other: torch.device) -> float:
+        """What `overhead_here` says on the slower of two workers."""
 
 
 def with_links(profile: Profile, devices: Sequence[torch.device], where: Range) -> Profile:
@@ -60,10 +70,12 @@ def with_links(profile: Profile, devices: Sequence[torch.device], where: Range) 
     Raises:
         WorkerTimeout: a worker does not answer.
     """
+    neighbours = dict.fromkeys(pairwise(devices))
     return msgspec.structs.replace(
         profile,
         links=measure_links(devices, where),
-        overhead_seconds=max(where.overhead(device) for device in dict.fromkeys(devices)),
+        overhead_seconds=max((where.overhead(*pair) for pair in neighbours), default=0.0),
+        overlap=where.overlaps,
     )
 
 
@@ -112,31 +124,40 @@ def pong(source: Source, device: torch.device, rounds: int) -> None:
         source.send_gradients(0, values)
 
 
-def overhead_here(device: torch.device) -> float:
+def overhead_here(index: int, link: Any, device: torch.device) -> float:
     """Seconds that a worker needs for an action beside the calls in it.
 
-    The mean of a forward and a backward of a stage that does nothing, the median of each.
+    It runs one of two stages that do nothing, while another worker runs the other one: what they
+    hand over and what they keep from each other, an interpreter's lock for instance, counts as it
+    does in training. A GPipe schedule waits so seldom that latencies do not count.
+
+    Args:
+        index: of the stage, 0 or 1.
+        link: between the two; this worker's end of it.
+        device: of this worker.
     """
     feed, outlet = Feed(device), Outlet(lambda microbatch, results: results)
-    stage = Stage(0, [[Span(lambda sizes, key, value: (value,))]], feed, outlet)
+    source, sink = (feed, link) if index == 0 else (link, outlet)
+    stage = Stage(index, [[Span(lambda sizes, key, value: (value,))]], source, sink)
     stage.microbatches = [MicroBatch({}, Key(0, 0, k)) for k in range(_ACTIONS)]
     value = torch.ones(1, device=device, requires_grad=True)
-    feed.values = [(value,)] * _ACTIONS
-    outlet.gradients = {k: [torch.ones(1, device=device)] for k in range(_ACTIONS)}
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
-    actions = [Action(kind, 0, k) for k in range(_ACTIONS) for kind in kinds]
-    runs = compile_actions(actions, {0: stage}, train=True)
-    taken: list[float] = []
-    for wait, run in zip(runs[::2], runs[1::2], strict=True):
+    actions = [Action(kind, index, k) for kind in _KINDS for k in range(_ACTIONS)]
+    runs = compile_actions(actions, {index: stage}, train=True)
+    taken = []
+    for _ in range(_WARM_UPS + _REPEATS):
+        feed.values = [(value,)] * _ACTIONS
+        outlet.gradients = {k: [torch.ones(1, device=device)] for k in range(_ACTIONS)}
         start = time.perf_counter()
-        wait()
-        run()
-        taken.append(time.perf_counter() - start)
-    return (statistics.median(taken[::2]) + statistics.median(taken[1::2])) / 2
+        for run in runs:
+            run()
+        taken.append((time.perf_counter() - start) / len(actions))
+    return statistics.median(taken[_WARM_UPS:])
 
 
 class ThreadRange:
     """Thread workers, which are made for the purpose."""
+
+    overlaps = True
 
     def copies(self, one: torch.device, other: torch.device) -> bool:
         """On one device a reference is enough."""
@@ -151,10 +172,11 @@ class ThreadRange:
         found: list[float] = _run((one, other), jobs, link.abort, link.reset)[0]
         return found
 
-    def overhead(self, device: torch.device) -> float:
-        """In a thread."""
-        jobs = [partial(overhead_here, device)]
-        return float(_run((device,), jobs, lambda: None, lambda: None)[0])
+    def overhead(self, one: torch.device, other: torch.device) -> float:
+        """In two threads."""
+        link = LocalLink(one, other)
+        jobs = (partial(overhead_here, 0, link, one), partial(overhead_here, 1, link, other))
+        return float(max(_run((one, other), jobs, link.abort, link.reset)))
 
 
 def _run(

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.profile.halving import weight_share
+from penstock.profile import measure
+from penstock.profile.halving import halving_seconds, weight_share
 from penstock.profile.saving import Saved
 from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _Pace
 from penstock.profile.timing import Timing, spread
@@ -53,6 +54,13 @@ class _Functions(nn.Module):
         return result
 
 
+@pytest.fixture
+def _for_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is too small to be put off."""
+    monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)
+
+
+@pytest.mark.usefixtures("_for_free")
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(
     ("make", "x", "expected"),
@@ -66,7 +74,10 @@ class _Functions(nn.Module):
     ],
 )
 def test_which_calls(
-    make: Callable[[], nn.Module], x: torch.Tensor, expected: list[int], empty: bool
+    make: Callable[[], nn.Module],
+    x: torch.Tensor,
+    expected: list[int],
+    empty: bool,
 ) -> None:
     with ps.empty_weights() if empty else nullcontext():
         model = make()
@@ -74,6 +85,18 @@ def test_which_calls(
     assert [k for k, seconds in enumerate(weight) if seconds] == expected
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_is_shorter_than_it_takes_to_put_it_off_is_not(empty: bool) -> None:
+    """The large layer's weight half takes milliseconds, that of the small one a few us."""
+    assert 0 < halving_seconds(torch.device("cpu")) < 2e-3
+    with ps.empty_weights() if empty else nullcontext():
+        model = nn.Sequential(*(nn.Linear(*s) for s in ((4, 4), (4, 4), (4, 1024), (1024, 1024))))
+    (weight,) = profiled(model, torch.randn(8, 4), count=1).on("cpu").weight
+    assert weight[1] == 0
+    assert weight[3] > 0
+
+
+@pytest.mark.usefixtures("_for_free")
 def test_the_weight_half_is_a_part_of_the_backward() -> None:
     model = nn.Sequential(
         *(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64), nn.ReLU())
@@ -97,6 +120,7 @@ def test_what_is_measured_of_the_halves_reaches_no_gradient() -> None:
     assert weight_share([layer(x)], [x], [], torch.device("cpu")) == 0
 
 
+@pytest.mark.usefixtures("_for_free")
 def test_a_model_without_weights_has_halves_too() -> None:
     with ps.empty_weights():
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

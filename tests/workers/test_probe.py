@@ -51,7 +51,7 @@ def test_each_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_overhead() -> None:
-    assert ThreadRange().overhead(CPU) > 0
+    assert ThreadRange().overhead(CPU, CPU) > 0
     assert workers() == []
 
 
