@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PenstockError,
         PlanError,
         ScheduleError,
+        WorkerDied,
         WorkerError,
         WorkerTimeout,
     )
@@ -69,6 +70,7 @@ __all__ = [
     "ScheduleError",
     "SeededWeights",
     "VerifyReport",
+    "WorkerDied",
     "WorkerError",
     "WorkerTimeout",
     "capture",

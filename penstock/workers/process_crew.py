@@ -266,6 +266,7 @@ class ProcessCrew(Driven):
         owners: Sequence[Sequence[nn.Parameter]],
     ) -> Parts:
         """An optimizer whose parts are in the workers."""
+        _check_sent("the optimizer's options", (kind, dict(options), settings_of(groups)))
         number, self._optimizers = self._optimizers, self._optimizers + 1
         jobs = []
         try:
@@ -354,19 +355,28 @@ def _modules(stages: Any) -> list[nn.Module]:
     return list(found.values())
 
 
+def _check_sent(what: str, obj: Any) -> list[torch.Tensor]:
+    """The tensors in what is to be sent.
+
+    Raises:
+        InputError: it cannot be.
+    """
+    try:
+        return pack(obj)[1]
+    except Exception as error:
+        raise InputError(
+            f"{what} cannot be sent to a worker's process: {type(error).__name__}: {error}. "
+            'Use workers="threads"'
+        ) from error
+
+
 def _check_loss(loss: Loss) -> None:
     """Raise if a gradient would be left in a worker's process.
 
     Raises:
         InputError: the loss or a target has tensors that ask for one.
     """
-    try:
-        _, tensors = pack(loss.function)
-    except Exception as error:
-        raise InputError(
-            f"the loss function cannot be sent to the last worker's process: "
-            f'{type(error).__name__}: {error}. Use workers="threads"'
-        ) from error
+    tensors = _check_sent("the loss function", loss.function)
     if any(tensor.requires_grad for tensor in tensors):
         raise InputError(
             "the loss function uses parameters, or other tensors that require a gradient, which "
