@@ -119,7 +119,7 @@ def gap(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
         return float("inf")
     wide = torch.complex128 if ours.is_complex() else torch.double
     ours, theirs = ours.detach().to(wide), theirs.detach().to(ours.device, wide)
-    difference = (ours - theirs).abs().nan_to_num(nan=float("inf"))
+    difference = (ours - theirs).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
     return float(difference.max()) if difference.numel() else 0.0
 
 
