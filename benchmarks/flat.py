@@ -13,7 +13,7 @@ def uniform_plan(
     workers: int,
     microbatches: int,
     schedule: str = "1f1b",
-    cuts: Sequence[int] | None = None,
+    cuts: Sequence[int | str] | None = None,
     recompute: str = "auto",
 ) -> ps.Plan:
     """A plan for which nothing is measured: every call is taken to cost the same."""

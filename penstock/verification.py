@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from penstock.capture import ROWS, Key, Program, capture
+from penstock.capture import capture
 from penstock.capture.dims import BatchDim, Dynamic
-from penstock.capture.trees import flatten, unflatten
-from penstock.cores import use_threads
-from penstock.engine.microbatch import merge, split, split_rows
+from penstock.capture.trees import flatten
+from penstock.engine.batch import Weight
+from penstock.errors import InputError
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.profile.measure import Progress
+from penstock.train.place import in_forward_order, place_of
+from penstock.train.reference import Reference, call_loss, copied, gradients_of, run_with_threads
 from penstock.train.report import Comparison, VerifyReport, compare, compare_leaves
 from penstock.workers.devices import threads_per_worker
 
@@ -45,6 +47,10 @@ def verify(
     memory_limit: int | str | None = None,
     stages_per_worker: int | Literal["auto"] = "auto",
     workers: Literal["threads", "processes"] = "threads",
+    optimizer: type[Optimizer] = torch.optim.SGD,
+    optimizer_options: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    weight: Weight = "rows",
     batch_dim: BatchDim = 0,
     dynamic: Dynamic | None = None,
     keep_closed: Iterable[str] = (),
@@ -55,15 +61,17 @@ def verify(
     The unsplit one is the user's own forward, run by one device on the same micro-batches, one
     after the other, with the same intra-op threads, its random calls seeded as the pipeline seeds
     them. Compared are the result of a call, the gradients of `loss.backward()` through it, losses,
-    gradients, buffers and parameters over three `train_step`s with SGD, and the result of a call
-    in evaluation mode. The user's model is not touched.
+    gradients, buffers and parameters over three `train_step`s with an optimizer, and the result of
+    a call in evaluation mode. Where something differs, the calls of the program are compared with
+    those of the user's forward one by one, to find the first that gives something else. The user's
+    model is not touched.
 
     Args:
         model: any module that can be copied by `copy.deepcopy`.
         args: positional arguments of a batch.
         kwargs: keyword arguments of a batch.
         target: as in `Pipeline.train_step`.
-        loss_fn: as in `Pipeline.train_step`; a mean over rows.
+        loss_fn: as in `Pipeline.train_step`.
         devices: as in `Pipeline`.
         num_microbatches: as in `Pipeline`.
         schedule: as in `Pipeline`.
@@ -74,6 +82,10 @@ def verify(
         stages_per_worker: as in `Pipeline`.
         workers: as in `Pipeline`; also under torchrun these, for they have all gradients in one
             place.
+        optimizer: a class of `torch.optim`, or any that treats parameters one by one.
+        optimizer_options: its arguments; `lr` is 0.001 if it is not among them.
+        clip_norm: clip gradients to this norm before each of its steps.
+        weight: as in `Pipeline.train_step`.
         batch_dim: as in `Pipeline`.
         dynamic: as in `Pipeline`.
         keep_closed: as in `Pipeline`.
@@ -83,8 +95,10 @@ def verify(
         a report; `report.ok` is whether everything is equal, `str(report)` says what was compared.
 
     Raises:
+        InputError: the optimizer is none, or cannot be divided among workers.
         PenstockError: the pipeline cannot be built, or a step fails.
     """
+    training = Training(target, loss_fn, weight, optimizer, optimizer_options or {}, clip_norm)
     ours = copied(model)
     if not ours.training:  # else submodules that the user froze in evaluation mode stay so
         ours.train()
@@ -110,54 +124,107 @@ def verify(
     )
     with closing(pipe):
         reference = Reference(theirs, program, pipe.plan.num_microbatches, args, kwargs or {})
-        comparisons = _compare(pipe, reference, target, loss_fn, args, dict(kwargs or {}))
-    subject = (
-        f"{type(model).__name__} in {len(pipe.plan.stages)} stages, "
-        f"{pipe.plan.num_microbatches} micro-batches, {pipe.plan.schedule}"
-    )
-    return VerifyReport(subject, tuple(comparisons))
+        comparisons = _compare(pipe, reference, training, args, dict(kwargs or {}))
+        place = None
+        if not all(comparison.ok for comparison in comparisons):
+            place = place_of(copied(model), reference, pipe.plan, comparisons)
+    return VerifyReport(_subject(model, pipe.plan, training, workers), comparisons, workers, place)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a step is made of, for the pipeline and for one device alike."""
+
+    target: Any
+    loss_fn: Callable[..., torch.Tensor]
+    weight: Weight = "rows"
+    optimizer: type[Optimizer] = torch.optim.SGD
+    options: Mapping[str, Any] = field(default_factory=dict)
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
+            raise InputError(
+                f"optimizer={self.optimizer!r} is no class of optimizers; give torch.optim.AdamW "
+                "and its arguments in optimizer_options"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"clip_norm={self.clip_norm!r} is no norm; give one above 0, or None")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the optimizer."""
+        return {"lr": _RATE, **self.options}
+
+
+def _subject(model: nn.Module, plan: Plan, training: Training, workers: str) -> str:
+    """What is verified, in words."""
+    words = [
+        f"{type(model).__name__} in {len(plan.stages)} stages",
+        f"{plan.num_microbatches} micro-batches",
+        plan.schedule,
+        f"workers={workers}",
+        training.optimizer.__name__,
+    ]
+    recomputed = sum(bool(stage.recompute) for stage in plan.stages)
+    if recomputed:
+        words.append(f"recomputing in {recomputed} of them")
+    if training.clip_norm is not None:
+        words.append(f"gradients clipped to {training.clip_norm:g}")
+    return ", ".join(words)
 
 
 def _compare(
     pipe: Pipeline,
     reference: Reference,
-    target: Any,
-    loss_fn: Callable[..., torch.Tensor],
+    training: Training,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> list[Comparison]:
-    threads = threads_per_worker(pipe.plan.devices)
-    found = []
-
-    def alone(function: Callable[[], Any]) -> Any:
-        return run_with_threads(function, threads)
+) -> tuple[Comparison, ...]:
+    """Everything that is compared, in the order in which it happens."""
+    alone = partial(run_with_threads, threads=threads_per_worker(pipe.plan.devices))
+    ordered = partial(in_forward_order, pipe.program.train)
+    target, loss_fn = training.target, training.loss_fn
 
     # The plain style: call, loss, backward.
     output = pipe(*args, **kwargs)
-    _call_loss(loss_fn, output, target).backward()
+    call_loss(loss_fn, output, target).backward()
     expected = alone(partial(reference.call_and_backward, 0, loss_fn, target))
-    found.append(compare_leaves("result of a call", flatten(output)[0], flatten(expected)[0]))
-    found.append(compare("gradients of backward()", _gradients(pipe.model), reference.gradients))
+    found = [compare_leaves("result of a call", flatten(output)[0], flatten(expected)[0])]
+    what = "gradients of backward()"
+    found.append(compare(what, gradients_of(pipe.model), ordered(reference.gradients)))
 
     # The fast path, three steps with an optimizer.
-    mine = torch.optim.SGD(pipe.model.parameters(), lr=_RATE)
-    other = torch.optim.SGD(reference.model.parameters(), lr=_RATE)
+    mine = pipe.optimizer(training.optimizer, **training.arguments)
+    other = training.optimizer(reference.model.parameters(), **training.arguments)
     losses: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    norms: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for step in range(1, _STEPS + 1):
         mine.zero_grad()
         other.zero_grad()
-        losses[0].append(pipe.train_step(*args, target=target, loss_fn=loss_fn, **kwargs))
-        losses[1].append(alone(partial(reference.train_step, step, loss_fn, target)))
+        ours = pipe.train_step(
+            *args, target=target, loss_fn=loss_fn, weight=training.weight, **kwargs
+        )
+        losses[0].append(ours)
+        losses[1].append(
+            alone(partial(reference.train_step, step, loss_fn, target, training.weight))
+        )
         if step == 1:
             what = "gradients of train_step()"
-            found.append(compare(what, _gradients(pipe.model), reference.gradients))
+            found.append(compare(what, gradients_of(pipe.model), ordered(reference.gradients)))
+        if training.clip_norm is not None:
+            norms[0].append(pipe.clip_grad_norm_(training.clip_norm))
+            theirs = reference.model.parameters()
+            norms[1].append(nn.utils.clip_grad_norm_(theirs, training.clip_norm))
         mine.step()
         other.step()
     found.append(compare_leaves("losses", *losses))
+    if training.clip_norm is not None:
+        found.append(compare_leaves("norms of the gradients", *norms))
     for what, names in (("parameters", "named_parameters"), ("buffers", "named_buffers")):
-        ours, theirs = dict(getattr(pipe.model, names)()), dict(getattr(reference.model, names)())
-        if theirs:
-            found.append(compare(f"{what} after {_STEPS} steps", ours, theirs))
+        here, there = dict(getattr(pipe.model, names)()), dict(getattr(reference.model, names)())
+        if there:
+            found.append(compare(f"{what} after {_STEPS} steps", here, ordered(there)))
 
     # Evaluation.
     pipe.eval()
@@ -166,158 +233,4 @@ def _compare(
         output = pipe(*args, **kwargs)
         expected = alone(partial(reference.call, _STEPS + 1))
     what = "result of a call in evaluation mode"
-    found.append(compare_leaves(what, flatten(output)[0], flatten(expected)[0]))
-    return found
-
-
-class Reference:
-    """One device that runs the micro-batches of a batch one after the other.
-
-    It runs the model's own forward, not the lowered program.
-
-    Args:
-        model: the model, unsplit; gradients add up in its `.grad`.
-        program: captured from a copy of it; it says which calls are random.
-        num_microbatches: how many.
-        args: positional arguments of the batch.
-        kwargs: keyword arguments of the batch.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        program: Program,
-        num_microbatches: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self.model = model
-        self._program = program
-        leaves, structure = flatten((tuple(args), dict(kwargs)))
-        rows = program.varying.sizes(leaves)[ROWS]
-        self._rows = split_rows(rows, min(num_microbatches, rows))
-        self._parts = split(leaves, program.varying.batch_dims, len(self._rows))
-        self._batches = [unflatten(structure, part) for part in self._parts]
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The gradients of all parameters, by name."""
-        return _gradients(self.model)
-
-    def train_step(
-        self, step: int, loss_fn: Callable[..., torch.Tensor], target: Any
-    ) -> torch.Tensor:
-        """Accumulate the gradients of a batch, each micro-batch weighted by its rows."""
-        total: Any = 0.0
-        share = [count / sum(self._rows) for count in self._rows]
-        for microbatch, part in enumerate(self._targets(target)):
-            loss = _call_loss(loss_fn, self._forward(step, microbatch), part)
-            (loss * share[microbatch]).backward()
-            total = total + loss.detach() * share[microbatch]
-        result: torch.Tensor = total
-        return result
-
-    def call(self, step: int) -> Any:
-        """The result of the whole batch."""
-        outputs = [self._forward(step, i) for i in range(len(self._rows))]
-        return self._merged(outputs)
-
-    def call_and_backward(
-        self, step: int, loss_fn: Callable[..., torch.Tensor], target: Any
-    ) -> Any:
-        """The result of the batch; one loss of all of it, and its backward by micro-batch."""
-        outputs = [self._forward(step, i) for i in range(len(self._rows))]
-        leaves, structure = flatten(self._merged(outputs))
-        leaves = [_as_leaf(leaf) for leaf in leaves]
-        _call_loss(loss_fn, unflatten(structure, leaves), target).backward()
-        done = [0] * len(leaves)
-        for output in outputs:
-            pairs = []
-            for k, (own, whole) in enumerate(zip(flatten(output)[0], leaves, strict=True)):
-                if isinstance(own, torch.Tensor) and own.requires_grad and whole.grad is not None:
-                    dim = _varying(own, whole)
-                    pairs.append((own, whole.grad.narrow(dim, done[k], own.shape[dim])))
-                    done[k] += own.shape[dim]
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return unflatten(structure, leaves)
-
-    def _forward(self, step: int, microbatch: int) -> Any:
-        args, kwargs = self._batches[microbatch]
-        key = Key(torch.initial_seed(), step, microbatch)
-        return self._program.reference(args, kwargs, key, self.model)
-
-    def _targets(self, target: Any) -> list[Any]:
-        if target is None:
-            return [None] * len(self._rows)
-        leaves, structure = flatten(target)
-        dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        return [unflatten(structure, part) for part in split(leaves, dims, len(self._rows))]
-
-    def _merged(self, outputs: Sequence[Any]) -> Any:
-        if len(outputs) == 1:
-            return outputs[0]
-        trace = self._program.trace_for(self._parts[0], self.model.training)
-        groups = [flatten(output)[0] for output in outputs]
-        structure = flatten(outputs[0])[1]
-        named = [k for k, v in enumerate(trace.outputs) if isinstance(groups[0][k], torch.Tensor)]
-        values = [trace.outputs[k] for k in named]
-        merged = merge(trace, values, [[group[k] for k in named] for group in groups])
-        leaves = list(groups[0])
-        for k, tensor in zip(named, merged, strict=True):
-            leaves[k] = tensor
-        return unflatten(structure, leaves)
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of its own; without gradients, for what torch.jit compiled would pass them on."""
-    with torch.no_grad():
-        twin = copy.deepcopy(model)
-    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-        ours.requires_grad_(theirs.requires_grad)
-    return twin
-
-
-def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
-    """Run `function` in a thread of its own with this many intra-op threads; its result."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        use_threads(threads)
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    grad = torch.is_grad_enabled()
-    thread = threading.Thread(target=lambda: _under(grad, work))
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-def _under(grad: bool, work: Callable[[], None]) -> None:
-    with torch.set_grad_enabled(grad):
-        work()
-
-
-def _call_loss(loss_fn: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
-    return loss_fn(output) if target is None else loss_fn(output, target)
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def _as_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-        return leaf.detach().requires_grad_()
-    return leaf
-
-
-def _varying(part: torch.Tensor, whole: torch.Tensor) -> int:
-    """The dimension in which a micro-batch's result is a slice of the whole."""
-    sizes = zip(part.shape, whole.shape, strict=True)
-    return next((d for d, (a, b) in enumerate(sizes) if a != b), 0)
+    return (*found, compare_leaves(what, flatten(output)[0], flatten(expected)[0]))

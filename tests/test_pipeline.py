@@ -43,14 +43,6 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
         assert a.grad is None or torch.equal(a.grad, b.grad)
 
 
-def test_accumulation_over_several_steps(pipe: ps.Pipeline) -> None:
-    twin = copy.deepcopy(pipe.model)
-    for _ in range(3):
-        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-        run_with_threads(lambda: accumulate(twin, X, Y, 3), 1)
-    assert_same_gradients(pipe.model, twin)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
 def test_the_last_batch_of_an_epoch(pipe: ps.Pipeline, rows: int) -> None:
     twin = copy.deepcopy(pipe.model)
@@ -66,24 +58,6 @@ def test_a_sum_is_added_up(pipe: ps.Pipeline) -> None:
 
     loss = pipe.train_step(X, target=Y, loss_fn=loss_fn, weight=None)
     assert torch.allclose(loss, loss_fn(pipe.model(X), Y))
-
-
-def test_ignored_labels_are_weighted_by_count(pipe: ps.Pipeline) -> None:
-    """The mean of means would be wrong here: the micro-batches have 1, 3 and 2 labels."""
-    labels = torch.tensor([-100, 1, -100, -100, 2, 3, 4, -100, 5, 6])
-    loss = pipe.train_step(
-        X,
-        target=labels,
-        loss_fn=lambda output, t: F.cross_entropy(output, t, ignore_index=-100),
-        weight=lambda target: (target != -100).sum(),
-    )
-    twin = copy.deepcopy(pipe.model)
-    whole = F.cross_entropy(twin(X), labels, ignore_index=-100)
-    twin.zero_grad()
-    whole.backward()
-    assert torch.allclose(loss, whole)
-    for ours, theirs in zip(pipe.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -248,27 +222,6 @@ def test_state_dicts_are_the_models_own() -> None:
         with torch.no_grad():
             assert torch.allclose(pipe(images), other(images), atol=1e-6)
             assert not torch.allclose(pipe(images), plain.eval()(images), atol=1e-6)
-
-
-def test_train_and_eval_switch_dropout_and_batchnorm() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
-    with make(model) as pipe, torch.no_grad():
-        assert pipe.training
-        assert not torch.equal(pipe(X), pipe(X))
-        mean = model[1].running_mean.clone()
-        pipe.eval()
-        assert not pipe.training
-        assert torch.equal(pipe(X), pipe(X))
-        assert torch.equal(model[1].running_mean, mean)
-        assert not pipe.train().eval().training
-
-
-def test_hooks_of_parameters_fire_once_per_microbatch(pipe: ps.Pipeline) -> None:
-    fired = []
-    handle = pipe.model[0].weight.register_post_accumulate_grad_hook(fired.append)
-    pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-    handle.remove()
-    assert len(fired) == 3
 
 
 def test_autocast_reaches_the_workers(pipe: ps.Pipeline) -> None:

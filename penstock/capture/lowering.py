@@ -124,6 +124,7 @@ class _Lowering:
             node = self.graph.call_module(_attribute_path(call.target), args, kwargs)
         else:
             node = self._function(call.target, args, kwargs)
+        node.meta["result_of"] = number
         self._results[number] = node, call.result
         for new in islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
             new.meta.setdefault("call", number)

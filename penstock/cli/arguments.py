@@ -75,6 +75,38 @@ def load_loss(target: str) -> Callable[..., torch.Tensor]:
     return loss_fn
 
 
+def load_weight(text: str) -> Any:
+    """The `weight` of `Pipeline.train_step` that --weight means.
+
+    Raises:
+        InputError: the name means nothing that can be called.
+    """
+    if text in ("rows", "sum"):
+        return "rows" if text == "rows" else None
+    if ":" not in text:
+        raise InputError(f"--weight {text} is neither rows nor sum nor package.module:callable")
+    weight = load(text)
+    if not callable(weight):
+        raise InputError(f"--weight {text} is a {type(weight).__name__}, which cannot be called")
+    return weight
+
+
+def load_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """The class of optimizers of this name: `AdamW`, or `package.module:Class`.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = load(name) if ":" in name else getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        known = [n for n in sorted(vars(torch.optim)) if n[:1].isupper() and n != "Optimizer"]
+        raise InputError(
+            f"--optimizer {name} is no class of optimizers; give one of torch.optim "
+            f"({', '.join(known)}) or package.module:Class"
+        )
+    return found
+
+
 def _made(target: str, make: Callable[[], Any]) -> Any:
     """What a function of the user's makes; an error of its own is the user's to read."""
     try:

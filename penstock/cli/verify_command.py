@@ -30,6 +30,22 @@ from penstock.cli.options import (
 )
 @click.option("--target", metavar="SPEC", help="Like --input; given to the loss.")
 @click.option("--loss", metavar="MODULE:CALLABLE", help="loss(output, target) or loss(output).")
+@click.option(
+    "--weight",
+    metavar="rows|sum|MODULE:CALLABLE",
+    default="rows",
+    show_default=True,
+    help="How micro-batches' losses add up: a mean over rows, a sum, or weighted by f(target).",
+)
+@click.option(
+    "--optimizer",
+    metavar="NAME|MODULE:CLASS",
+    default="SGD",
+    show_default=True,
+    help="Of torch.optim, or any other that treats parameters one by one.",
+)
+@click.option("--lr", type=click.FloatRange(min=0), default=1e-3, show_default=True)
+@click.option("--clip", type=float, metavar="NORM", help="Clip gradients to this norm.")
 @reported
 def command(
     model: str,
@@ -41,13 +57,27 @@ def command(
     plan_path: Path | None,
     target: str | None,
     loss: str | None,
+    weight: str,
+    optimizer: str,
+    lr: float,
+    clip: float | None,
     as_json: bool,
     **pipeline: Any,
 ) -> None:
-    """Prove that MODEL computes the same bits split as whole; exit code 1 if it does not."""
+    """Prove that MODEL computes the same bits split as whole; exit code 1 if it does not.
+
+    Where it does not, the first call of the forward that gives something else is named.
+    """
     from dataclasses import asdict
 
-    from penstock.cli.arguments import asked, device_list, load_example, load_loss
+    from penstock.cli.arguments import (
+        asked,
+        device_list,
+        load_example,
+        load_loss,
+        load_optimizer,
+        load_weight,
+    )
     from penstock.errors import InputError
     from penstock.loading import parse_input
     from penstock.observe.progress import callback
@@ -74,6 +104,10 @@ def command(
             devices=device_list(devices) if plan is None or devices else plan.devices,
             plan=plan,
             workers=workers,
+            weight=load_weight(weight),
+            optimizer=load_optimizer(optimizer),
+            optimizer_options={"lr": lr},
+            clip_norm=clip,
             **asked(**pipeline),
             progress=progress,
         )

@@ -15,7 +15,8 @@ class Comparison:
     Attributes:
         what: what they are, `"gradients of train_step"` for instance.
         count: how many pairs.
-        different: the names of those that are not `torch.equal`, the first one first.
+        different: the names of those that are not the same bits; those of parameters in the order
+            in which the forward uses them.
         largest: the largest absolute difference among all elements.
     """
 
@@ -41,16 +42,60 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a difference arises.
+
+    Attributes:
+        stage: the stage that makes the call.
+        call: its number in the program.
+        label: what the call is, `"layer1.0.conv1"` for instance.
+        microbatch: in which micro-batch of the first step; `None` if it is not in the forward.
+        parameter: whose gradient differs, or what differs after the steps; `None` if it is a
+            result of the call that does.
+        last: of the gradients that differ, the parameter that is used last and by which call:
+            the backward comes there first.
+        largest: the largest absolute difference there.
+    """
+
+    stage: int
+    call: int
+    label: str
+    microbatch: int | None = None
+    parameter: str | None = None
+    last: str | None = None
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        where = f"stage {self.stage}, call {self.call} ({self.label})"
+        if self.parameter is None:
+            return (
+                f"{where}, in micro-batch {self.microbatch}: what it gives differs from the "
+                f"model's own forward, by up to {self.largest:.3g}, and nothing before it does"
+            )
+        end = f", the last is {self.last}, where the backward comes first" if self.last else ""
+        return (
+            f"{where}, of those that use what differs the first: {self.parameter}{end}. "
+            "Replayed in one thread, every call gives what it gives in the model's own forward, "
+            "so it is in the backward, in a later step, or in where a worker runs it"
+        )
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """The result of `penstock.verify`.
 
     Attributes:
         subject: what was verified, in words.
         comparisons: everything that was compared.
+        workers: the kind of workers that ran the stages.
+        place: where the first difference in the order of the forward arises; `None` if there is
+            none, or nothing in the program uses what differs.
     """
 
     subject: str
     comparisons: tuple[Comparison, ...]
+    workers: str = "threads"
+    place: Place | None = None
 
     @property
     def ok(self) -> bool:
@@ -60,10 +105,22 @@ class VerifyReport:
     def __str__(self) -> str:
         verdict = "exact" if self.ok else "NOT exact"
         lines = [f"  {'=' if c.ok else '!'} {c}" for c in self.comparisons]
+        if self.place is not None:
+            lines.append(f"  it arises in {self.place}")
         return "\n".join([f"{self.subject}: {verdict}", *lines])
 
 
 Named = Mapping[str, torch.Tensor | None]
+
+
+def gap(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+    """The largest absolute difference of two tensors; infinite where they cannot be compared."""
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return float("inf")
+    wide = torch.complex128 if ours.is_complex() else torch.double
+    ours, theirs = ours.detach().to(wide), theirs.detach().to(ours.device, wide)
+    difference = (ours - theirs).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(difference.max()) if difference.numel() else 0.0
 
 
 def compare(what: str, ours: Named, theirs: Named) -> Comparison:
@@ -74,13 +131,10 @@ def compare(what: str, ours: Named, theirs: Named) -> Comparison:
         if mine is None and other is None:
             continue
         count += 1
-        if mine is None or other is None or mine.shape != other.shape:
-            different.append(name)
-            largest = float("inf")
-        elif not torch.equal(mine, other.to(mine.device)):
-            different.append(name)
-            gap = (mine.detach().double() - other.detach().to(mine.device).double()).abs().max()
-            largest = max(largest, float(gap))
+        if mine is not None and other is not None and torch.equal(mine, other.to(mine.device)):
+            continue
+        different.append(name)
+        largest = max(largest, gap(mine, other))
     return Comparison(what, count, tuple(different), largest)
 
 

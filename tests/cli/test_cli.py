@@ -213,10 +213,27 @@ def test_verify_with_a_loss_and_a_target() -> None:
     assert "mean of the squares" not in result.stderr
 
 
+def test_verify_with_an_optimizer_clipping_and_a_sum() -> None:
+    options = ("--optimizer", "AdamW", "--lr", "0.01", "--clip", "0.1", "--weight", "sum")
+    result = run("verify", *SMALL, *options, "--recompute", "all", "--devices", "cpu,cpu")
+    assert result.exit_code == 0, result.output
+    assert "AdamW, recomputing in 2 of them, gradients clipped to 0.1: exact" in result.stdout
+    assert "norms of the gradients: 3 compared" in result.stdout
+    named = ("--optimizer", "torch.optim:Adagrad", "--weight", "builtins:len")
+    given = ("--loss", f"{HERE}:squared", "--target", "6x4", "--json")
+    result = run("verify", *SMALL, *named, *given)
+    assert result.exit_code == 0, result.output
+    assert "Adagrad" in json.loads(result.stdout)["subject"]
+
+
 def test_verify_that_fails() -> None:
     result = run("verify", f"{HERE}:unstable", "--input", "6x4", "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["ok"] is False
+    found = json.loads(result.stdout)
+    assert found["ok"] is False
+    assert found["workers"] == "threads"
+    assert found["place"]["microbatch"] == 0
+    assert "it arises in stage" in run("verify", f"{HERE}:unstable", "--input", "6x4").stdout
 
 
 def test_a_loss_that_is_a_class() -> None:
@@ -263,6 +280,11 @@ def test_bench(tmp_path: Path) -> None:
         (["verify", *SMALL, "--target", "6x4"], 2, "needs a --loss"),
         (["verify", *SMALL, "--loss", f"{HERE}:broken_loss"], 2, "ValueError: no loss today"),
         (["verify", *SMALL, "--loss", f"{HERE}:PENSTOCK"], 2, "cannot be called"),
+        (["verify", *SMALL, "--optimizer", "Adam2"], 2, "give one of torch.optim (ASGD, "),
+        (["verify", *SMALL, "--optimizer", "LBFGS"], 2, "LBFGS evaluates the model"),
+        (["verify", *SMALL, "--clip", "-1"], 2, "is no norm"),
+        (["verify", *SMALL, "--weight", "tokens"], 2, "neither rows nor sum"),
+        (["verify", *SMALL, "--weight", f"{HERE}:PENSTOCK"], 2, "cannot be called"),
         (["bench", "--loss", f"{HERE}:squared"], 2, "--loss is for a MODEL"),
         (["bench", *SMALL, "--devices", "cpu"], 2, "two devices at least"),
         (["bench", "rpc", "--devices", "cpu,cpu"], 2, "takes no input"),

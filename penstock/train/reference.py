@@ -1,0 +1,183 @@
+"""One device that runs the micro-batches of a batch one after the other: what is exact."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture import ROWS, Key, Program
+from penstock.capture.trees import flatten, unflatten
+from penstock.cores import use_threads
+from penstock.engine.batch import Weight, weights
+from penstock.engine.microbatch import merge, split, split_rows
+
+
+class Reference:
+    """One device that runs the micro-batches of a batch one after the other.
+
+    It runs the model's own forward, not the lowered program.
+
+    Args:
+        model: the model, unsplit; gradients add up in its `.grad`.
+        program: captured from a copy of it; it says which calls are random.
+        num_microbatches: how many.
+        args: positional arguments of the batch.
+        kwargs: keyword arguments of the batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        num_microbatches: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.model = model
+        self.program = program
+        leaves, structure = flatten((tuple(args), dict(kwargs)))
+        rows = program.varying.sizes(leaves)[ROWS]
+        self._rows = split_rows(rows, min(num_microbatches, rows))
+        self._parts = split(leaves, program.varying.batch_dims, len(self._rows))
+        self._batches = [unflatten(structure, part) for part in self._parts]
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients of all parameters, by name."""
+        return gradients_of(self.model)
+
+    @property
+    def microbatches(self) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
+        """The positional and keyword arguments of each."""
+        return list(self._batches)
+
+    def train_step(
+        self,
+        step: int,
+        loss_fn: Callable[..., torch.Tensor],
+        target: Any,
+        weight: Weight = "rows",
+    ) -> torch.Tensor:
+        """Accumulate the gradients of a batch, weighted as `Pipeline.train_step` does."""
+        total: Any = 0.0
+        targets = self._targets(target)
+        given = [() if part is None else (part,) for part in targets]
+        share = weights(weight, given, self._rows)
+        for microbatch, part in enumerate(targets):
+            loss = call_loss(loss_fn, self._forward(step, microbatch), part)
+            (loss * share[microbatch]).backward()
+            total = total + loss.detach() * share[microbatch]
+        result: torch.Tensor = total
+        return result
+
+    def call(self, step: int) -> Any:
+        """The result of the whole batch."""
+        outputs = [self._forward(step, i) for i in range(len(self._rows))]
+        return self._merged(outputs)
+
+    def call_and_backward(
+        self, step: int, loss_fn: Callable[..., torch.Tensor], target: Any
+    ) -> Any:
+        """The result of the batch; one loss of all of it, and its backward by micro-batch."""
+        outputs = [self._forward(step, i) for i in range(len(self._rows))]
+        leaves, structure = flatten(self._merged(outputs))
+        leaves = [_as_leaf(leaf) for leaf in leaves]
+        call_loss(loss_fn, unflatten(structure, leaves), target).backward()
+        done = [0] * len(leaves)
+        for output in outputs:
+            pairs = []
+            for k, (own, whole) in enumerate(zip(flatten(output)[0], leaves, strict=True)):
+                if isinstance(own, torch.Tensor) and own.requires_grad and whole.grad is not None:
+                    dim = _varying(own, whole)
+                    pairs.append((own, whole.grad.narrow(dim, done[k], own.shape[dim])))
+                    done[k] += own.shape[dim]
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return unflatten(structure, leaves)
+
+    def _forward(self, step: int, microbatch: int) -> Any:
+        args, kwargs = self._batches[microbatch]
+        key = Key(torch.initial_seed(), step, microbatch)
+        return self.program.reference(args, kwargs, key, self.model)
+
+    def _targets(self, target: Any) -> list[Any]:
+        if target is None:
+            return [None] * len(self._rows)
+        leaves, structure = flatten(target)
+        dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        return [unflatten(structure, part) for part in split(leaves, dims, len(self._rows))]
+
+    def _merged(self, outputs: Sequence[Any]) -> Any:
+        if len(outputs) == 1:
+            return outputs[0]
+        trace = self.program.trace_for(self._parts[0], self.model.training)
+        groups = [flatten(output)[0] for output in outputs]
+        structure = flatten(outputs[0])[1]
+        named = [k for k, v in enumerate(trace.outputs) if isinstance(groups[0][k], torch.Tensor)]
+        values = [trace.outputs[k] for k in named]
+        merged = merge(trace, values, [[group[k] for k in named] for group in groups])
+        leaves = list(groups[0])
+        for k, tensor in zip(named, merged, strict=True):
+            leaves[k] = tensor
+        return unflatten(structure, leaves)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of its own; without gradients, for what torch.jit compiled would pass them on."""
+    with torch.no_grad():
+        twin = copy.deepcopy(model)
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        ours.requires_grad_(theirs.requires_grad)
+    return twin
+
+
+def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
+    """Run `function` in a thread of its own with this many intra-op threads; its result."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        use_threads(threads)
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    grad = torch.is_grad_enabled()
+    thread = threading.Thread(target=lambda: _under(grad, work))
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _under(grad: bool, work: Callable[[], None]) -> None:
+    with torch.set_grad_enabled(grad):
+        work()
+
+
+def call_loss(loss_fn: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
+    """The loss; a function of the output alone if there is no target."""
+    return loss_fn(output) if target is None else loss_fn(output, target)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The gradients of all parameters, by name."""
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _as_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def _varying(part: torch.Tensor, whole: torch.Tensor) -> int:
+    """The dimension in which a micro-batch's result is a slice of the whole."""
+    sizes = zip(part.shape, whole.shape, strict=True)
+    return next((d for d, (a, b) in enumerate(sizes) if a != b), 0)

@@ -1,0 +1,200 @@
+"""`verify` compares everything, finds what was planted, and names the place."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from tests.models import cases, mlp
+
+X, Y = torch.randn(7, 6), torch.randn(7, 6)
+
+
+def verify(model: nn.Module, **options: Any) -> ps.VerifyReport:
+    """Of a model of linear layers, cut before its third part unless told otherwise."""
+    chosen: dict[str, Any] = {"target": Y, "loss_fn": F.mse_loss, "devices": ["cpu"] * 2}
+    chosen |= {"num_microbatches": 3, "schedule": "1f1b", "cuts": ["2"]}
+    return ps.verify(model, (X,), **{**chosen, **options})
+
+
+def layered(middle: nn.Module, last: nn.Module | None = None) -> nn.Module:
+    """Two linear layers, and what is to be found between them."""
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), middle, nn.Linear(6, 6), last or nn.Tanh())
+
+
+class Drifting(nn.Module):
+    """Gives another result at every call, whichever copy is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+
+    def __deepcopy__(self, memo: Any) -> Drifting:
+        twin = Drifting()
+        twin.calls = self.calls  # shared, as a global would be
+        return twin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        return x * (1 + 1e-3 * self.calls[0])
+
+
+class Placed(nn.Module):
+    """Depends on the thread that runs it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.5 if threading.current_thread().name.startswith("penstock") else x
+
+
+class _Slipping(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _Slipping.calls += 1
+        return gradient * (1 + 1e-3 * _Slipping.calls)
+
+
+class Slipping(nn.Module):
+    """The identity, with another backward every time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Slipping.apply(x)
+
+
+def test_everything_is_compared() -> None:
+    model = nn.Sequential(*mlp(6, 6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 6))
+    report = verify(
+        model,
+        optimizer=torch.optim.AdamW,
+        optimizer_options={"lr": 0.1, "amsgrad": True},
+        clip_norm=0.05,
+        recompute="all",
+    )
+    assert report.ok, str(report)
+    assert report.place is None
+    assert [comparison.what for comparison in report.comparisons] == [
+        "result of a call",
+        "gradients of backward()",
+        "gradients of train_step()",
+        "losses",
+        "norms of the gradients",
+        "parameters after 3 steps",
+        "buffers after 3 steps",
+        "result of a call in evaluation mode",
+    ]
+    for words in ("workers=threads", "AdamW", "recomputing in 2", "clipped to 0.05", "1f1b"):
+        assert words in report.subject
+
+
+@pytest.mark.parametrize("where", [1, 2, 4])
+def test_a_call_that_differs_is_named(where: int) -> None:
+    model = nn.Sequential(*layered(nn.Tanh()))
+    model[where] = Drifting()
+    report = verify(model)
+    assert not report.ok
+    place = report.place
+    assert place is not None
+    assert (place.call, place.label, place.microbatch) == (where, str(where), 0)
+    assert place.stage == (0 if where < 2 else 1)
+    assert place.largest is not None
+    assert place.largest > 0
+    words = f"it arises in stage {place.stage}, call {where} ({where}), in micro-batch 0: "
+    assert words in str(report)
+    assert json.loads(json.dumps(asdict(report)))["place"]["label"] == str(where)
+
+
+def test_what_differs_only_in_a_worker() -> None:
+    report = verify(layered(Placed()))
+    assert not report.ok
+    assert report.place is not None
+    assert report.place.parameter == "0.weight"
+    assert "in where a worker runs it" in str(report)
+
+
+def test_what_differs_only_in_the_backward() -> None:
+    report = verify(layered(Slipping()))
+    first, gradients, *_ = report.comparisons
+    assert first.ok
+    assert gradients.different == ("0.weight", "0.bias")
+    assert report.place is not None
+    assert (report.place.stage, report.place.parameter) == (0, "0.weight")
+
+
+def test_parameters_are_in_the_order_of_the_forward() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.middle, self.first = nn.Linear(6, 6), Slipping(), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.middle(self.last(self.first(x)))
+
+    report = verify(Backwards(), cuts=["last"])
+    different = report.comparisons[1].different
+    assert different == ("first.weight", "first.bias", "last.weight", "last.bias")
+    assert report.place is not None
+    assert report.place.last == "last.weight (call 1)"
+
+
+def sum_of_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target, reduction="sum")
+
+
+def test_sums_and_weighted_means() -> None:
+    labels = torch.tensor([-100, 1, -100, 2, 3, 4, -100])
+    whole = verify(layered(nn.Tanh()), loss_fn=sum_of_squares, weight=None)
+    assert whole.ok, str(whole)
+    counted = verify(
+        layered(nn.Tanh()),
+        target=labels,
+        loss_fn=lambda o, t: F.cross_entropy(o, t, ignore_index=-100),
+        weight=lambda t: (t != -100).sum(),
+    )
+    assert counted.ok, str(counted)
+
+
+def test_processes_are_named_and_exact() -> None:
+    case = cases()["named"]
+    report = ps.verify(
+        case.model(),
+        case.args,
+        case.kwargs,
+        target=case.target,
+        loss_fn=case.loss_fn,
+        devices=["cpu"] * 2,
+        num_microbatches=3,
+        workers="processes",
+        recompute="all",
+        optimizer=torch.optim.Adagrad,
+    )
+    assert report.ok, str(report)
+    assert report.workers == "processes"
+    assert "workers=processes" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "AdamW"}, "'AdamW' is no class of optimizers"),
+        ({"optimizer": torch.optim.AdamW(mlp(2, 2).parameters())}, "is no class of optimizers"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the model several times"),
+        ({"clip_norm": 0.0}, "is no norm"),
+        ({"weight": "tokens"}, "weight='tokens' is unknown"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ps.InputError, match=words):
+        verify(layered(nn.Tanh()), **options)
