@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.capture import Program, capture
+    from penstock.checkpoint.checkpoint import Checkpoint, load
     from penstock.errors import (
         CaptureError,
+        CheckpointError,
         ClosedError,
         DeviceError,
         InputError,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CaptureError": "penstock.errors",
+    "Checkpoint": "penstock.checkpoint.checkpoint",
+    "CheckpointError": "penstock.errors",
     "ClosedError": "penstock.errors",
     "DeviceError": "penstock.errors",
     "InputError": "penstock.errors",
@@ -51,6 +55,7 @@ _HOMES = {
     "WorkerTimeout": "penstock.errors",
     "capture": "penstock.capture",
     "empty_weights": "penstock.weights",
+    "load": "penstock.checkpoint.checkpoint",
     "plan": "penstock.plan",
     "profile": "penstock.profile.measure",
     "verify": "penstock.verification",
@@ -58,6 +63,8 @@ _HOMES = {
 
 __all__ = [
     "CaptureError",
+    "Checkpoint",
+    "CheckpointError",
     "ClosedError",
     "DeviceError",
     "InputError",
@@ -75,6 +82,7 @@ __all__ = [
     "WorkerTimeout",
     "capture",
     "empty_weights",
+    "load",
     "plan",
     "profile",
     "verify",

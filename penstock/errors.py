@@ -2,6 +2,7 @@
 
     PenstockError
     ├── CaptureError       the model's forward cannot be recorded as asked
+    ├── CheckpointError    a checkpoint cannot be written, or what is there is not as it was written
     ├── InputError         a batch, target, loss or argument does not fit
     │   └── DeviceError    a device that this machine does not have
     ├── PlanError          no plan satisfies what was asked
@@ -25,6 +26,10 @@ class PenstockError(Exception):
 
 class CaptureError(PenstockError):
     """The model's forward cannot be recorded as asked."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint cannot be written, or what is there is not as it was written."""
 
 
 class InputError(PenstockError, ValueError):

@@ -15,6 +15,7 @@ from torch import nn
 from penstock.autograd import Passage, backward_into_inputs, deliver
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
+from penstock.checkpoint.saver import Saver, Saves
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.batch import (
     Batch,
@@ -48,7 +49,7 @@ from penstock.workers.placement import place
 from penstock.workers.ways import Way
 
 
-class Pipeline(ModelLike):
+class Pipeline(ModelLike, Saves):
     """A model split over devices, trained and called like the model itself.
 
     Threads and processes work on the model's own parameters: optimizers, `state_dict()` and
@@ -179,6 +180,7 @@ class Pipeline(ModelLike):
             place(self.program, plan.cuts, launch.homes(plan), source, crew.hold)
             self._runner = Runner(self.program, plan, launch.in_order(plan), crew)
             self.links = crew.links
+            self._saver = Saver(model, plan, self._runner)
             stack.pop_all()
 
     # -- training -------------------------------------------------------------------------
@@ -408,7 +410,10 @@ class Pipeline(ModelLike):
 
     def close(self) -> None:
         """Dismiss the workers. The model stays as it is, trained."""
-        self._runner.close()
+        try:
+            self._saver.finish()
+        finally:
+            self._runner.close()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -40,6 +40,7 @@ class Runner:
     Attributes:
         loss_device: where the last stage is.
         crew: who does it.
+        batches: how many passes were ordered; random numbers depend on it.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Runner:
             evaluation = Ways(program, plan, devices, False, crew.add)
         self._ways = {True: training, False: evaluation}
         self._num_workers = len(devices)
-        self._batches = 0
+        self.batches = 0
         self._timelines: list[Timeline] | None = None
         self.loss_device = devices[plan.placement[-1]]
         self.crew = crew
@@ -84,7 +85,7 @@ class Runner:
             tuple(part[value.leaf] for value in ways[way].inputs if isinstance(value, Ref))
             for part, way in zip(batch.parts, taken, strict=False)  # none where it is not fed
         ]
-        number, self._batches = self._batches, self._batches + 1
+        number, self.batches = self.batches, self.batches + 1
         keys = [Key(batch.seed, number, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from zipfile import is_zipfile
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -257,12 +258,6 @@ def _from_index(path: Path) -> Weights:
 
 
 def _safe_open(path: Path) -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise InputError(
-            f"reading {path.name} needs safetensors: pip install 'penstock[weights]'"
-        ) from error
     try:
         return safe_open(path, framework="pt")
     except Exception as error:

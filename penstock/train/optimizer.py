@@ -69,6 +69,12 @@ class PipelineOptimizer(Optimizer):
         self._parts.step(self.param_groups, self.state)
         return loss
 
+    @property
+    def remote(self) -> Parts | None:
+        """Its parts, if they have its state in worker processes."""
+        parts = self._parts
+        return parts if parts is not None and parts.number is not None else None
+
     def state_dict(self) -> dict[str, Any]:
         """What a plain optimizer over all parameters would have, and can load."""
         if self._parts is not None:

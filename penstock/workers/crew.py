@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,11 +17,15 @@ from penstock.engine.batch import Batch
 from penstock.engine.orders import Order, Outcome
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
+from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, doing
 from penstock.workers.optimizing import Groups, LocalParts, Parts
 from penstock.workers.rounds import Round
+from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.threads import ThreadWorkers
 from penstock.workers.ways import Holdings, NewWay
+
+T = TypeVar("T")
 
 
 class Crew(Protocol):
@@ -92,6 +96,33 @@ class Crew(Protocol):
     def state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict, wherever its tensors are."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides for all."""
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What the leading process makes, for all; in the midst of an operation."""
+
+    def everyones(self, value: T) -> list[T]:
+        """What every process has of something; this ends the operation."""
+
+    @property
+    def place(self) -> int:
+        """Which of `everyones` this process is."""
+
+    def save(self, save: SaveOrder) -> list[Part]:
+        """Have every worker write its part of a checkpoint.
+
+        Returns:
+            all parts, which note when they are written.
+
+        Raises:
+            CheckpointError: one cannot be written; in the background, its note says so.
+        """
+
+    def all_alive(self) -> bool:
+        """Whether, as far as is known here, no worker has ended; may be called from any thread."""
+
     def close(self) -> None:
         """Dismiss the workers, and wait until they are gone."""
 
@@ -99,6 +130,8 @@ class Crew(Protocol):
 class Driven:
     """What crews have in common whose driver has the whole model."""
 
+    leads = True
+    place = 0
     has_inputs = True
     has_loss = True
 
@@ -109,6 +142,14 @@ class Driven:
     def told(self, make: Callable[[], Batch]) -> Batch:
         """The driver has the batch."""
         return make()
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """The driver makes it."""
+        return make()
+
+    def everyones(self, value: T) -> list[T]:
+        """What the driver has."""
+        return [value]
 
     def clip(
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
@@ -204,6 +245,18 @@ class ThreadCrew(Driven):
     ) -> Parts:
         """An optimizer whose parts share its state."""
         return LocalParts(kind, groups, options, owners, self._run)
+
+    def save(self, save: SaveOrder) -> list[Part]:
+        """Have every worker write its part of a checkpoint."""
+        save.check_remote()
+        parts = save.parts()
+        jobs = [save.job(part, own) for part, own in zip(parts, save.portions, strict=True)]
+        self._workers.run(jobs, TIMEOUT)
+        return parts
+
+    def all_alive(self) -> bool:
+        """Threads live as long as this process."""
+        return True
 
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         return self._workers.run(jobs, self._timeout, whole=True)

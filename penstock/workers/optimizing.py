@@ -16,6 +16,10 @@ State = dict[torch.Tensor, Any]
 class Parts(Protocol):
     """The parts of one optimizer, wherever they are."""
 
+    @property
+    def number(self) -> int | None:
+        """Under which worker processes have what they remember; `None` if it is here."""
+
     def step(self, groups: Groups, state: State) -> None:
         """Update every parameter, with the settings that these groups have now."""
 
@@ -36,6 +40,8 @@ class LocalParts:
         owners: for every worker the parameters that it owns.
         run: runs one job on each worker.
     """
+
+    number = None
 
     def __init__(
         self,

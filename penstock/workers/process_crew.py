@@ -22,6 +22,7 @@ from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PenstockError
 from penstock.links.parcel import Outbox, pack
 from penstock.plan import Plan
+from penstock.storage.part import Part
 from penstock.workers.crew import Driven
 from penstock.workers.jobs import (
     AddWay,
@@ -37,6 +38,7 @@ from penstock.workers.jobs import (
 from penstock.workers.optimizing import Groups, Parts, State, own_groups, settings_of
 from penstock.workers.processes import ProcessWorkers
 from penstock.workers.rounds import Job, Round
+from penstock.workers.saving import TIMEOUT, SaveOrder, divided
 from penstock.workers.shared_model import Package, SharedModel
 from penstock.workers.ways import Holdings, NewWay
 
@@ -283,9 +285,24 @@ class ProcessCrew(Driven):
         self._parts.add(parts)
         return parts
 
-    def _run(self, jobs: Sequence[Job], whole: bool = False) -> list[Any]:
+    def save(self, save: SaveOrder) -> list[Part]:
+        """Have every worker write its part of a checkpoint, and this process what is left."""
+        save.check_remote(self._parts)
+        jobs, rest, portion, count = divided(save, self._shared)
+        self._run(jobs, timeout=TIMEOUT)
+        if rest is not None:
+            save.job(rest, portion)()
+        return save.parts(count - len(jobs))
+
+    def all_alive(self) -> bool:
+        """Whether no process has ended."""
+        return self._workers.all_alive()
+
+    def _run(
+        self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None
+    ) -> list[Any]:
         try:
-            return self._workers.run(jobs, self._timeout, whole)
+            return self._workers.run(jobs, timeout or self._timeout, whole)
         except BaseException:
             self._doubt()
             raise
@@ -308,7 +325,7 @@ class _RemoteParts:
         shared: SharedModel,
         run: Callable[..., list[Any]],
     ) -> None:
-        self._number = number
+        self.number = number
         self._owners = owners
         self._shared = shared
         self._run = run
@@ -323,14 +340,14 @@ class _RemoteParts:
     def step(self, groups: Groups, state: State) -> None:
         """Update every parameter."""
         settings, workers = settings_of(groups), range(len(self._owners))
-        self._run([Step(self._number, settings, self._shared.before(w)) for w in workers], True)
+        self._run([Step(self.number, settings, self._shared.before(w)) for w in workers], True)
 
     def fetch(self, state: State) -> None:
         """Bring what the parts remember here."""
         if self._kept is not None:
             state.update(self._kept)
             return
-        parts = self._run([FetchState(self._number)] * len(self._owners))
+        parts = self._run([FetchState(self.number)] * len(self._owners))
         state.clear()
         for worker, (owned, found) in enumerate(zip(self._owners, parts, strict=True)):
             numbers = {self._shared.number(worker, parameter): parameter for parameter in owned}
@@ -341,7 +358,7 @@ class _RemoteParts:
         jobs = []
         for worker, owned in enumerate(self._owners):
             own = {self._shared.number(worker, p): state[p] for p in owned if p in state}
-            jobs.append(LoadState(self._number, own))  # type: ignore[arg-type]
+            jobs.append(LoadState(self.number, own))  # type: ignore[arg-type]
         self._run(jobs)
 
 

@@ -166,6 +166,15 @@ class ProcessWorkers(Workers):
         """The processes' numbers."""
         return [process.popen.pid for process in self._processes]
 
+    def all_alive(self) -> bool:
+        """Whether they are not closed, and none has ended; may be called from any thread."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            ended = any(os.waitid(os.P_PID, pid, how) for pid in self.pids)
+        except ChildProcessError:
+            ended = True
+        return self._closed_because is None and not ended
+
     def grant(self, worker: int, fd: int) -> int:
         """Send a worker a file descriptor; returns the number under which it has it."""
         process = self._processes[worker]

@@ -9,7 +9,7 @@ wants them at the end of each pass.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,11 @@ class SharedModel:
         """The number by which a worker knows a tensor."""
         owner, number = self._owners.get(id(tensor), (None, None))
         return number if owner == worker else None
+
+    def names(self, worker: int, names: Mapping[int, str]) -> dict[int, str]:
+        """The names of a worker's tensors by its numbers, out of those by their ids."""
+        tensors = enumerate(self._parts[worker].tensors)
+        return {number: names[id(t)] for number, t in tensors if id(t) in names}
 
     def share(self, worker: int, tensors: Iterable[torch.Tensor]) -> Package | None:
         """Move tensors to where a worker sees them; those that are there already stay.

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,14 +27,18 @@ from penstock.links.process_group import Line
 from penstock.links.shared_memory import Receiver, Sender, Sink, Source
 from penstock.links.wire import Wire
 from penstock.plan import Plan
+from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, doing
 from penstock.workers.grouping import Groups as ProcessGroups
 from penstock.workers.joining import Launch
 from penstock.workers.norms import norms_of, total_norm
 from penstock.workers.optimizing import Groups, Parts, State, part_of, settings_of, use_settings
+from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import Holdings, NewWay
 
 _WHAT = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
+
+T = TypeVar("T")
 
 
 class TorchrunCrew:
@@ -257,6 +261,36 @@ class TorchrunCrew:
                     state[name].copy_(tensor)
         return state
 
+    @property
+    def leads(self) -> bool:
+        """Rank 0 does."""
+        return self._ranks.rank == 0
+
+    @property
+    def place(self) -> int:
+        """Ranks are sorted by the workers that they are."""
+        return self._me
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, for all."""
+        return self._ranks.tell(0, make)
+
+    def everyones(self, value: T) -> list[T]:
+        """What every rank has of something, in the order of workers."""
+        found = self._ranks.settle(value)
+        return [found[rank] for rank in self._order]
+
+    def save(self, save: SaveOrder) -> list[Part]:
+        """Write this rank's part of a checkpoint."""
+        save.check_remote()
+        parts = save.parts()
+        save.job(parts[self._me], save.portions[self._me])()
+        return parts
+
+    def all_alive(self) -> bool:
+        """Others are heard of with the next operation."""
+        return True
+
     def gathered(self, what: str, value: Mapping[int, Any]) -> list[Mapping[int, Any]]:
         """What the other ranks have of something."""
         with self.together(what):
@@ -273,6 +307,8 @@ class TorchrunCrew:
 
 class _RankPart:
     """The part of an optimizer that one rank has, which shares the optimizer's own state."""
+
+    number = None
 
     def __init__(
         self,

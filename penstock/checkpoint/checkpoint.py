@@ -1,0 +1,325 @@
+"""`Checkpoint`: what a folder has of a training run, and how it is put back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.checkpoint.contents import (
+    DATA,
+    GENERATOR,
+    OPTIMIZER,
+    STATE,
+    groups_of,
+    names_of,
+    use_generators,
+)
+from penstock.checkpoint.saver import Saves
+from penstock.errors import CheckpointError, InputError
+from penstock.plan import Plan
+from penstock.storage.folder import INDEX, VERSION, checked, read_index
+
+_MANY = 5  # differences that a message lists
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a folder that `Pipeline.save` has written.
+
+    Weights and what optimizers remember are not read before they are asked for; then their
+    checksums are compared. No code that the files might contain is run.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        CheckpointError: there is none, or not all of it.
+    """
+    return Checkpoint(Path(path))
+
+
+class Checkpoint:
+    """A training run as it was saved. Reading it needs neither a pipeline nor the model.
+
+    Args:
+        path: of the folder.
+
+    Attributes:
+        path: of the folder.
+        number: how many saves to this folder have begun, this one included.
+        batches: how many batches the pipeline had run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        index = _index_at(path)
+        self._weights: dict[str, str] = index["weight_map"]
+        self._files: dict[str, dict[str, int]] = index["penstock"]["files"]
+        self.number: int = index["penstock"]["number"]
+        self._check_sizes()
+        training = self._pickled(self._name("training"))
+        self._model: dict[str, Any] = training["model"]
+        self.batches: int = training["batches"]
+        self._things: dict[str, tuple[str, Any]] = training["things"]
+
+    def _check_sizes(self) -> None:
+        for name, entry in self._files.items():
+            file = self.path / name
+            size = file.stat().st_size if file.exists() else None
+            if size != entry["size"]:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise CheckpointError(
+                    f"the checkpoint {self.path} is incomplete: {name} {found}, and was written "
+                    f"with {entry['size']}. Copy the whole folder, or take another checkpoint"
+                )
+
+    # -- what is in it --------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the things that were saved with the model, `"optimizer"` for instance."""
+        return tuple(self._things)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The plain data among them."""
+        return {name: value for name, (kind, value) in self._things.items() if kind == DATA}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was followed; another may be followed now."""
+        return Plan.load(checked(self.path / self._name("plan"), self._files[self._name("plan")]))
+
+    def model_state(self) -> dict[str, Any]:
+        """The model's state dict, as the plain model has it; tensors are on the CPU.
+
+        Raises:
+            CheckpointError: a file is not as it was written.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for file in dict.fromkeys(self._weights.values()):
+            tensors |= load_file(checked(self.path / file, self._files[file]))
+        tied, extras = self._model["tied"], self._model["extras"]
+        return {
+            name: extras[name] if name in extras else tensors[tied.get(name, name)]
+            for name in self._model["names"]
+        }
+
+    def optimizer_state(self, name: str = "optimizer") -> dict[str, Any]:
+        """What a plain optimizer loads that has the same groups, with parameters in this order.
+
+        `restore` goes by names instead, and takes them in any order.
+
+        Raises:
+            InputError: there is no such optimizer.
+            CheckpointError: a file is not as it was written.
+        """
+        groups = self._thing(name, OPTIMIZER)
+        return _numbered(groups, self._remembered(name), [group["params"] for group in groups])
+
+    def state(self, name: str) -> Any:
+        """The `state_dict()` of something else that was saved, or a generator's state.
+
+        Raises:
+            InputError: there is no such thing.
+        """
+        return self._thing(name, STATE, GENERATOR)
+
+    def __str__(self) -> str:
+        size = sum(entry["size"] for entry in self._files.values())
+        lines = [
+            f"checkpoint {self.path}: save {self.number}, {size / 1e6:.1f} MB",
+            f"  model: {len(self._model['names'])} tensors, after {self.batches} batches",
+        ]
+        for name, (kind, value) in self._things.items():
+            lines.append(f"  {name}: {repr(value)[:60] if kind == DATA else kind}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r})"
+
+    # -- putting it back ------------------------------------------------------------------
+
+    def restore(self, target: Saves | nn.Module, **things: Any) -> dict[str, Any]:
+        """Put everything back: the run goes on from here with the bits that it would have had.
+
+        That is the model's state, the things that were saved, the random generators, and a
+        pipeline's count of batches. Gradients are cleared. If something does not fit, nothing is
+        changed. Under torchrun all ranks do it together.
+
+        Args:
+            target: a pipeline, of any number of stages and any kind of workers, or a plain model.
+            **things: the objects, under the names that they were saved by. All that has a state
+                must be given; `scheduler=None` leaves one out.
+
+        Returns:
+            the plain data that was saved, by name.
+
+        Raises:
+            InputError: the model has other names or shapes, an optimizer other groups, or
+                something is missing.
+            CheckpointError: a file is not as it was written.
+        """
+        model = getattr(target, "model", None) if isinstance(target, Saves) else target
+        if not isinstance(model, nn.Module):
+            raise InputError(f"cannot restore {target!r}: give a Pipeline, or the plain model")
+        runner = target._runner if isinstance(target, Saves) else None
+        with nullcontext() if runner is None else runner.crew.together("restore"):
+            self._check_names(things)
+            state = self._fitting(model)
+            loads = [self._load_of(model, name, thing) for name, thing in things.items()]
+            generators = self._pickled(self._name("random"))
+            place = 0 if runner is None else runner.crew.place
+            model.load_state_dict(state, strict=False)
+            for load_one in loads:
+                load_one()
+            model.zero_grad()
+            if runner is not None:
+                runner.batches = self.batches
+            use_generators(generators[place if place < len(generators) else 0])
+        return self.data
+
+    def _check_names(self, things: Mapping[str, Any]) -> None:
+        with_state = {name for name, (kind, _) in self._things.items() if kind != DATA}
+        listed = ", ".join(f"{name}=" for name in sorted(with_state)) or "nothing besides the model"
+        if unknown := sorted(things.keys() - with_state):
+            what = "plain data, which is returned" if unknown[0] in self._things else "not in it"
+            raise InputError(
+                f"cannot restore {unknown[0]}= from {self.path}: it is {what}. To be given are: "
+                f"{listed}"
+            )
+        if missing := sorted(with_state - things.keys()):
+            raise InputError(
+                f"{self.path} also has {missing[0]}=, which was not given; give it, or "
+                f"{missing[0]}=None to leave it out"
+            )
+
+    def _fitting(self, model: nn.Module) -> dict[str, Any]:
+        """The state for this model, without what has no memory here."""
+        own, state = model.state_dict(keep_vars=True), self.model_state()
+        wrong = [f"{name!r} is not in the model" for name in state if name not in own]
+        wrong += [f"{name!r} is only in the model" for name in own if name not in state]
+        for name in state.keys() & own.keys():
+            theirs, mine = (getattr(found[name], "shape", None) for found in (state, own))
+            if mine != theirs:
+                wrong.append(f"{name!r} has shape {_shape(theirs)}, in the model {_shape(mine)}")
+        if wrong:
+            more = f", and {len(wrong) - _MANY} more" if len(wrong) > _MANY else ""
+            raise InputError(
+                f"{self.path} is of another model: {'; '.join(wrong[:_MANY])}{more}. "
+                "model_state() gives what there is"
+            )
+        return {n: v for n, v in state.items() if not getattr(own[n], "is_meta", False)}
+
+    def _load_of(self, model: nn.Module, name: str, thing: Any) -> Callable[[], Any]:
+        """What puts one thing back."""
+        kind, saved = self._things[name]
+        if thing is None:
+            return lambda: None
+        if kind == OPTIMIZER and isinstance(thing, Optimizer):
+            return partial(thing.load_state_dict, self._optimizer_for(name, thing, model))
+        if kind == GENERATOR and isinstance(thing, torch.Generator):
+            return partial(thing.set_state, saved)
+        loads = getattr(thing, "load_state_dict", None)
+        if kind == STATE and callable(loads) and not isinstance(thing, Optimizer):
+            return partial(loads, saved)
+        words = {OPTIMIZER: "an optimizer", GENERATOR: "a torch.Generator"}
+        raise InputError(
+            f"{name}= is a {type(thing).__name__}, which cannot take what {self.path} has under "
+            f"that name, the state of {words.get(kind, 'something with load_state_dict()')}"
+        )
+
+    def _optimizer_for(self, name: str, optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+        """The state of an optimizer whose groups have the same parameters, in any order."""
+        groups = self._thing(name, OPTIMIZER)
+        own = [group["params"] for group in groups_of(optimizer, names_of(model))]
+        saved = [group["params"] for group in groups]
+        if [set(group) for group in own] != [set(group) for group in saved]:
+            sizes = [", ".join(str(len(group)) for group in part) for part in (own, saved)]
+            raise InputError(
+                f"{name}= has other groups than in {self.path}: of {sizes[0]} parameters, there of "
+                f"{sizes[1]}. Make it with the groups that it had, of the same parameters"
+            )
+        return _numbered(groups, self._remembered(name), own)
+
+    # -- files ----------------------------------------------------------------------------
+
+    def _thing(self, name: str, *kinds: str) -> Any:
+        kind, value = self._things.get(name, ("", None))
+        if kind not in kinds:
+            having = [n for n, (k, _) in self._things.items() if k in kinds]
+            raise InputError(
+                f"{self.path} has no {kinds[0]} {name!r}; it has {', '.join(having) or 'none'}"
+            )
+        return value
+
+    def _remembered(self, optimizer: str) -> dict[Any, Any]:
+        """What an optimizer remembers, by the names of parameters."""
+        found: dict[Any, Any] = {}
+        for file in self._files:
+            if file.startswith("optimizer-"):
+                found |= self._pickled(file).get(optimizer, {})
+        return found
+
+    def _name(self, what: str) -> str:
+        return next(name for name in self._files if name.startswith(f"{what}-"))
+
+    def _pickled(self, name: str) -> Any:
+        path = checked(self.path / name, self._files[name])
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _index_at(path: Path) -> dict[str, Any]:
+    """The index of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not (path / INDEX).is_file():
+        what = "there is no such folder"
+        if path.is_dir():
+            begun = any(path.glob("training-*.pt")) or any(path.glob("model-*.safetensors"))
+            what = "no save to it has come to its end" if begun else f"it has no {INDEX}"
+        raise CheckpointError(f"there is no checkpoint {path}: {what}")
+    index = read_index(path / INDEX)
+    penstock = index["penstock"]
+    if penstock is None:
+        raise CheckpointError(
+            f"{path} has weights, but is no checkpoint of Penstock; Pipeline(weights=...) reads "
+            "weights alone"
+        )
+    if penstock["version"] > VERSION:
+        raise CheckpointError(
+            f"{path} was written by a later version of Penstock, in format {penstock['version']}; "
+            f"this one reads {VERSION}"
+        )
+    return index
+
+
+def _numbered(
+    groups: Sequence[Mapping[str, Any]],
+    remembered: Mapping[Any, Any],
+    order: Sequence[Sequence[str]],
+) -> dict[str, Any]:
+    """An optimizer's state as `torch.optim` has it, for groups with parameters in this order."""
+    places = {name: k for k, name in enumerate(name for group in order for name in group)}
+    numbered = [
+        {**group, "params": [places[name] for name in names]}
+        for group, names in zip(groups, order, strict=True)
+    ]
+    return {
+        "state": {places.get(key, key): values for key, values in remembered.items()},
+        "param_groups": numbered,
+    }
+
+
+def _shape(shape: Any) -> str:
+    return "none" if shape is None else str(tuple(shape))

@@ -1,0 +1,227 @@
+"""What is saved of a training run: weights by owner, optimizers by names, everything else."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.errors import InputError
+from penstock.train.optimizer import PipelineOptimizer
+from penstock.workers.optimizing import Parts
+from penstock.workers.saving import Portion
+from penstock.workers.ways import Holdings
+
+OPTIMIZER, STATE, GENERATOR, DATA = "optimizer", "state", "generator", "data"
+"""What the user may give: a `torch.optim` optimizer, anything with `state_dict()`, a
+`torch.Generator`, plain data."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A training run, as it is between two steps.
+
+    Attributes:
+        portions: for every worker its weights, and what optimizers in this process remember of
+            its parameters.
+        names: of the model's parameters, by the parameters' ids.
+        remote: optimizers whose states are in worker processes.
+        training: everything else, as `torch.save` writes it.
+    """
+
+    portions: Sequence[Portion]
+    names: Mapping[int, str]
+    remote: Mapping[str, Parts]
+    training: bytes
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, holdings: Holdings, batches: int, things: Mapping[str, Any]
+    ) -> Contents:
+        """Everything there is.
+
+        Args:
+            model: whose weights.
+            holdings: what of them each worker has.
+            batches: how many batches were run.
+            things: what the user wants to have saved, by name.
+
+        Raises:
+            InputError: something cannot be saved.
+        """
+        portions = [Portion() for _ in holdings.parameters]
+        owners, names = _owners(holdings), names_of(model)
+        weights = _divide_weights(model, owners, portions)
+        saved: dict[str, tuple[str, Any]] = {}
+        remote: dict[str, Parts] = {}
+        for label, thing in things.items():
+            kind = kind_of(thing)
+            if kind != OPTIMIZER:
+                saved[label] = kind, _state_of(thing, kind)
+                continue
+            _check_is_ours(label, thing, names)
+            saved[label] = kind, groups_of(thing, names)
+            parts = thing.remote if isinstance(thing, PipelineOptimizer) else None
+            if parts is None:
+                _divide_states(label, thing, names, owners, portions)
+            else:
+                remote[label] = parts
+        training = {"model": weights, "batches": batches, "things": saved}
+        return cls(portions, names, remote, _packed(training, saved))
+
+
+def kind_of(thing: Any) -> str:
+    """Which of the four kinds it is."""
+    if isinstance(thing, Optimizer):
+        return OPTIMIZER
+    if isinstance(thing, torch.Generator):
+        return GENERATOR
+    has_state = callable(getattr(thing, "state_dict", None)) and not isinstance(thing, type)
+    return STATE if has_state else DATA
+
+
+def _state_of(thing: Any, kind: str) -> Any:
+    """What is saved of something that is no optimizer."""
+    if kind == GENERATOR:
+        return thing.get_state()
+    return _plain(thing.state_dict() if kind == STATE else thing)
+
+
+def _plain(value: Any) -> Any:
+    """With Python's own numbers instead of numpy's, which `torch.load` takes for code."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The names of a model's parameters, by their ids; the first of those that are tied."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """An optimizer's groups, with the names of parameters in their place."""
+    places = _places(optimizer, names)
+    found = []
+    for group in optimizer.param_groups:
+        rest = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+        found.append({**rest, "params": [places[id(p)] for p in group["params"]]})
+    return found
+
+
+def _places(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:
+    """Names of all its parameters; those that are not the model's are numbered."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {id(p): names.get(id(p), f"#{k}") for k, p in enumerate(parameters)}
+
+
+def generators_now() -> dict[str, Any]:
+    """The states of the random generators of torch, numpy and Python in this process."""
+    numpy: Any = np.random.get_state(legacy=False)
+    key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": _plain({**numpy, "state": {**numpy["state"], "key": key}}),
+        "python": random.getstate(),
+    }
+
+
+def use_generators(states: Mapping[str, Any]) -> None:
+    """Put the random generators of this process where they were."""
+    torch.set_rng_state(states["torch"])
+    cuda = states["cuda"][: torch.cuda.device_count()]
+    for device, state in enumerate(cuda):
+        torch.cuda.set_rng_state(state, device)
+    numpy = states["numpy"]
+    key = numpy["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
+    random.setstate(states["python"])
+
+
+def _owners(holdings: Holdings) -> dict[int, int]:
+    """The worker that owns each tensor, by the tensor's id."""
+    owners: dict[int, int] = {}
+    for worker, parameters in enumerate(holdings.parameters):
+        for tensor in [*parameters, *holdings.buffers[worker]]:
+            owners.setdefault(id(tensor), worker)
+    return owners
+
+
+def _divide_weights(
+    model: nn.Module, owners: Mapping[int, int], portions: Sequence[Portion]
+) -> dict[str, Any]:
+    """Give every worker its tensors, each once; what else there is to know of the state dict."""
+    first: dict[int, str] = {}
+    tied, extras = {}, {}
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            extras[name] = value
+        elif id(value) in first:
+            tied[name] = first[id(value)]
+        else:
+            first[id(value)] = name
+            portions[owners.get(id(value), 0)].tensors[name] = value
+    return {"names": list(state), "tied": tied, "extras": extras}
+
+
+def _divide_states(
+    label: str,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    owners: Mapping[int, int],
+    portions: Sequence[Portion],
+) -> None:
+    """Give every worker what this process remembers of its parameters."""
+    places = _places(optimizer, names)
+    for key, values in optimizer.state.items():
+        portion = portions[owners.get(id(key), 0)]
+        portion.states.setdefault(label, {})[places.get(id(key), key)] = values
+
+
+def _check_is_ours(label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in parameters if id(p) not in names]
+    if foreign and (isinstance(optimizer, PipelineOptimizer) or len(foreign) == len(parameters)):
+        raise InputError(
+            f"{label}= is an optimizer over other parameters than this model's: one of shape "
+            f"{tuple(foreign[0].shape)} is not in it"
+        )
+
+
+def _packed(training: Any, saved: Mapping[str, Any]) -> bytes:
+    """As `torch.save` writes it, and `torch.load` reads it without running code.
+
+    Raises:
+        InputError: that is not possible, because of one of the things.
+    """
+    data, error = _attempt(training)
+    if error is None:
+        return data
+    culprit = next((f"{name}=" for name, thing in saved.items() if _attempt(thing)[1]), "the model")
+    raise InputError(
+        f"{culprit} cannot be saved, as it is, or its state_dict() has, more than plain data "
+        f"(numbers, texts, tensors, and lists, tuples and dictionaries of them): {error}"
+    )
+
+
+def _attempt(value: Any) -> tuple[bytes, str | None]:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        return b"", str(error).strip().splitlines()[0]
+    return buffer.getvalue(), None

@@ -1,0 +1,265 @@
+"""Saving: everybody writes their part, and when all are there, the leading process says so."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.checkpoint.contents import Contents, generators_now
+from penstock.errors import CheckpointError
+from penstock.plan import Plan
+from penstock.runner import Runner
+from penstock.storage.folder import VERSION, Folder, entry, sync
+from penstock.storage.part import Part
+from penstock.workers.crew import Crew
+from penstock.workers.saving import SaveOrder
+
+_STALLED = 60.0  # seconds in which no part grows, after which it is given up
+_PAUSE = 0.01  # seconds between two looks
+
+
+class Save:
+    """A save, which may still be under way.
+
+    Args:
+        path: of the checkpoint.
+        crew: who writes it.
+
+    Attributes:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, path: Path, crew: Crew) -> None:
+        self.path = path
+        self._crew = crew
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._settled = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not; under torchrun rank 0 knows."""
+        return self._settled or (self._thread is not None and not self._thread.is_alive())
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is on the disk. Under torchrun all ranks do.
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoint before is still there.
+        """
+        if not self._settled:
+            try:
+                with self._crew.together("the wait for a checkpoint"):
+                    self.settle()
+            except Exception as error:
+                self._error = error
+            self._settled = True
+        if self._error is not None:
+            raise self._error
+
+    def settle(self) -> None:
+        """Wait for what this process does of it, and raise its error, if that was not done yet."""
+        if self._settled:
+            return
+        if self._thread is not None:
+            self._thread.join()
+            self._settled = True
+        if self._error is not None:
+            raise self._error
+
+    def run(self, finish: Callable[[], None], background: bool) -> None:
+        """Do what is left to do, now or in a thread of its own."""
+        if background:
+            self._thread = threading.Thread(target=self._try, args=(finish,), name="penstock-save")
+            self._thread.start()
+        else:
+            finish()
+
+    def _try(self, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except BaseException as error:
+            self._error = error
+
+
+class Saver:
+    """Saves a pipeline, again and again.
+
+    Args:
+        model: whose weights.
+        plan: that is followed.
+        runner: who runs it.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, runner: Runner) -> None:
+        self._model = model
+        self._plan = plan
+        self._runner = runner
+        self._number = 0
+        self._current: Save | None = None
+
+    def save(
+        self, path: str | os.PathLike[str], background: bool, things: Mapping[str, Any]
+    ) -> Save:
+        """See `Saves.save`."""
+        crew = self._runner.crew
+        before, self._current = self._current, None
+        if before is not None and not before._settled:
+            before.wait()
+        folder = Folder(path)
+        save = Save(folder.path, crew)
+        try:
+            with crew.together("save"):
+                training, parts = self._write(folder, background, things)
+                generators = crew.everyones(generators_now())
+            with crew.together("the end of a save"):
+                if crew.leads:
+                    save.run(partial(self._finish, folder, parts, training, generators), background)
+        except BaseException:
+            folder.end()
+            raise
+        self._current = save if background else None
+        save._settled = not background
+        return save
+
+    def _write(
+        self, folder: Folder, background: bool, things: Mapping[str, Any]
+    ) -> tuple[bytes, list[Part]]:
+        """Every worker's part."""
+        runner = self._runner
+        found = Contents.of(self._model, runner.crew.holdings, runner.batches, things)
+        self._number = runner.crew.agreed(lambda: folder.begin(self._number))
+        where = os.fspath(folder.path)
+        order = SaveOrder(
+            where, self._number, found.portions, found.names, found.remote, background
+        )
+        return found.training, runner.crew.save(order)
+
+    def _finish(
+        self, folder: Folder, parts: Sequence[Part], training: bytes, generators: Any
+    ) -> None:
+        """Write what is left, wait for everybody's part, and let it be the checkpoint."""
+        number = parts[0].number
+        try:
+            files = [folder.path / f"{what}-{number:06d}.pt" for what in ("training", "random")]
+            files.append(folder.path / f"plan-{number:06d}.json")
+            buffer = io.BytesIO()
+            torch.save(generators, buffer)
+            files[0].write_bytes(training)
+            files[1].write_bytes(buffer.getvalue())
+            self._plan.save(files[2])
+            for file in files:
+                sync(file)
+            folder.commit(_index(number, self._notes(parts), files))
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {folder.path} cannot be written: {error}. The one before is "
+                "still there"
+            ) from error
+        finally:
+            folder.end()
+
+    def _notes(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """What every part says of itself, when all are written.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        notes: dict[int, dict[str, Any]] = {}
+        size, grown = -1, time.monotonic()
+        while True:
+            alive = self._runner.crew.all_alive()
+            for part in parts:
+                if part.index not in notes and part.note.exists():
+                    notes[part.index] = note = json.loads(part.note.read_text())
+                    if "error" in note:
+                        raise CheckpointError(note["error"])
+            missing = [part.index for part in parts if part.index not in notes]
+            if not missing:
+                return [notes[part.index] for part in parts]
+            if (now := _size_of(parts[0])) != size:
+                size, grown = now, time.monotonic()
+            if not alive or time.monotonic() > grown + _STALLED:
+                why = f"nothing was written for {_STALLED:.0f} s" if alive else "a worker has ended"
+                raise CheckpointError(
+                    f"the checkpoint {parts[0].folder} is not complete: {why} before the parts of "
+                    f"workers {missing} were there. The checkpoint before still is"
+                )
+            time.sleep(_PAUSE)
+
+    def finish(self) -> None:
+        """Wait for what this process still does, as the pipeline is closed.
+
+        Raises:
+            CheckpointError: it could not be done.
+        """
+        current, self._current = self._current, None
+        if current is not None:
+            current.settle()
+
+
+def _size_of(part: Part) -> int:
+    """Bytes that its save has written so far."""
+    total = 0
+    for path in Path(part.folder).glob(f"*-{part.number:06d}-*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # it was moved into place
+            total += 1
+    return total
+
+
+def _index(number: int, notes: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> Any:
+    """The file that says what there is."""
+    found = {name: size for note in notes for name, size in note["files"].items()}
+    found |= {file.name: entry(file) for file in files}
+    weights = {name: file for note in notes for name, file in note["weights"].items()}
+    penstock = {"version": VERSION, "number": number, "files": found}
+    total = sum(note["bytes"] for note in notes)
+    return {"metadata": {"total_size": total, "penstock": penstock}, "weight_map": weights}
+
+
+class Saves:
+    """What a pipeline offers to save a training run."""
+
+    _saver: Saver
+    _runner: Runner
+
+    def save(
+        self, path: str | os.PathLike[str], *, background: bool = False, **things: Any
+    ) -> Save:
+        """Save the training run, as it is between two steps, to a folder.
+
+        Saved are the model's weights and buffers, the plan, the random generators of torch, numpy
+        and Python, the pipeline's count of batches, on which its random numbers depend, and
+        `things`. Gradients are not. Every worker writes its own part. A checkpoint that is in the
+        folder is replaced at once when the new one is on the disk; whatever happens before, it
+        stays. `penstock.load` reads it, with any number of stages and any kind of worker.
+
+        Args:
+            path: of the folder. Under torchrun all ranks must see the same.
+            background: take a copy, and write it while training goes on. An error is then raised
+                by `wait()`, by the next save, which waits for this one, or by `close()`.
+            **things: by the names under which `Checkpoint.restore` gets them: optimizers, whatever
+                else has `state_dict()` (schedulers, scalers, averaged models), `torch.Generator`s,
+                and plain data, such as the position in the training data.
+
+        Returns:
+            the save; its `wait()` returns when it is on the disk.
+
+        Raises:
+            InputError: one of the things cannot be saved.
+            CheckpointError: it cannot be written.
+            ClosedError: the pipeline is closed.
+        """
+        return self._saver.save(path, background, things)

@@ -1,0 +1,141 @@
+"""What one worker writes of a checkpoint, at once or in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from penstock.errors import CheckpointError
+from penstock.profile.files import write_whole
+from penstock.storage.folder import entry, sync
+
+Tensors = Mapping[str, torch.Tensor]
+"""Parameters and buffers, by the model's names for them."""
+
+States = Mapping[str, Mapping[Any, Any]]
+"""What optimizers remember: by the names under which they are saved, by the parameters' names."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A worker's part of a save.
+
+    Attributes:
+        folder: of the checkpoint.
+        number: of the save.
+        index: which part, from 0.
+        count: how many parts there are.
+    """
+
+    folder: str
+    number: int
+    index: int
+    count: int
+
+    def path(self, what: str, ending: str) -> Path:
+        """The part's file of this kind."""
+        place = f"{self.index + 1:05d}-of-{self.count:05d}"
+        return Path(self.folder) / f"{what}-{self.number:06d}-{place}.{ending}"
+
+    @property
+    def note(self) -> Path:
+        """The file that says that the part is written: what there is, or why there is not."""
+        return self.path("part", "json")
+
+    def save(self, tensors: Tensors, states: States, background: bool) -> None:
+        """Write it.
+
+        Args:
+            tensors: of this worker.
+            states: of this worker's parameters.
+            background: copy everything and return; an error is then in the note.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if background:
+            tensors, states = copied(tensors), copied(states)
+            threading.Thread(target=self._try, args=(tensors, states), name="penstock-save").start()
+        else:
+            self._write(tensors, states)
+
+    def _try(self, tensors: Tensors, states: States) -> None:
+        try:
+            self._write(tensors, states)
+        except BaseException as error:
+            text = str(error) if isinstance(error, CheckpointError) else f"{self._failed(error)}"
+            write_whole(self.note, json.dumps({"error": text}).encode())
+
+    def _write(self, tensors: Tensors, states: States) -> None:
+        files: dict[str, Any] = {}
+        weights, optimizers = self.path("model", "safetensors"), self.path("optimizer", "pt")
+        try:
+            if tensors:
+                save_file(_plain(tensors), os.fspath(weights), {"format": "pt"})
+                sync(weights)
+                files[weights.name] = entry(weights)
+            if any(states.values()):
+                torch.save(_compact(states), optimizers)
+                sync(optimizers)
+                files[optimizers.name] = entry(optimizers)
+            found = {
+                "files": files,
+                "weights": dict.fromkeys(tensors, weights.name),
+                "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
+            }
+            write_whole(self.note, json.dumps(found).encode())
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(
+            f"part {self.index + 1} of {self.count} of the checkpoint {self.folder} cannot be "
+            f"written: {type(error).__name__}: {error}"
+        )
+
+
+def copied(value: Any) -> Any:
+    """With tensors of their own, on the CPU, in the containers that there are."""
+    return _mapped(value, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def _compact(states: States) -> Any:
+    """What `torch.save` writes; of a tensor that is a part of a larger one just that part."""
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.numel() * tensor.element_size()
+        is_view = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > size
+        return tensor.detach().clone() if is_view else tensor.detach()
+
+    return _mapped(states, whole)
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return value
+
+
+def _plain(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """On the CPU, contiguous, and each in memory of its own."""
+    found: dict[str, torch.Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        if plain.data_ptr() in addresses:
+            plain = plain.clone()
+        addresses.add(plain.data_ptr())
+        found[name] = plain
+    return found
