@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.profile import Profile
     from penstock.profile.measure import profile
     from penstock.train.report import VerifyReport
+    from penstock.train.result import StepResult
     from penstock.verification import verify
     from penstock.weights import SeededWeights, empty_weights
 
@@ -44,6 +45,7 @@ _HOMES = {
     "Program": "penstock.capture",
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
+    "StepResult": "penstock.train.result",
     "VerifyReport": "penstock.train.report",
     "WorkerDied": "penstock.errors",
     "WorkerError": "penstock.errors",
@@ -68,6 +70,7 @@ __all__ = [
     "Program",
     "ScheduleError",
     "SeededWeights",
+    "StepResult",
     "VerifyReport",
     "WorkerError",
     "WorkerTimeout",

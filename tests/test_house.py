@@ -29,6 +29,7 @@ LAYERS = [
     ["runner"],
     ["tuning"],
     ["planning"],
+    ["forwarding"],
     ["pipeline"],
     ["verification"],
     ["bench"],

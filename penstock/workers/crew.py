@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -18,6 +18,7 @@ from penstock.engine.orders import Order, Outcome
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.workers.assembly import Assembly, doing
+from penstock.workers.norms import Clipping
 from penstock.workers.optimizing import Groups, LocalParts, Parts
 from penstock.workers.rounds import Round
 from penstock.workers.threads import ThreadWorkers
@@ -84,9 +85,7 @@ class Crew(Protocol):
     ) -> Parts:
         """An optimizer whose parts are where the parameters are."""
 
-    def clip(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are."""
 
     def state(self, model: nn.Module) -> dict[str, Any]:
@@ -110,11 +109,9 @@ class Driven:
         """The driver has the batch."""
         return make()
 
-    def clip(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return clipping.clip(parameters)
 
     def state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict."""

@@ -361,7 +361,7 @@ def _check_loss(loss: Loss) -> None:
         InputError: the loss or a target has tensors that ask for one.
     """
     try:
-        _, tensors = pack(loss.function)
+        _, tensors = pack((loss.function, loss.more))
     except Exception as error:
         raise InputError(
             f"the loss function cannot be sent to the last worker's process: "
