@@ -8,13 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.autograd import Passage, deliver
 from penstock.capture import ROWS, Program
+from penstock.capture.attributes import owner_of
+from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, arguments
+from penstock.engine.hooks import check_hooks
 from penstock.engine.microbatch import merge
 from penstock.engine.objective import Objective
 from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.reading import Left
 from penstock.engine.span import Gradients
 from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
@@ -23,6 +28,24 @@ from penstock.streaming import stream
 from penstock.train.model_like import ModelLike
 from penstock.train.result import StepResult
 from penstock.workers.ways import Way
+
+
+def left_elsewhere(program: Program, plan: Plan, shares_modules: bool) -> Left:
+    """What a forward leaves in attributes and the loss cannot read.
+
+    It can where the module runs right before it, in the last stage, and is not cut off from it by
+    being recomputed.
+
+    Args:
+        program: the captured program.
+        plan: how it is cut.
+        shares_modules: whether the loss is called where the user's own modules run.
+    """
+    start, end, recomputed = plan.stages[-1].spans[-1]
+    calls = program.train.calls[start:end] if shares_modules and not recomputed else ()
+    near = {call.target for call in calls if isinstance(call.target, str)}
+    places = sorted({owner_of(program.model, name) for name in program.left})
+    return Left(program.model, [p for p in places if near.isdisjoint(with_owners(p[0]))])
 
 
 class Forwarding(ModelLike):
@@ -36,6 +59,7 @@ class Forwarding(ModelLike):
     program: Program
     plan: Plan
     _runner: Runner
+    _open: dict[str, nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for a batch, in its own structure.
@@ -102,6 +126,7 @@ class Forwarding(ModelLike):
 
     def _batch(self, make: Callable[[], Batch]) -> Batch:
         """A batch, where its inputs are; elsewhere, what there is to know of it."""
+        check_hooks(self._open)
         return self._runner.batch(make, self.model.training)
 
     def _order(self, what: Pass, batch: Batch) -> tuple[Order, Way]:

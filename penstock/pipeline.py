@@ -17,9 +17,11 @@ from penstock.capture import Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.batch import Batch, Weight, given_targets, split_target
+from penstock.engine.hooks import looked_into
 from penstock.engine.objective import Objective
+from penstock.engine.reading import check_reads
 from penstock.errors import InputError
-from penstock.forwarding import Forwarding, step_result
+from penstock.forwarding import Forwarding, left_elsewhere, step_result
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Request
@@ -167,6 +169,8 @@ class Pipeline(Forwarding):
             place(self.program, plan.cuts, launch.homes(plan), source, crew.hold)
             self._runner = Runner(self.program, plan, launch.in_order(plan), crew)
             self.links = crew.links
+            self._open = looked_into(self.program)
+            self._left = left_elsewhere(self.program, plan, crew.shares_modules)
             stack.pop_all()
 
     # -- training -------------------------------------------------------------------------
@@ -265,6 +269,8 @@ class Pipeline(Forwarding):
         with runner.crew.together("train_step"):
             batch, loss = self._batch(make), None
             if runner.crew.has_loss:
+                check_reads("loss", objective.loss_fn, self._left)
+                check_reads("metrics function", objective.metrics, self._left)
                 loss = objective.loss(batch.rows, runner.loss_device)
             order = runner.order("train", batch, self.model.training, loss)
             put_together = None

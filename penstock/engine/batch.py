@@ -165,8 +165,8 @@ def weights(weight: Weight, targets: Targets, rows: Sequence[int]) -> list[float
     total = sum(counts)
     if not (total > 0 and min(counts) >= 0 and isfinite(total)):
         raise InputError(
-            f"the weights of the micro-batches are {counts}; they must be at least 0 each, and "
-            "more than 0 together"
+            f"the weights of the micro-batches add up to {total}: {counts}; none may be negative, "
+            "and their sum must be a positive number"
         )
     return [count / total for count in counts]
 

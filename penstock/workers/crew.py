@@ -32,12 +32,14 @@ class Crew(Protocol):
         holdings: the tensors that their stages use.
         has_inputs: whether this process gives the first stage its batches.
         has_loss: whether this process gives the last stage targets and the loss.
+        shares_modules: whether the loss is called where the user's own modules run.
         links: how values get from every stage to the next, in words.
     """
 
     holdings: Holdings
     has_inputs: bool
     has_loss: bool
+    shares_modules: bool
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -100,6 +102,7 @@ class Driven:
 
     has_inputs = True
     has_loss = True
+    shares_modules = True
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """The driver does it."""

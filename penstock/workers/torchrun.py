@@ -50,6 +50,8 @@ class TorchrunCrew:
         timeout: seconds that an operation may take.
     """
 
+    shares_modules = True
+
     def __init__(
         self, launch: Launch, plan: Plan, order: Sequence[int], threads: int, timeout: float
     ) -> None:
