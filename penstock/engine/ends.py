@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.capture.trees import map_leaves
 from penstock.engine.span import Gradients, Roots, Values, edges
@@ -131,6 +132,11 @@ class Loss:
         self.more = dict(more or {})
         self.metrics = metrics
         self.keeps_outputs = keeps_outputs
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """What the function remembers from one step to the next, if it is a module."""
+        return list(self.function.buffers()) if isinstance(self.function, nn.Module) else []
 
     def of(
         self, microbatch: int, results: Values, assemble: Assemble

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.capture.trees import map_leaves
+from penstock.engine.backup import Backup
 from penstock.engine.batch import Targets, Weight, weights
 from penstock.engine.ends import Loss, to_device
 from penstock.errors import InputError
@@ -38,6 +40,11 @@ class Objective:
     def wants_more(self) -> bool:
         """Whether anything but the loss is wanted."""
         return self.outputs or self.metrics is not None
+
+    def backup(self) -> Backup:
+        """What the loss may change of its own, as it is now."""
+        own = self.loss_fn if isinstance(self.loss_fn, nn.Module) else nn.Module()
+        return Backup(own.parameters(), own.buffers())
 
     def loss(self, rows: Sequence[int], device: torch.device) -> Loss:
         """What the last stage ends in.

@@ -70,6 +70,7 @@ class Outcome:
         metrics: what the metrics function returned, by micro-batch.
         gradients: by micro-batch, of the values that entered, where there are some.
         events: when every action ran, if that was to be recorded.
+        buffers: of the loss function, where it was called in another process.
     """
 
     results: dict[int, Values] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Outcome:
     metrics: dict[int, Any] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    buffers: Sequence[torch.Tensor] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -92,6 +94,7 @@ class Outcome:
             whole.metrics |= part.metrics
             whole.gradients |= part.gradients
             whole.events += part.events
+            whole.buffers = whole.buffers or part.buffers
         return whole
 
     @property

@@ -243,6 +243,7 @@ class ProcessCrew(Driven):
                 for worker, (_, present) in enumerate(parts):
                     self._shared.after(worker, present)
             outcome = Outcome.of([outcome for outcome, _ in parts])
+            _bring(outcome.buffers, order.loss)
             del self._backups[order.number]  # last: until then everything can be undone
         except BaseException:
             self._undo()
@@ -362,6 +363,13 @@ def _modules(stages: Any) -> list[nn.Module]:
             if isinstance(span.module, nn.Module):
                 found.update({id(m): m for m in span.module.modules()})
     return list(found.values())
+
+
+@torch.no_grad()
+def _bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
+    """Let a loss function have the buffers that its twin in a worker's process has now."""
+    for mine, theirs in zip(loss.buffers if loss else (), buffers, strict=True):
+        mine.copy_(theirs)
 
 
 def _check_loss(loss: Loss) -> None:
