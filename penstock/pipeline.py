@@ -276,12 +276,8 @@ class Pipeline(Forwarding):
             put_together = None
             if objective.outputs:
                 put_together = self._putting_together(order, batch, by_microbatch)
-            backup = objective.backup()
-            try:
+            with objective.undone():
                 outcome = runner.run(order)
-            except BaseException:
-                backup.restore()
-                raise
         backward_into_inputs(order.values, outcome.gradients)
         return step_result(objective, outcome, put_together)
 

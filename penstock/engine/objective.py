@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.capture.trees import map_leaves
 from penstock.engine.backup import Backup
 from penstock.engine.batch import Targets, Weight, weights
 from penstock.engine.ends import Loss, to_device
+from penstock.engine.state import State
 from penstock.errors import InputError
 
 
@@ -41,10 +43,20 @@ class Objective:
         """Whether anything but the loss is wanted."""
         return self.outputs or self.metrics is not None
 
-    def backup(self) -> Backup:
-        """What the loss may change of its own, as it is now."""
-        own = self.loss_fn if isinstance(self.loss_fn, nn.Module) else nn.Module()
-        return Backup(own.parameters(), own.buffers())
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """If what runs inside fails, a loss function that is a module is as it was before."""
+        if not isinstance(self.loss_fn, nn.Module):
+            yield
+            return
+        gradients = Backup(self.loss_fn.parameters(), ())
+        state = State(self.loss_fn.modules(), self.loss_fn.buffers())
+        try:
+            yield
+        except BaseException:
+            gradients.restore()
+            state.put_back()
+            raise
 
     def loss(self, rows: Sequence[int], device: torch.device) -> Loss:
         """What the last stage ends in.
