@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.profile import Profile
     from penstock.profile.measure import profile
     from penstock.train.report import VerifyReport
+    from penstock.train.result import StepResult
     from penstock.verification import verify
     from penstock.weights import SeededWeights, empty_weights
 
@@ -49,6 +50,7 @@ _HOMES = {
     "Program": "penstock.capture",
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
+    "StepResult": "penstock.train.result",
     "VerifyReport": "penstock.train.report",
     "WorkerDied": "penstock.errors",
     "WorkerError": "penstock.errors",
@@ -76,6 +78,7 @@ __all__ = [
     "Program",
     "ScheduleError",
     "SeededWeights",
+    "StepResult",
     "VerifyReport",
     "WorkerDied",
     "WorkerError",

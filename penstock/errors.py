@@ -60,8 +60,9 @@ class WorkerError(PenstockError):
     Attributes:
         stage: the stage that failed, from 0; `None` if the worker ran none.
         microbatch: the micro-batch it was working on, from 0; `None` if it was at none.
-        action: what it was doing, `"forward"`, `"loss"` or `"backward"`; or `"optimizer step"`,
-            which may have updated some parameters and others not; or `"start"`.
+        action: what it was doing, `"forward"`, `"loss"`, `"metrics"` or `"backward"`; or
+            `"optimizer step"`, which may have updated some parameters and others not; or
+            `"start"`.
         worker: which, from 0.
     """
 

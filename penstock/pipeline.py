@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -12,25 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.autograd import Passage, backward_into_inputs, deliver
-from penstock.capture import ROWS, Program, capture
+from penstock.autograd import backward_into_inputs
+from penstock.capture import Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.checkpoint.saver import Saver, Saves
 from penstock.engine.allocator import Allocator, keep_freed_memory
-from penstock.engine.batch import (
-    Batch,
-    Targets,
-    Weight,
-    arguments,
-    given_targets,
-    split_target,
-    weights,
-)
-from penstock.engine.ends import Loss
-from penstock.engine.microbatch import merge
-from penstock.engine.orders import Order, Outcome, Pass
-from penstock.engine.span import Gradients
-from penstock.errors import InputError, PenstockError
+from penstock.engine.batch import Batch, Weight, given_targets, split_target
+from penstock.engine.hooks import looked_into
+from penstock.engine.objective import Objective
+from penstock.engine.reading import check_reads
+from penstock.errors import InputError
+from penstock.forwarding import Forwarding, left_elsewhere, step_result
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Request
@@ -38,18 +30,16 @@ from penstock.planning import given_or_planned
 from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
-from penstock.streaming import stream
 from penstock.train.groups import parameter_groups
-from penstock.train.model_like import ModelLike
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.weights import source_of
 from penstock.workers.hiring import Workers
 from penstock.workers.launch import launched
+from penstock.workers.norms import Clipped, Clipping
 from penstock.workers.placement import place
-from penstock.workers.ways import Way
 
 
-class Pipeline(ModelLike, Saves):
+class Pipeline(Forwarding, Saves):
     """A model split over devices, trained and called like the model itself.
 
     Threads and processes work on the model's own parameters: optimizers, `state_dict()` and
@@ -181,6 +171,8 @@ class Pipeline(ModelLike, Saves):
             self._runner = Runner(self.program, plan, launch.in_order(plan), crew)
             self.links = crew.links
             self._saver = Saver(model, plan, self._runner)
+            self._open = looked_into(self.program)
+            self._left = left_elsewhere(self.program, plan, crew.shares_modules)
             stack.pop_all()
 
     # -- training -------------------------------------------------------------------------
@@ -191,8 +183,11 @@ class Pipeline(ModelLike, Saves):
         loss_fn: Callable[..., torch.Tensor] | None = None,
         target: Any = None,
         weight: Weight = "rows",
+        loss_kwargs: Mapping[str, Any] | None = None,
+        metrics: Callable[..., Any] | None = None,
+        outputs: bool = False,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Forward and backward of a batch, interleaved: the fast path.
 
         Gradients add up in `.grad`, as `backward()` leaves them. They are bit for bit those of
@@ -204,24 +199,35 @@ class Pipeline(ModelLike, Saves):
             loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target; a scalar.
                 Called once per micro-batch.
             target: a tensor, or a container of tensors, split along dimension 0 like the batch.
+                What else is in the container is in every micro-batch's.
             weight: how the micro-batches' losses make the batch's. `"rows"`: weighted by their
                 rows, for a loss that is a mean over rows. `None`: added up, for a loss that is a
-                sum. A function: weighted by `weight(target)`, the number of labels that count, say.
+                sum. A function: weighted by `weight(target)`, the number of labels that count, say;
+                a micro-batch of weight 0 is left out.
+            loss_kwargs: keyword arguments of `loss_fn`, whole and the same for every micro-batch;
+                tensors are moved to the device of the last stage, and never split.
+            metrics: `metrics(output, target)`, called without gradients once per micro-batch, after
+                the loss. What it returns is not looked at.
+            outputs: whether to return the model's results, too, which are then held until the end
+                of the step.
             **kwargs: the model's keyword arguments.
 
         Returns:
-            the batch's loss, a detached scalar on the device of the last stage.
+            the batch's loss, a detached scalar on the device of the last stage; or, with `metrics`
+            or `outputs`, a `penstock.StepResult` with that and with what was asked for.
 
         Raises:
-            InputError: the batch or the target does not fit, or the loss is not a scalar.
-            WorkerError: a stage or the loss failed; the original error is its cause. Gradients
-                and buffers are as they were before the step, and the pipeline can be used again.
+            InputError: the batch or the target does not fit, the loss is not a scalar, or outputs
+                are wanted that cannot be put together from micro-batches.
+            WorkerError: a stage, the loss or the metrics failed; the original error is its cause.
+                Gradients and buffers are as they were before the step, and the pipeline can be used
+                again.
             ClosedError: the pipeline is closed.
         """
         split = partial(self._split, args, kwargs)
-        return self._train(
-            split, lambda rows, home: split_target(target, rows, home), loss_fn, weight
-        )
+        targets = partial(split_target, target)
+        asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs)
+        return self._train(split, asked)
 
     def train_microbatches(
         self,
@@ -230,7 +236,10 @@ class Pipeline(ModelLike, Saves):
         loss_fn: Callable[..., torch.Tensor] | None = None,
         targets: Sequence[Any] | None = None,
         weight: Weight = "rows",
-    ) -> torch.Tensor:
+        loss_kwargs: Mapping[str, Any] | None = None,
+        metrics: Callable[..., Any] | None = None,
+        outputs: bool = False,
+    ) -> Any:
         """Like `train_step`, for micro-batches that were made by hand.
 
         They may have different numbers of rows, and differ in the dimensions that
@@ -241,120 +250,38 @@ class Pipeline(ModelLike, Saves):
                 keyword arguments.
             loss_fn: as in `train_step`.
             targets: for each its target.
-            weight: as in `train_step`.
+            weight, loss_kwargs, metrics: as in `train_step`.
+            outputs: whether to return the model's results, too, in a list of one for each.
 
         Returns:
-            the loss of all of them, as `train_step` returns it.
+            the loss of all of them, or a `penstock.StepResult`, as `train_step` returns it.
 
         Raises:
             InputError, WorkerError, ClosedError: as `train_step` does.
         """
         given = partial(Batch.given, self.program, microbatches)
-        return self._train(
-            given, lambda rows, home: given_targets(targets, len(rows), home), loss_fn, weight
-        )
+        for_each = partial(given_targets, targets)
+        asked = Objective(for_each, loss_fn, weight, loss_kwargs, metrics, outputs)
+        return self._train(given, asked, by_microbatch=True)
 
     def _train(
-        self,
-        make: Callable[[], Batch],
-        targets: Callable[[Sequence[int], torch.device], Targets],
-        loss_fn: Callable[..., torch.Tensor] | None,
-        weight: Weight,
-    ) -> torch.Tensor:
-        runner, loss = self._runner, None
+        self, make: Callable[[], Batch], objective: Objective, by_microbatch: bool = False
+    ) -> Any:
+        runner = self._runner
         with runner.crew.together("train_step"):
-            batch = runner.batch(make, self.model.training)
+            batch, loss = self._batch(make), None
             if runner.crew.has_loss:
-                if not callable(loss_fn):
-                    raise InputError(
-                        f"loss_fn={loss_fn!r} is not a function of (output, target); where the "
-                        "last stage is, it is needed"
-                    )
-                found = targets(batch.rows, runner.loss_device)
-                loss = Loss(loss_fn, found, weights(weight, found, batch.rows))
-            total, slices, gradients = runner.train(batch, loss, self.model.training)
-        backward_into_inputs(slices, gradients)
-        return total
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result for a batch, in its own structure.
-
-        With gradients enabled, `backward()` on a loss of it runs the pipeline's backward; without
-        (`torch.no_grad()`), nothing is kept.
-
-        Raises:
-            InputError: the batch does not fit, or a result cannot be put together from
-                micro-batches.
-            WorkerError: a stage failed; the original error is its cause.
-            ClosedError: the pipeline is closed.
-        """
-        graph = torch.is_grad_enabled()
-        with self._runner.crew.together("a call"):
-            batch = self._batch(partial(self._split, args, kwargs))
-            order, way = self._order("forward" if graph else "infer", batch)
-            outcome = self._runner.run(order)
-        if not graph:
-            return _assembled(way, _merged(way, outcome), batch)
-        passage = Passage(partial(self._back, order), outcome.differentiable, batch.sizes, way)
-        self._runner.forget_with(passage, order)
-        merged = deliver(passage, order.values, _merged(way, outcome))
-        return _assembled(way, merged, batch)
-
-    def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
-        """The model's results for many batches, in order, without gradients.
-
-        The next batches enter while the one before is still on its way, so the pipeline never
-        drains in between. To stop early, leave the loop: what is under way is waited for.
-
-        Args:
-            batches: for each a tuple of the model's positional arguments, or a dict of its keyword
-                arguments, or the only argument.
-            ahead: how many batches are under way at most; by default as many as keep all stages
-                busy.
-
-        Raises:
-            InputError, WorkerError, ClosedError: as a call does. Results that came before are
-                given out first.
-        """
-        most = 1 + -(-len(self.plan.stages) // self.plan.num_microbatches)
-        most = most if ahead is None else ahead
-        if most < 1:
-            raise InputError(f"ahead={ahead} batches cannot be under way; 1 at least")
-        return stream(batches, most, self._enter, self._result, self._abandon)
-
-    def _enter(self, inputs: Any) -> tuple[Any, Way, Batch]:
-        """Start a batch, without gradients."""
-        with self._runner.crew.together("a batch of map"), torch.no_grad():
-            batch = self._batch(partial(self._split, *arguments(inputs)))
-            order, way = self._order("infer", batch)
-            return self._runner.start(order), way, batch
-
-    def _result(self, started: tuple[Any, Way, Batch]) -> Any:
-        """What has become of it."""
-        ticket, way, batch = started
-        return _assembled(way, _merged(way, self._runner.finish(ticket)), batch)
-
-    def _abandon(self, started: tuple[Any, Way, Batch]) -> None:
-        """Wait for a batch whose result nobody wants."""
-        with suppress(PenstockError):  # if it failed, the one that failed first has said so
-            self._runner.finish(started[0])
-
-    def _batch(self, make: Callable[[], Batch]) -> Batch:
-        """A batch, where its inputs are; elsewhere, what there is to know of it."""
-        return self._runner.batch(make, self.model.training)
-
-    def _order(self, what: Pass, batch: Batch) -> tuple[Order, Way]:
-        """The order for a batch whose results can be put together."""
-        order = self._runner.order(what, batch, self.model.training)
-        return order, self._runner.ways(self.model.training).common(order.microbatches)
-
-    def _back(self, order: Order, gradients: dict[int, Gradients]) -> dict[int, Gradients]:
-        """The backward of a batch that has gone forward."""
-        return self._runner.run(order.back(gradients)).gradients
-
-    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        leaves = self.program.flatten_inputs(args, kwargs)
-        return Batch.split(self.program, leaves, self.plan.num_microbatches)
+                check_reads("loss", objective.loss_fn, self._left)
+                check_reads("metrics function", objective.metrics, self._left)
+                loss = objective.loss(batch.rows, runner.loss_device)
+            order = runner.order("train", batch, self.model.training, loss)
+            put_together = None
+            if objective.outputs:
+                put_together = self._putting_together(order, batch, by_microbatch)
+            with objective.undone():
+                outcome = runner.run(order)
+        backward_into_inputs(order.values, outcome.gradients)
+        return step_result(objective, outcome, put_together)
 
     # -- what a module and its trainer offer --------------------------------------------------
 
@@ -391,13 +318,44 @@ class Pipeline(ModelLike, Saves):
         """The model's state, under the model's names: it loads into the plain model."""
         return self._runner.crew.state(self.model)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        *,
+        parameters: Clipped = None,
+    ) -> torch.Tensor:
+        """Scale gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Args:
+            max_norm, norm_type, error_if_nonfinite, foreach: as torch's.
+            parameters: whose gradients; all of the model's by default. Under torchrun the same on
+                every rank, in the same order.
 
         Returns:
             the norm that they had.
         """
-        return self._runner.crew.clip(self.model.parameters(), max_norm, norm_type)
+        clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
+        return self._runner.crew.clip(self._clipped(parameters), clipping)
+
+    def clip_grad_value_(
+        self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
+    ) -> None:
+        """Bring every entry of gradients into `[-clip_value, clip_value]`, as torch's does.
+
+        Args:
+            clip_value, foreach: as those of `torch.nn.utils.clip_grad_value_`.
+            parameters: as in `clip_grad_norm_`. Under torchrun a rank has its own stages' only.
+        """
+        nn.utils.clip_grad_value_(self._clipped(parameters), clip_value, foreach)
+
+    def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
+        """Those that are to be clipped, each of the model's once."""
+        if isinstance(parameters, torch.Tensor):
+            return [parameters]
+        return list(self.model.parameters() if parameters is None else parameters)
 
     def recording(self) -> AbstractContextManager[list[Timeline]]:
         """While open, every pass appends its measured timeline to the list that this gives.
@@ -428,14 +386,3 @@ class Pipeline(ModelLike, Saves):
 
     def __repr__(self) -> str:
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
-
-
-def _merged(way: Way, outcome: Outcome) -> list[Any]:
-    """The results of a batch out of those of its micro-batches."""
-    results = [outcome.results[k] for k in range(len(outcome.results))]
-    return merge(way.trace, way.outputs, results)
-
-
-def _assembled(way: Way, merged: Sequence[Any], batch: Batch) -> Any:
-    """The model's result for a batch, in its own structure."""
-    return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})

@@ -16,7 +16,6 @@ from penstock.capture.calls import ambient
 from penstock.engine.batch import Batch
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
-from penstock.engine.span import Gradients
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
@@ -93,26 +92,6 @@ class Runner:
         return Order(
             what, ways.training, microbatches, modes, number, values, loss, recorded=recorded
         )
-
-    def train(
-        self, batch: Batch, loss: Loss | None, training: bool = True
-    ) -> tuple[torch.Tensor, Sequence[Sequence[Any]], dict[int, Gradients]]:
-        """Forward and backward of a batch, interleaved.
-
-        Args:
-            batch: the batch.
-            loss: what the last stage ends in; `None` where it is elsewhere.
-            training: the mode.
-
-        Returns:
-            the weighted loss of the batch, what the first stage got, and the gradients of that.
-        """
-        order = self.order("train", batch, training, loss)
-        outcome = self.run(order)
-        total = outcome.losses[0] * outcome.weights[0]
-        for microbatch in range(1, len(batch)):
-            total = total + outcome.losses[microbatch] * outcome.weights[microbatch]
-        return total, order.values, outcome.gradients
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""

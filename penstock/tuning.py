@@ -87,7 +87,7 @@ def _steps(
         for _ in range(_WARM_UPS + _STEPS):
             program.model.zero_grad()
             start = time.perf_counter()
-            runner.train(batch, loss)
+            runner.run(runner.order("train", batch, True, loss))
             taken.append(time.perf_counter() - start)
     return taken[_WARM_UPS:]
 

@@ -31,6 +31,7 @@ LAYERS = [
     ["checkpoint"],
     ["tuning"],
     ["planning"],
+    ["forwarding"],
     ["pipeline"],
     ["verification"],
     ["bench"],

@@ -32,6 +32,21 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{prefix}{name}.{key}", held
 
 
+def with_history(model: nn.Module) -> frozenset[str]:
+    """The names of the tensors that a forward has left, and that a backward could start from."""
+    return frozenset(name for name, held in named_tensors(model) if held.grad_fn is not None)
+
+
+def owner_of(model: nn.Module, attribute: str) -> tuple[str, str]:
+    """The path of the module that has an attribute, and its name there; places are left out."""
+    parts, path = attribute.split("."), ""
+    modules = dict(model.named_modules())
+    while (inner := f"{path}.{parts[0]}".lstrip(".")) in modules:
+        path = inner
+        parts.pop(0)
+    return path, parts[0]
+
+
 def held_tensors(value: Any) -> list[tuple[Any, torch.Tensor]]:
     """The tensors in a list, tuple or dictionary, with the keys that a name can have."""
     items: Any = ()

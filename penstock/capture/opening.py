@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.capture.attributes import with_history
 from penstock.capture.blame import hint, where
 from penstock.capture.calls import ROWS, Assigned, Attribute, Call, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
@@ -409,6 +410,7 @@ class _Capturer:
                 stack.enter_context(held_on_meta(self.model))
                 stack.enter_context(META)
             replayed = flatten(program.replay_fresh(trace, leaves, _KEY, self.model))[0]
+            program.left |= with_history(self.model)
         if _equal(expected, replayed):
             return
         if _equal(expected, self._record(sizes, training)[1]):

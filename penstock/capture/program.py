@@ -68,6 +68,7 @@ class Program:
         is_open: whether it looks inside the module of this name.
         was_on_meta: whether it was captured without weights.
         written: the parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
+        left: the attributes in which a forward leaves tensors with a history, by qualified name.
 
     Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
     may lead another way. Every way that a mode can go is a trace of its own, recorded when inputs
@@ -100,6 +101,7 @@ class Program:
         self.closed = dict(closed)
         self.is_open = is_open
         self.written = written
+        self.left: frozenset[str] = frozenset()
         self.was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
 

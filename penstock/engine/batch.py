@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def split_target(target: Any, rows: Sequence[int], device: torch.device) -> Targ
     """The targets of a batch's micro-batches, on the device of the loss.
 
     Raises:
-        InputError: it has not as many rows as the batch.
+        InputError: it has not as many rows as the batch, or no tensor is found in it.
     """
     if target is None:
         return [()] * len(rows)
@@ -107,15 +108,21 @@ def split_target(target: Any, rows: Sequence[int], device: torch.device) -> Targ
             raise InputError(
                 f"the target has shape {tuple(leaf.shape)}, but the batch has {sum(rows)} "
                 "rows: its first dimension must have as many. What the loss needs whole can "
-                "be bound to loss_fn with functools.partial"
+                "be given in loss_kwargs"
             )
+    if not any(isinstance(leaf, (torch.Tensor, type(None))) for leaf in leaves):
+        raise InputError(
+            f"no tensor is found in the target, a {type(target).__name__}, so nobody knows how to "
+            "split it: give a tensor, or a tuple, list, dict or dataclass of tensors. What the "
+            "loss needs whole can be given in loss_kwargs"
+        )
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     moved = [to_device(leaf, device) for leaf in leaves]
     return [(unflatten(structure, part),) for part in split(moved, dims, len(rows))]
 
 
 def given_targets(
-    targets: Sequence[Any] | None, microbatches: int, device: torch.device
+    targets: Sequence[Any] | None, rows: Sequence[int], device: torch.device
 ) -> Targets:
     """The targets that came with micro-batches, on the device of the loss.
 
@@ -123,11 +130,11 @@ def given_targets(
         InputError: there are not as many.
     """
     if targets is None:
-        return [()] * microbatches
+        return [()] * len(rows)
     if not isinstance(targets, (list, tuple)):
         raise InputError(f"the targets are a {type(targets).__name__}, not a list of one for each")
-    if len(targets) != microbatches:
-        raise InputError(f"{len(targets)} targets were given for {microbatches} micro-batches")
+    if len(targets) != len(rows):
+        raise InputError(f"{len(targets)} targets were given for {len(rows)} micro-batches")
     moved = []
     for target in targets:
         leaves, structure = flatten(target)
@@ -139,7 +146,8 @@ def weights(weight: Weight, targets: Targets, rows: Sequence[int]) -> list[float
     """The share that every micro-batch's loss has in the batch's.
 
     Raises:
-        InputError: `weight` is none of those that `Pipeline.train_step` lists.
+        InputError: `weight` is none of those that `Pipeline.train_step` lists, or a function that
+            gives no numbers to weigh with.
     """
     if weight is None:
         return [1.0] * len(rows)
@@ -147,8 +155,28 @@ def weights(weight: Weight, targets: Targets, rows: Sequence[int]) -> list[float
         return [r / sum(rows) for r in rows]
     if not callable(weight):
         raise InputError(f'weight={weight!r} is unknown; choose "rows", None or a function')
-    counts = [float(weight(*target)) for target in targets]
+    if any(not target for target in targets):
+        raise InputError(
+            "weight= is a function of the target, and there is none. Where labels are an input of "
+            "the model, give them as the target, too: train_step(..., labels=labels, "
+            "target=labels, loss_fn=lambda output, labels: output.loss, weight=...)"
+        )
+    counts = [_number(weight(*target)) for target in targets]
     total = sum(counts)
-    if not total > 0:
-        raise InputError(f"the weights of the micro-batches add up to {total}: {counts}")
+    if not (total > 0 and min(counts) >= 0 and isfinite(total)):
+        raise InputError(
+            f"the weights of the micro-batches add up to {total}: {counts}; none may be negative, "
+            "and their sum must be a positive number"
+        )
     return [count / total for count in counts]
+
+
+def _number(weight: Any) -> float:
+    """The weight of a micro-batch."""
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = f" of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else ""
+        raise InputError(
+            f"weight= returned a {type(weight).__name__}{shape}, not one number for a micro-batch"
+        ) from error

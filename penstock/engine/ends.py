@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from penstock.capture.trees import map_leaves
 from penstock.engine.span import Gradients, Roots, Values, edges
 from penstock.errors import InputError
 
@@ -15,7 +17,15 @@ Assemble = Callable[[int, Values], Any]
 
 
 class LossFailed(Exception):  # noqa: N818 - never reaches a user: it tells loss from forward
-    """The loss function failed; the cause is chained."""
+    """The loss function failed, or the metrics; the cause is chained.
+
+    Args:
+        what: which of them.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(what)
 
 
 class Feed:
@@ -52,6 +62,7 @@ class Outlet:
         results: what the last stage gave, by micro-batch, without history.
         gradients: the gradients of those results, for the backward.
         losses: the detached loss of every micro-batch, unweighted.
+        metrics: what the metrics function returned, by micro-batch, if there is one.
     """
 
     def __init__(self, assemble: Assemble) -> None:
@@ -73,14 +84,18 @@ class Outlet:
         self.results: dict[int, Values] = {}
         self.gradients: dict[int, Gradients] = dict(gradients)
         self.losses: dict[int, torch.Tensor] = {}
+        self.metrics: dict[int, Any] = {}
         self._loss = loss
 
     def send(self, microbatch: int, results: Values) -> Roots:
         """Keep the results, or the loss of them."""
-        if self._loss is None:
+        if self._loss is None or self._loss.keeps_outputs:
             self.results[microbatch] = tuple(_without_history(r) for r in results)
+        if self._loss is None:
             return edges(results)
         loss, weight = self._loss.of(microbatch, results, self._assemble)
+        if self._loss.metrics is not None:
+            self.metrics[microbatch] = self._loss.measured(microbatch, results, self._assemble)
         self.losses[microbatch] = loss.detach()
         self.gradients[microbatch] = [weight]
         return edges((loss,))
@@ -91,33 +106,71 @@ class Outlet:
 
 
 class Loss:
-    """A step's loss: the user's function, the targets, and the weight of each micro-batch."""
+    """A step's loss, and what else is made of the last stage's results.
+
+    Attributes:
+        function: the user's.
+        targets: for every micro-batch what the function gets after the output.
+        weights: of every micro-batch.
+        more: keyword arguments of the function.
+        metrics: another function of the same outputs and targets, if there is one.
+        keeps_outputs: whether the results are wanted, too.
+    """
 
     def __init__(
         self,
         function: Callable[..., Any],
         targets: Sequence[tuple[Any, ...]],
         weights: Sequence[float],
+        more: Mapping[str, Any] | None = None,
+        metrics: Callable[..., Any] | None = None,
+        keeps_outputs: bool = False,
     ) -> None:
         self.function = function
         self.targets = targets
         self.weights = weights
+        self.more = dict(more or {})
+        self.metrics = metrics
+        self.keeps_outputs = keeps_outputs
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """What the function remembers from one step to the next, if it is a module."""
+        return list(self.function.buffers()) if isinstance(self.function, nn.Module) else []
 
     def of(
         self, microbatch: int, results: Values, assemble: Assemble
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of a micro-batch, and its weight as the gradient to start from.
+
+        There is none for a micro-batch of weight 0: its loss may be no number, such as a mean over
+        no labels, and must not get into the gradients of the others.
 
         Raises:
             LossFailed: the function raised, or returned something else than a scalar tensor.
         """
         try:
             output = assemble(microbatch, results)
-            loss = self.function(output, *self.targets[microbatch])
+            loss = self.function(output, *self.targets[microbatch], **self.more)
             _check_scalar(loss)
         except BaseException as error:  # a sys.exit() as well
-            raise LossFailed from error
-        return loss, torch.full_like(loss, self.weights[microbatch])
+            raise LossFailed("loss") from error
+        weight = self.weights[microbatch]
+        return loss, torch.full_like(loss, weight) if weight else None
+
+    def measured(self, microbatch: int, results: Values, assemble: Assemble) -> Any:
+        """What the metrics function says of a micro-batch.
+
+        Raises:
+            LossFailed: it raised.
+        """
+        try:
+            with torch.no_grad():
+                output = assemble(microbatch, results)
+                found = self.metrics(output, *self.targets[microbatch])  # type: ignore[misc]
+            return map_leaves(_without_history, found)
+        except BaseException as error:
+            raise LossFailed("metrics") from error
 
 
 def _check_scalar(loss: Any) -> None:

@@ -67,16 +67,20 @@ class Outcome:
         differentiable: which of these a backward can start from.
         losses: the detached loss of every micro-batch, unweighted.
         weights: of these losses in the batch's.
+        metrics: what the metrics function returned, by micro-batch.
         gradients: by micro-batch, of the values that entered, where there are some.
         events: when every action ran, if that was to be recorded.
+        buffers: of the loss function, where it was called in another process.
     """
 
     results: dict[int, Values] = field(default_factory=dict)
     differentiable: Sequence[bool] = ()
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     weights: Sequence[float] = ()
+    metrics: dict[int, Any] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    buffers: Sequence[torch.Tensor] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -87,9 +91,22 @@ class Outcome:
             whole.differentiable = whole.differentiable or part.differentiable
             whole.losses |= part.losses
             whole.weights = whole.weights or part.weights
+            whole.metrics |= part.metrics
             whole.gradients |= part.gradients
             whole.events += part.events
+            whole.buffers = whole.buffers or part.buffers
         return whole
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Of the batch: the losses of its micro-batches, weighted, without those of weight 0."""
+        total: torch.Tensor | None = None
+        for microbatch, weight in enumerate(self.weights):
+            if weight:
+                loss = self.losses[microbatch] * weight
+                total = loss if total is None else total + loss
+        assert total is not None  # they add up to something
+        return total
 
 
 @dataclass(frozen=True)

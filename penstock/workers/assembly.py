@@ -132,6 +132,7 @@ class Assembly:
             if stage.index == self._last:
                 outcome.results, outcome.losses = self.outlet.results, self.outlet.losses
                 outcome.weights = order.loss.weights if order.loss else ()
+                outcome.metrics = self.outlet.metrics
                 if order.what == "forward":
                     outcome.differentiable = [r is not None for r in stage.held[0].end.roots]
                 self.outlet.clear()
@@ -205,7 +206,7 @@ def _run(worker: int, compiled: _Compiled, modes: Ambient, position: Position) -
         cause: BaseException = error
         what = "forward" if action.kind is Kind.FORWARD else "backward"
         if isinstance(error, LossFailed):
-            cause, what = error.__cause__ or error, "loss"
+            cause, what = error.__cause__ or error, error.what
         raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
         position[0] = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, doing
+from penstock.workers.norms import Clipping
 from penstock.workers.optimizing import Groups, LocalParts, Parts
 from penstock.workers.rounds import Round
 from penstock.workers.saving import TIMEOUT, SaveOrder
@@ -35,12 +36,14 @@ class Crew(Protocol):
         holdings: the tensors that their stages use.
         has_inputs: whether this process gives the first stage its batches.
         has_loss: whether this process gives the last stage targets and the loss.
+        shares_modules: whether the loss is called where the user's own modules run.
         links: how values get from every stage to the next, in words.
     """
 
     holdings: Holdings
     has_inputs: bool
     has_loss: bool
+    shares_modules: bool
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -88,9 +91,7 @@ class Crew(Protocol):
     ) -> Parts:
         """An optimizer whose parts are where the parameters are."""
 
-    def clip(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are."""
 
     def state(self, model: nn.Module) -> dict[str, Any]:
@@ -134,6 +135,7 @@ class Driven:
     place = 0
     has_inputs = True
     has_loss = True
+    shares_modules = True
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """The driver does it."""
@@ -151,11 +153,9 @@ class Driven:
         """What the driver has."""
         return [value]
 
-    def clip(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return clipping.clip(parameters)
 
     def state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict."""

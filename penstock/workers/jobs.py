@@ -180,6 +180,8 @@ class RunPass:
             assembly.clear()
             site.clear()
             raise
+        if self.order.loss is not None:
+            outcome.buffers = self.order.loss.buffers
         if self.order.what != "forward":  # whose graph may still need what there was before
             site.put_buffers_back()
         backward = self.order.what in ("train", "backward")

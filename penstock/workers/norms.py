@@ -1,43 +1,79 @@
-"""The norm of gradients that are on several ranks, in the bits of one device that has them all."""
+"""Gradient clipping, and the norm of gradients that are on several ranks.
+
+It is computed in the bits of one device that has all gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+Clipped = torch.Tensor | Iterable[torch.Tensor] | None
+"""The parameters whose gradients are clipped: one, or some, or all of the model's."""
+
 Norm = tuple[torch.Tensor, torch.dtype]
 """The norm of one gradient, and the gradient's dtype."""
 
 
+class Clipping(NamedTuple):
+    """How gradients are scaled down; the arguments of `torch.nn.utils.clip_grad_norm_`.
+
+    Attributes:
+        max_norm: the norm that they have at most afterwards.
+        norm_type: the order of the norm, `float("inf")` for the largest entry.
+        error_if_nonfinite: whether a norm that is no finite number is an error.
+        foreach: whether torch's kernels for many tensors at once are used; `None` if it may choose.
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+    foreach: bool | None = None
+
+    def clip(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Scale the gradients of all these parameters; returns the norm that they had."""
+        return nn.utils.clip_grad_norm_(parameters, *self)
+
+
 @torch.no_grad()
-def norms_of(parameters: Mapping[int, nn.Parameter], norm_type: float) -> dict[int, Norm]:
+def norms_of(parameters: Mapping[int, torch.Tensor], clipping: Clipping) -> dict[int, Norm]:
     """The norms of gradients, as `torch.nn.utils.clip_grad_norm_` computes each of them.
 
     Args:
         parameters: on one device, each with a gradient.
-        norm_type: the order of the norm.
+        clipping: says which norm.
     """
+    order, together = float(clipping.norm_type), clipping.foreach is not False
     found: dict[int, Norm] = {}
     for dtype in {p.grad.dtype for p in parameters.values() if p.grad is not None}:
         gradients = {
             k: p.grad for k, p in parameters.items() if p.grad is not None and p.grad.dtype == dtype
         }
-        norms = torch._foreach_norm(list(gradients.values()), float(norm_type))
+        tensors = list(gradients.values())
+        norms = (
+            torch._foreach_norm(tensors, order)
+            if together
+            else [torch.linalg.vector_norm(gradient, order) for gradient in tensors]
+        )
         found |= {k: (norm, dtype) for k, norm in zip(gradients, norms, strict=True)}
     return found
 
 
 @torch.no_grad()
-def total_norm(norms: Sequence[Norm], norm_type: float, device: torch.device) -> torch.Tensor:
+def total_norm(norms: Sequence[Norm], clipping: Clipping, device: torch.device) -> torch.Tensor:
     """The norm of all gradients.
 
     Args:
-        norms: in the order of the model's parameters.
-        norm_type: the order of the norm.
+        norms: in the order of the parameters.
+        clipping: says which norm.
         device: where it is computed.
+
+    Raises:
+        RuntimeError: it is no finite number, and that is an error; torch's own.
     """
     if not norms:
         return torch.tensor(0.0)
@@ -45,5 +81,7 @@ def total_norm(norms: Sequence[Norm], norm_type: float, device: torch.device) ->
     grouped = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True)  # type: ignore[list-item]
     order = [k for _, numbers in grouped.values() for k in numbers]
     stacked = torch.stack([norms[k][0].to(device) for k in order])
-    total: torch.Tensor = torch.linalg.vector_norm(stacked, float(norm_type))
+    total: torch.Tensor = torch.linalg.vector_norm(stacked, float(clipping.norm_type))
+    if clipping.error_if_nonfinite:
+        nn.utils.get_total_norm(total, clipping.norm_type, error_if_nonfinite=True)
     return total

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from penstock.capture.trees import flatten
 from penstock.engine.backup import Backup
 from penstock.engine.ends import Loss
+from penstock.engine.hooks import hooks_of
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PenstockError
 from penstock.links.parcel import Outbox, pack
@@ -57,6 +58,8 @@ class ProcessCrew(Driven):
         allocator_kept: whether the workers keep freed memory.
     """
 
+    shares_modules = False
+
     def __init__(
         self,
         plan: Plan,
@@ -79,6 +82,7 @@ class ProcessCrew(Driven):
         self._packages: list[list[Package]] = [[] for _ in range(count)]
         self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
         self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
+        self._hooks: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
         self._places: list[list[tuple[dict[str, Any], str]]] = [[] for _ in range(count)]
         self._tensors: list[list[int]] = [[] for _ in range(count)]
         self._backups: dict[int, list[Backup]] = {}
@@ -146,6 +150,7 @@ class ProcessCrew(Driven):
             m for m in _modules(stages.values()) if id(m) in self._known and id(m) not in known
         ]
         self._modules[worker] += modules
+        self._hooks[worker] += [hooks_of(module) for module in modules]
         self._watch(worker, modules)
         part = NewWay(way.training, stages, way.ending)
         try:
@@ -185,6 +190,11 @@ class ProcessCrew(Driven):
                 f"{f'{owner}.{name}'.lstrip('.')!r} is another tensor than when the pipeline was "
                 "built, and its worker process has the old one. Copy values into it instead "
                 "(load_state_dict without assign=True), or build a new pipeline"
+            )
+        if [hooks_of(module) for module in self._modules[worker]] != self._hooks[worker]:
+            raise InputError(
+                "hooks of a module were registered or removed after the pipeline was built, which "
+                'its worker process does not see; register them before, or use workers="threads"'
             )
         self._shared.check(worker)
 
@@ -235,6 +245,7 @@ class ProcessCrew(Driven):
                 for worker, (_, present) in enumerate(parts):
                     self._shared.after(worker, present)
             outcome = Outcome.of([outcome for outcome, _ in parts])
+            _bring(outcome.buffers, order.loss)
             del self._backups[order.number]  # last: until then everything can be undone
         except BaseException:
             self._undo()
@@ -387,13 +398,20 @@ def _check_sent(what: str, obj: Any) -> list[torch.Tensor]:
         ) from error
 
 
+@torch.no_grad()
+def _bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
+    """Let a loss function have the buffers that its twin in a worker's process has now."""
+    for mine, theirs in zip(loss.buffers if loss else (), buffers, strict=True):
+        mine.copy_(theirs)
+
+
 def _check_loss(loss: Loss) -> None:
     """Raise if a gradient would be left in a worker's process.
 
     Raises:
         InputError: the loss or a target has tensors that ask for one.
     """
-    tensors = _check_sent("the loss function", loss.function)
+    tensors = _check_sent("the loss function", (loss.function, loss.more))
     if any(tensor.requires_grad for tensor in tensors):
         raise InputError(
             "the loss function uses parameters, or other tensors that require a gradient, which "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.capture.trees import map_leaves
 from penstock.engine.batch import Batch
+from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, WorkerError
 from penstock.links.local import LocalLink
@@ -31,7 +33,7 @@ from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, doing
 from penstock.workers.grouping import Groups as ProcessGroups
 from penstock.workers.joining import Launch
-from penstock.workers.norms import norms_of, total_norm
+from penstock.workers.norms import Clipping, norms_of, total_norm
 from penstock.workers.optimizing import Groups, Parts, State, part_of, settings_of, use_settings
 from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import Holdings, NewWay
@@ -51,6 +53,8 @@ class TorchrunCrew:
         threads: intra-op threads of each CPU worker.
         timeout: seconds that an operation may take.
     """
+
+    shares_modules = True
 
     def __init__(
         self, launch: Launch, plan: Plan, order: Sequence[int], threads: int, timeout: float
@@ -226,18 +230,19 @@ class TorchrunCrew:
         """An optimizer of which this rank has the part for its own parameters."""
         return _RankPart(kind, groups, options, owners[self._me], self)
 
-    def clip(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over the parameters of all ranks; the same bits."""
-        listed = list(parameters)
-        own = {id(p) for p in self.holdings.parameters[self._me]}
-        mine = {k: p for k, p in enumerate(listed) if id(p) in own and p.grad is not None}
+        held = self.holdings.parameters
+        others = {id(p) for k, own in enumerate(held) if k != self._me for p in own}
+        mine = {
+            k: p for k, p in enumerate(parameters) if id(p) not in others and p.grad is not None
+        }
         with self.together("clip_grad_norm_"):
-            parts = self._ranks.settle(norms_of(mine, norm_type))
+            parts = self._ranks.settle(norms_of(mine, clipping))
         found = {k: norm for part in parts for k, norm in part.items()}
-        total = total_norm([found[k] for k in sorted(found)], norm_type, self._device)
-        nn.utils.clip_grads_with_norm_(mine.values(), max_norm, total)
+        total = total_norm([found[k] for k in sorted(found)], clipping, self._device)
+        foreach = clipping.foreach
+        nn.utils.clip_grads_with_norm_(mine.values(), clipping.max_norm, total, foreach)
         return total
 
     def state(self, model: nn.Module) -> dict[str, Any]:
@@ -359,7 +364,8 @@ def _moved(outcome: Outcome, device: torch.device) -> Outcome:
     """With tensors on this device."""
     losses = {k: loss.to(device) for k, loss in outcome.losses.items()}
     results = {
-        k: tuple(v.to(device) if isinstance(v, torch.Tensor) else v for v in values)
+        k: tuple(to_device(value, device) for value in values)
         for k, values in outcome.results.items()
     }
-    return replace(outcome, losses=losses, results=results)
+    metrics = map_leaves(lambda leaf: to_device(leaf, device), outcome.metrics)
+    return replace(outcome, losses=losses, results=results, metrics=metrics)

@@ -21,6 +21,8 @@ from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import ranks
 from tests.models import uniform_plan
 from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
+from tests.training import LABELS, USES, balanced, hits, split, used
+from tests.training import X as X_ROUTED
 
 
 def same_bits(rank: int) -> Any:
@@ -32,6 +34,25 @@ def same_bits_of_larger_models(rank: int) -> Any:
     """The same, with models that take longer to import."""
     tolerate_missing_torchvision_operators()
     return everything({}, LARGER)
+
+
+def training(rank: int) -> Any:
+    """Losses, metrics, hooks and clipping; and what must be alike on all ranks that is not."""
+    found = {name: used(name) for name in USES}
+    with split("losses") as pipe:
+        has_loss = pipe._runner.crew.has_loss
+        mine = {"target": LABELS, "loss_fn": balanced} if has_loss else {}
+        data = (X_ROUTED, LABELS) if pipe._runner.crew.has_inputs else ()
+        partial = pipe.train_step(*data, **mine)
+        asked = {} if has_loss else {"metrics": hits}
+        alone = raised(lambda: pipe.train_step(*data, **mine, **asked))
+        failed = raised(lambda: pipe.train_step(*data, **mine, metrics=divides))
+    return found, partial, alone, failed
+
+
+def divides(output: Any, target: Any) -> float:
+    """Metrics that fail."""
+    return 1 / 0
 
 
 def use_one_core(rank: int) -> None:

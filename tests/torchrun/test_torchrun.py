@@ -16,6 +16,7 @@ import torch
 
 from tests.torchrun import scenarios
 from tests.torchrun.steps import EXACT, LARGER, Found, everything
+from tests.training import USES, assert_same, used_plainly
 
 ROOT = Path(__file__).parent.parent.parent
 Launcher = subprocess.Popen[str]
@@ -120,6 +121,32 @@ def test_the_bits_of_threads(tmp_path: Path) -> None:
 def test_the_bits_of_threads_over_a_process_group(launcher: Launcher, tmp_path: Path) -> None:
     found = started(launcher, "by_process_group", tmp_path)
     assert_the_bits_of_threads(found, EXACT, "torch.distributed (gloo)")
+
+
+def test_losses_metrics_hooks_and_clipping(launcher: Launcher, tmp_path: Path) -> None:
+    """The bits of plain PyTorch; every rank has the same, and the gradients of its own stages."""
+    (found, partial, alone, failed), others = started(launcher, "training", tmp_path)
+    for name in USES:
+        assert_same(joined(found[name], others[0][name]), used_plainly(name))
+    assert torch.equal(partial, used_plainly("losses")["losses"][0])
+    assert torch.equal(partial, others[1])
+    assert alone[0] == "InputError"
+    assert "give it there, too" in alone[1]
+    assert others[2][0] == ""
+    for kind, text, cause, at in (failed, others[3]):
+        assert (kind, cause, at) == ("WorkerError", "ZeroDivisionError", (1, 0))
+        assert "in the metrics of micro-batch 0" in text
+
+
+def joined(one: Any, other: Any) -> Any:
+    """What two ranks have found: the same, apart from gradients by name, which one or both have."""
+    if isinstance(one, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        return {k: joined(one.get(k, other.get(k)), other.get(k, one.get(k))) for k in keys}
+    if type(one) is list:
+        return [joined(a, b) for a, b in zip(one, other, strict=True)]
+    assert_same(one, other)
+    return one
 
 
 @pytest.mark.slow

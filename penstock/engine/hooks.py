@@ -1,0 +1,53 @@
+"""Hooks of modules: where a pipeline calls them, and where it would pass them over.
+
+The program calls closed modules whole, and their hooks with them. Of an open module only the calls
+inside are left, so a hook that comes after the capture would never be called. (One that was there
+before keeps its module closed.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from penstock.capture import Program
+from penstock.capture.watching import with_owners
+from penstock.errors import InputError
+
+_KINDS = (
+    *("_forward_pre_hooks", "_forward_hooks"),
+    *("_backward_pre_hooks", "_backward_hooks"),
+)
+
+
+def hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """The numbers of a module's hooks, which are never used twice."""
+    own = vars(module)
+    return tuple(number for kind in _KINDS for number in own[kind])
+
+
+def looked_into(program: Program) -> dict[str, nn.Module]:
+    """The modules whose forward is a part of the program, by qualified name."""
+    traces = (program.train, program.eval)
+    within = {call.path for trace in traces for call in trace.calls}
+    paths = {"", *(path for inner in within for path in with_owners(inner))}
+    modules = dict(program.model.named_modules())
+    return {path: modules[path] for path in sorted(paths) if path in modules}
+
+
+def check_hooks(modules: Mapping[str, nn.Module]) -> None:
+    """Raise if one of these modules, which the program looks into, has a hook.
+
+    Raises:
+        InputError: it has.
+    """
+    for path, module in modules.items():
+        if hooks_of(module):
+            kind = type(module).__name__
+            raise InputError(
+                f"the module {path or '(the whole model)'!r} ({kind}) has hooks that came after "
+                "the pipeline was built. Its calls are a part of the program by themselves, so "
+                f"these hooks would never be called: register them before, or build the pipeline "
+                f"with keep_closed=[{path!r}], or register them on modules inside it"
+            )

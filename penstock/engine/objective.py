@@ -1,0 +1,88 @@
+"""What a training step is asked for, beside its batch: the loss, metrics, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture.trees import map_leaves
+from penstock.engine.backup import Backup
+from penstock.engine.batch import Targets, Weight, weights
+from penstock.engine.ends import Loss, to_device
+from penstock.engine.state import State
+from penstock.errors import InputError
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The arguments of `Pipeline.train_step` that the last stage is concerned with.
+
+    Attributes:
+        targets: the targets of the micro-batches that have so many rows, on this device.
+        loss_fn: the user's function of (output, target).
+        weight: how the micro-batches' losses make the batch's.
+        loss_kwargs: keyword arguments of `loss_fn`, the same for every micro-batch.
+        metrics: another function of (output, target), that needs no gradients.
+        outputs: whether the model's outputs are wanted, too.
+    """
+
+    targets: Callable[[Sequence[int], torch.device], Targets]
+    loss_fn: Callable[..., torch.Tensor] | None
+    weight: Weight
+    loss_kwargs: Mapping[str, Any] | None
+    metrics: Callable[..., Any] | None
+    outputs: bool
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether anything but the loss is wanted."""
+        return self.outputs or self.metrics is not None
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """If what runs inside fails, a loss function that is a module is as it was before."""
+        if not isinstance(self.loss_fn, nn.Module):
+            yield
+            return
+        gradients = Backup(self.loss_fn.parameters(), ())
+        state = State(self.loss_fn.modules(), self.loss_fn.buffers())
+        try:
+            yield
+        except BaseException:
+            gradients.restore()
+            state.put_back()
+            raise
+
+    def loss(self, rows: Sequence[int], device: torch.device) -> Loss:
+        """What the last stage ends in.
+
+        Args:
+            rows: of every micro-batch.
+            device: of the last stage.
+
+        Raises:
+            InputError: something is not of the right kind, or does not fit the batch.
+        """
+        if not callable(self.loss_fn):
+            raise InputError(
+                f"loss_fn={self.loss_fn!r} is not a function of (output, target); where the "
+                "last stage is, it is needed"
+            )
+        if self.metrics is not None and not callable(self.metrics):
+            raise InputError(f"metrics={self.metrics!r} is not a function of (output, target)")
+        if not isinstance(self.loss_kwargs, (Mapping, type(None))):
+            raise InputError(
+                f"loss_kwargs={self.loss_kwargs!r} is no dict of keyword arguments for loss_fn"
+            )
+        found = self.targets(rows, device)
+        more = {
+            name: map_leaves(lambda leaf: to_device(leaf, device), value)
+            for name, value in (self.loss_kwargs or {}).items()
+        }
+        shares = weights(self.weight, found, rows)
+        return Loss(self.loss_fn, found, shares, more, self.metrics, self.outputs)

@@ -1,0 +1,212 @@
+"""`pipe(x)` and `pipe.map(batches)`: batches that go forward, and may come back later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.autograd import Passage, deliver
+from penstock.capture import ROWS, Program
+from penstock.capture.attributes import owner_of
+from penstock.capture.watching import with_owners
+from penstock.engine.batch import Batch, arguments
+from penstock.engine.hooks import check_hooks
+from penstock.engine.microbatch import merge
+from penstock.engine.objective import Objective
+from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.reading import Left
+from penstock.engine.span import Gradients
+from penstock.errors import InputError, PenstockError
+from penstock.plan import Plan
+from penstock.runner import Runner
+from penstock.streaming import stream
+from penstock.train.model_like import ModelLike
+from penstock.train.result import StepResult
+from penstock.workers.ways import Way
+
+
+def left_elsewhere(program: Program, plan: Plan, shares_modules: bool) -> Left:
+    """What a forward leaves in attributes and the loss cannot read.
+
+    It can where the module runs right before it, in the last stage, and is not cut off from it by
+    being recomputed.
+
+    Args:
+        program: the captured program.
+        plan: how it is cut.
+        shares_modules: whether the loss is called where the user's own modules run.
+    """
+    start, end, recomputed = plan.stages[-1].spans[-1]
+    calls = program.train.calls[start:end] if shares_modules and not recomputed else ()
+    near = {call.target for call in calls if isinstance(call.target, str)}
+    places = sorted({owner_of(program.model, name) for name in program.left})
+    return Left(program.model, [p for p in places if near.isdisjoint(with_owners(p[0]))])
+
+
+class Forwarding(ModelLike):
+    """A pipeline as a function of batches.
+
+    Attributes:
+        program: the captured program.
+        plan: the plan in use.
+    """
+
+    program: Program
+    plan: Plan
+    _runner: Runner
+    _open: dict[str, nn.Module]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result for a batch, in its own structure.
+
+        With gradients enabled, `backward()` on a loss of it runs the pipeline's backward; without
+        (`torch.no_grad()`), nothing is kept.
+
+        Raises:
+            InputError: the batch does not fit, or a result cannot be put together from
+                micro-batches.
+            WorkerError: a stage failed; the original error is its cause.
+            ClosedError: the pipeline is closed.
+        """
+        graph = torch.is_grad_enabled()
+        with self._runner.crew.together("a call"):
+            batch = self._batch(partial(self._split, args, kwargs))
+            order, way = self._order("forward" if graph else "infer", batch)
+            outcome = self._runner.run(order)
+        if not graph:
+            return result(way, outcome, batch)
+        passage = Passage(partial(self._back, order), outcome.differentiable, batch.sizes, way)
+        self._runner.forget_with(passage, order)
+        merged = deliver(passage, order.values, _merged(way, outcome))
+        return _assembled(way, merged, batch)
+
+    def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
+        """The model's results for many batches, in order, without gradients.
+
+        The next batches enter while the one before is still on its way, so the pipeline never
+        drains in between. To stop early, leave the loop: what is under way is waited for.
+
+        Args:
+            batches: for each a tuple of the model's positional arguments, or a dict of its keyword
+                arguments, or the only argument.
+            ahead: how many batches are under way at most; by default as many as keep all stages
+                busy.
+
+        Raises:
+            InputError, WorkerError, ClosedError: as a call does. Results that came before are
+                given out first.
+        """
+        most = 1 + -(-len(self.plan.stages) // self.plan.num_microbatches)
+        most = most if ahead is None else ahead
+        if most < 1:
+            raise InputError(f"ahead={ahead} batches cannot be under way; 1 at least")
+        return stream(batches, most, self._enter, self._result, self._abandon)
+
+    def _enter(self, inputs: Any) -> tuple[Any, Way, Batch]:
+        """Start a batch, without gradients."""
+        with self._runner.crew.together("a batch of map"), torch.no_grad():
+            batch = self._batch(partial(self._split, *arguments(inputs)))
+            order, way = self._order("infer", batch)
+            return self._runner.start(order), way, batch
+
+    def _result(self, started: tuple[Any, Way, Batch]) -> Any:
+        """What has become of it."""
+        ticket, way, batch = started
+        return result(way, self._runner.finish(ticket), batch)
+
+    def _abandon(self, started: tuple[Any, Way, Batch]) -> None:
+        """Wait for a batch whose result nobody wants."""
+        with suppress(PenstockError):  # if it failed, the one that failed first has said so
+            self._runner.finish(started[0])
+
+    def _batch(self, make: Callable[[], Batch]) -> Batch:
+        """A batch, where its inputs are; elsewhere, what there is to know of it."""
+        check_hooks(self._open)
+        return self._runner.batch(make, self.model.training)
+
+    def _order(self, what: Pass, batch: Batch) -> tuple[Order, Way]:
+        """The order for a batch whose results can be put together."""
+        order = self._runner.order(what, batch, self.model.training)
+        return order, self._runner.ways(self.model.training).common(order.microbatches)
+
+    def _putting_together(
+        self, order: Order, batch: Batch, by_microbatch: bool
+    ) -> Callable[[Outcome], Any]:
+        """What makes the model's results of those of the last stage.
+
+        Args:
+            order: the pass.
+            batch: its batch.
+            by_microbatch: whether there is to be one for each micro-batch, in a list.
+
+        Raises:
+            InputError: they cannot be put together.
+        """
+        ways = self._runner.ways(self.model.training)
+        if by_microbatch:
+            return lambda outcome: [
+                ways[m.way].assemble(outcome.results[k], m.sizes)
+                for k, m in enumerate(order.microbatches)
+            ]
+        way = ways.common(order.microbatches)
+        return lambda outcome: result(way, outcome, batch)
+
+    def _back(self, order: Order, gradients: dict[int, Gradients]) -> dict[int, Gradients]:
+        """The backward of a batch that has gone forward."""
+        return self._runner.run(order.back(gradients)).gradients
+
+    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        leaves = self.program.flatten_inputs(args, kwargs)
+        return Batch.split(self.program, leaves, self.plan.num_microbatches)
+
+
+def step_result(
+    objective: Objective, outcome: Outcome, put_together: Callable[[Outcome], Any] | None
+) -> torch.Tensor | StepResult:
+    """What a training step returns.
+
+    Args:
+        objective: what was asked for.
+        outcome: what has come of the pass.
+        put_together: makes the model's results, if they are wanted.
+
+    Raises:
+        InputError: the rank that has the last stage was not asked for it.
+    """
+    if not objective.wants_more:
+        return outcome.loss
+    there = {"outputs": outcome.results, "metrics": outcome.metrics}
+    wanted = {"outputs": objective.outputs, "metrics": objective.metrics is not None}
+    for name, found in there.items():
+        if wanted[name] and not found:
+            raise InputError(
+                f"{name}= was given on this rank, and not on the one with the last stage, which "
+                "alone can make them: give it there, too"
+            )
+    metrics = [outcome.metrics[k] for k in sorted(outcome.metrics)]
+    return StepResult(
+        outcome.loss,
+        put_together(outcome) if put_together else None,
+        metrics if wanted["metrics"] else None,
+    )
+
+
+def result(way: Way, outcome: Outcome, batch: Batch) -> Any:
+    """The model's result for a batch, without history."""
+    return _assembled(way, _merged(way, outcome), batch)
+
+
+def _merged(way: Way, outcome: Outcome) -> list[Any]:
+    """The results of a batch out of those of its micro-batches."""
+    results = [outcome.results[k] for k in range(len(outcome.results))]
+    return merge(way.trace, way.outputs, results)
+
+
+def _assembled(way: Way, merged: Sequence[Any], batch: Batch) -> Any:
+    """The model's result for a batch, in its own structure."""
+    return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
