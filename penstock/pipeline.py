@@ -25,6 +25,7 @@ from penstock.engine.batch import (
     split_target,
     weights,
 )
+from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.ends import Loss
 from penstock.engine.microbatch import merge
 from penstock.engine.orders import Order, Outcome, Pass
@@ -93,6 +94,8 @@ class Pipeline(ModelLike):
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: modules that must stay whole, see `penstock.capture`.
+        batchnorm: running statistics move with every `"microbatch"`, or once per batch with those
+            of all its rows (`"deferred"`); see `penstock.engine.batchnorm`.
         program: a program of `model` captured before, instead of capturing.
         weights: where parameters that are on the `meta` device come from: a state dict, the name
             of a file of one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
@@ -137,6 +140,7 @@ class Pipeline(ModelLike):
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
+        batchnorm: BatchNormMode = "microbatch",
         program: Program | None = None,
         weights: Any = None,
         timeout: float | None = None,
@@ -154,6 +158,7 @@ class Pipeline(ModelLike):
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         super().__init__(model)
+        keep_closed = closed_norms(model, batchnorm, keep_closed)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
         launch = launched(workers, devices, self.allocator_kept)
         self.threads_per_worker = launch.threads
@@ -177,7 +182,8 @@ class Pipeline(ModelLike):
             crew = launch.crew(plan, model, timeout)
             stack.callback(crew.close)
             place(self.program, plan.cuts, launch.homes(plan), source, crew.hold)
-            self._runner = Runner(self.program, plan, launch.in_order(plan), crew)
+            deferred = batchnorm == "deferred"
+            self._runner = Runner(self.program, plan, launch.in_order(plan), crew, deferred)
             self.links = crew.links
             stack.pop_all()
 
