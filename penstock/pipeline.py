@@ -33,7 +33,7 @@ from penstock.engine.span import Gradients
 from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
-from penstock.plan.request import Request
+from penstock.plan.request import Recompute, Request
 from penstock.planning import given_or_planned
 from penstock.profile.measure import Progress
 from penstock.runner import Runner
@@ -87,7 +87,7 @@ class Pipeline(ModelLike):
         cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
             than there are devices.
         recompute: which activations are not held but computed again in the backward: `"none"`,
-            `"all"`, `"boundaries"` or `"auto"`, see `penstock.plan.request.Request`.
+            `"all"`, `"boundaries"`, `"auto"`, or modules by name; see `plan.request.Request`.
         memory_limit: bytes that every worker may hold, or a text like `"8GiB"`.
         stages_per_worker: for schedules that take any number.
         tune: measure the best few plans, on a copy of the model, and keep the fastest.
@@ -133,7 +133,7 @@ class Pipeline(ModelLike):
         workers: Workers = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
-        recompute: str = "auto",
+        recompute: Recompute = "auto",
         memory_limit: int | str | None = None,
         stages_per_worker: int | Literal["auto"] = "auto",
         tune: bool = False,

@@ -21,6 +21,7 @@ from penstock.engine.microbatch import merge, split, split_rows
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
+from penstock.plan.request import Recompute
 from penstock.profile.measure import Progress
 from penstock.train.report import Comparison, VerifyReport, compare, compare_leaves
 from penstock.workers.devices import threads_per_worker
@@ -41,7 +42,7 @@ def verify(
     schedule: str = "auto",
     plan: Plan | str | os.PathLike[str] | None = None,
     cuts: Sequence[Cut] | None = None,
-    recompute: str = "auto",
+    recompute: Recompute = "auto",
     memory_limit: int | str | None = None,
     stages_per_worker: int | Literal["auto"] = "auto",
     workers: Literal["threads", "processes"] = "threads",
