@@ -14,7 +14,7 @@ def uniform_plan(
     microbatches: int,
     schedule: str = "1f1b",
     cuts: Sequence[int | str] | None = None,
-    recompute: str = "auto",
+    recompute: str | Sequence[str] = "auto",
 ) -> ps.Plan:
     """A plan for which nothing is measured: every call is taken to cost the same."""
     calls = len(program)

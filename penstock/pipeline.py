@@ -18,6 +18,7 @@ from penstock.capture.dims import BatchDim, Dynamic
 from penstock.checkpoint.saver import Saver, Saves
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.batch import Batch, Weight, given_targets, split_target
+from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.hooks import looked_into
 from penstock.engine.objective import Objective
 from penstock.engine.reading import check_reads
@@ -25,7 +26,7 @@ from penstock.errors import InputError
 from penstock.forwarding import Forwarding, left_elsewhere, step_result
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
-from penstock.plan.request import Request
+from penstock.plan.request import Recompute, Request
 from penstock.planning import given_or_planned
 from penstock.profile.measure import Progress
 from penstock.runner import Runner
@@ -77,13 +78,15 @@ class Pipeline(Forwarding, Saves):
         cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
             than there are devices.
         recompute: which activations are not held but computed again in the backward: `"none"`,
-            `"all"`, `"boundaries"` or `"auto"`, see `penstock.plan.request.Request`.
+            `"all"`, `"boundaries"`, `"auto"`, or modules by name; see `plan.request.Request`.
         memory_limit: bytes that every worker may hold, or a text like `"8GiB"`.
         stages_per_worker: for schedules that take any number.
         tune: measure the best few plans, on a copy of the model, and keep the fastest.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: modules that must stay whole, see `penstock.capture`.
+        batchnorm: running statistics move with every `"microbatch"`, or once per batch with those
+            of all its rows (`"deferred"`); see `penstock.engine.batchnorm`.
         program: a program of `model` captured before, instead of capturing.
         weights: where parameters that are on the `meta` device come from: a state dict, the name
             of a file of one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
@@ -121,13 +124,14 @@ class Pipeline(Forwarding, Saves):
         workers: Workers = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
-        recompute: str = "auto",
+        recompute: Recompute = "auto",
         memory_limit: int | str | None = None,
         stages_per_worker: int | Literal["auto"] = "auto",
         tune: bool = False,
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
+        batchnorm: BatchNormMode = "microbatch",
         program: Program | None = None,
         weights: Any = None,
         timeout: float | None = None,
@@ -145,6 +149,7 @@ class Pipeline(Forwarding, Saves):
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         super().__init__(model)
+        keep_closed = closed_norms(model, batchnorm, keep_closed)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
         launch = launched(workers, devices, self.allocator_kept)
         self.threads_per_worker = launch.threads
@@ -168,7 +173,8 @@ class Pipeline(Forwarding, Saves):
             crew = launch.crew(plan, model, timeout)
             stack.callback(crew.close)
             place(self.program, plan.cuts, launch.homes(plan), source, crew.hold)
-            self._runner = Runner(self.program, plan, launch.in_order(plan), crew)
+            deferred = batchnorm == "deferred"
+            self._runner = Runner(self.program, plan, launch.in_order(plan), crew, deferred)
             self.links = crew.links
             self._saver = Saver(model, plan, self._runner)
             self._open = looked_into(self.program)

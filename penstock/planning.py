@@ -132,6 +132,7 @@ def profile_for(
     """
     program.check_stages(len(devices))
     request.positions(program.labels, program.cuts.reasons, len(devices))
+    request.recomputed(program.labels, program.cuts.reasons)
     costs, _ = cached_profile(
         program,
         args,

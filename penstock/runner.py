@@ -35,6 +35,7 @@ class Runner:
         plan: how.
         devices: of the workers.
         crew: who does it.
+        deferred: whether BatchNorms are moved once per batch.
 
     Attributes:
         loss_device: where the last stage is.
@@ -43,11 +44,16 @@ class Runner:
     """
 
     def __init__(
-        self, program: Program, plan: Plan, devices: Sequence[torch.device], crew: Crew
+        self,
+        program: Program,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        crew: Crew,
+        deferred: bool = False,
     ) -> None:
-        training = evaluation = Ways(program, plan, devices, True, crew.add)
+        training = evaluation = Ways(program, plan, devices, True, crew.add, deferred)
         if not program.same_in_eval:
-            evaluation = Ways(program, plan, devices, False, crew.add)
+            evaluation = Ways(program, plan, devices, False, crew.add, deferred)
         self._ways = {True: training, False: evaluation}
         self._num_workers = len(devices)
         self.batches = 0

@@ -21,6 +21,7 @@ from penstock.errors import InputError
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
+from penstock.plan.request import Recompute
 from penstock.profile.measure import Progress
 from penstock.train.place import in_forward_order, place_of
 from penstock.train.reference import Reference, call_loss, copied, gradients_of, run_with_threads
@@ -43,7 +44,7 @@ def verify(
     schedule: str = "auto",
     plan: Plan | str | os.PathLike[str] | None = None,
     cuts: Sequence[Cut] | None = None,
-    recompute: str = "auto",
+    recompute: Recompute = "auto",
     memory_limit: int | str | None = None,
     stages_per_worker: int | Literal["auto"] = "auto",
     workers: Literal["threads", "processes"] = "threads",

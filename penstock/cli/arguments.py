@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from penstock.cli.options import recompute_asked
 from penstock.errors import InputError, PenstockError
 from penstock.loading import load, load_model, parse_input
 from penstock.profile.hardware import Hardware
@@ -198,7 +199,7 @@ def asked(
         "num_microbatches": microbatch_count(microbatches),
         "schedule": schedule,
         "cuts": cut_list(cuts),
-        "recompute": recompute,
+        "recompute": recompute_asked(recompute),
         "memory_limit": memory_limit,
         "stages_per_worker": stages_per_worker or "auto",
     }

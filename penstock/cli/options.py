@@ -68,8 +68,9 @@ recompute_option = click.option(
     "--recompute",
     default="auto",
     show_default=True,
-    metavar="auto|none|all|boundaries",
-    help="What is computed again in the backward; auto: as little as the memory allows.",
+    metavar="auto|none|all|boundaries|LIST",
+    help="What is computed again in the backward; auto: as little as the memory allows; or just "
+    "these modules: layer1,encoder.layers.0.",
 )
 
 memory_option = click.option(
@@ -117,6 +118,13 @@ devices_option = click.option(
     metavar="LIST",
     help="cpu,cpu or cuda:0,cuda:1; default: all GPUs, or one worker per core.",
 )
+
+
+def recompute_asked(text: str) -> str | list[str]:
+    """The word of --recompute, or the modules that it lists."""
+    from penstock.plan.cutting import RECOMPUTE
+
+    return text if text in RECOMPUTE else [n for n in map(str.strip, text.split(",")) if n]
 
 
 def _decorated(

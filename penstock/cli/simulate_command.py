@@ -15,6 +15,7 @@ from penstock.cli.options import (
     make_directory,
     memory_option,
     optimizer_option,
+    recompute_asked,
     recompute_option,
     reported,
     show,
@@ -165,7 +166,7 @@ def _cases(plan: Plan | None, profile: Profile | None, asked: dict[str, Any]) ->
             "or --batch; or give a plan"
         )
     request = Request(
-        recompute=asked["recompute"],
+        recompute=recompute_asked(asked["recompute"]),
         memory_limit=asked["memory_limit"],
         optimizer_state=asked["optimizer_state"],
     )

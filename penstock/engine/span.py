@@ -110,8 +110,10 @@ def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe
     kept = tuple(_copied(v) if k in span.overwritten else v for k, v in enumerate(values))
     recipe = Recipe(span, kept, sizes, key, state, ambient())
     with saved_tensors_hooks(_forget, _recall):
-        _, entered = enter(values)
+        entry, entered = enter(values)
         results = span.module(sizes, key, *entered)
+    if not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
+        return entry, results  # all of it is frozen: there is no backward to run it again for
     return recipe, tuple(_without_history(value) for value in results)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from penstock.capture.calls import Sizes
 from penstock.capture.halves import Deferral, Pending, run_pending
 from penstock.capture.randomness import Key
+from penstock.engine.batchnorm import Norms
 from penstock.engine.span import (
     Gradients,
     Passed,
@@ -82,6 +83,7 @@ class Stage:
         source: where values come from.
         sink: where results go.
         deferral: where the modules leave the weight halves of backwards, if they halve any.
+        norms: its BatchNorms, if their running statistics are those of the whole batch.
         microbatches: the micro-batches of the step; set before it runs.
         held: what it holds, by micro-batch. 1F1B keeps at most `min(m, p - index)` here.
         deferred: the weight halves that are still to be computed, by micro-batch.
@@ -95,6 +97,7 @@ class Stage:
         self.source = source
         self.sink = sink
         self.deferral = Deferral()
+        self.norms = Norms()
         self.microbatches: Sequence[MicroBatch] = ()
         self.held: dict[int, Held] = {}
         self.deferred: dict[int, list[Pending]] = {}
@@ -108,12 +111,14 @@ class Stage:
         """Run the spans on what has arrived, and hold what the backward needs."""
         values, self._arrived = self._arrived, ()
         sizes, key, way = self.microbatches[microbatch]
+        self.norms.microbatch = microbatch
         inner: list[Passed | Recipe] = []
         *spans, last = self.ways[way]
         for span in spans:
             start, values = run_span(span, values, sizes, key)
             inner.append(start if isinstance(start, Recipe) else Passed(start, edges(values)))
         start, values = run_span(last, values, sizes, key)
+        self.norms.microbatch = None
         if isinstance(start, Recipe):  # the sink's own graph begins behind it
             inner.append(start)
             start, values = enter(values)
@@ -123,8 +128,10 @@ class Stage:
         """Run the spans on what has arrived, without gradients."""
         values, self._arrived = self._arrived, ()
         sizes, key, way = self.microbatches[microbatch]
+        self.norms.microbatch = microbatch
         for span in self.ways[way]:
             values = span.module(sizes, key, *values)
+        self.norms.microbatch = None
         self.sink.send(microbatch, values)
 
     def await_gradients(self, microbatch: int) -> None:
@@ -159,4 +166,5 @@ class Stage:
         """Let go of everything that a step has left."""
         self.held, self.deferred, self._arrived = {}, {}, ()
         self.deferral.take()
+        self.norms.clear()
         self.microbatches = ()

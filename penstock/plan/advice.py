@@ -86,7 +86,8 @@ def _missing(profile: Profile, request: Request) -> float:
     count = profile.batch_size if asked == "auto" else asked
     flying = in_flight(_FRUGAL, workers, count, workers)
     layout = Layout(profile, count)
-    cutter = Cutter(layout, range(workers), flying, request.memory, request.recompute)
+    again = request.recomputed(profile.labels, profile.forbidden)
+    cutter = Cutter(layout, range(workers), flying, request.memory, again)
     try:
         cutter.best(1.0)
     except CapacityError as error:

@@ -1,4 +1,4 @@
-"""Cuts that the user insists on, by the names of modules or the numbers of calls."""
+"""What the user insists on: where to cut, and what to recompute, by the names of modules."""
 
 from __future__ import annotations
 
@@ -58,20 +58,81 @@ def _check_kinds(cuts: Any) -> None:
             raise InputError(f"cuts: {cut!r} is neither a module's name nor the number of a call")
 
 
-def _before(labels: Sequence[str], name: str) -> int:
-    """The number of the module's first call."""
-    for number, label in enumerate(labels):
-        if label == name or label.startswith(f"{name}."):
-            return number
+def spans(
+    labels: Sequence[str], forbidden: Mapping[int, str], modules: Sequence[str]
+) -> tuple[tuple[int, int], ...]:
+    """The calls of these modules that are to be recomputed, in the order of the program.
+
+    A module whose calls are not all in a row has several spans. One inside another adds nothing.
+
+    Args:
+        labels: of every call of the program.
+        forbidden: where no cut is possible, and why: nor can a span begin or end there.
+        modules: their qualified names.
+
+    Returns:
+        for every span its first call, and the one after its last.
+
+    Raises:
+        PlanError: a module is not in the program, or cannot be recomputed on its own.
+    """
+    found: dict[tuple[int, int], str] = {}
+    for name in modules:
+        numbers = _calls_of(labels, name, f"recompute {name!r}", "recompute that as a whole")
+        firsts = [k for k in numbers if k - 1 not in numbers]
+        ends = [k + 1 for k in numbers if k + 1 not in numbers]
+        found |= dict.fromkeys(zip(firsts, ends, strict=True), name)
+    outer = [s for s in found if not any(o != s and o[0] <= s[0] and s[1] <= o[1] for o in found)]
+    for span in outer:
+        for edge in span:
+            if edge in forbidden:
+                where = "begins" if edge == span[0] else "ends"
+                raise PlanError(
+                    f"{found[span]!r} cannot be recomputed on its own, as no cut is possible where "
+                    f"it {where}: {forbidden[edge]}. Name a module around it"
+                )
+    return tuple(sorted(outer))
+
+
+def check_modules(recompute: Any) -> None:
+    """Raise unless this is a list of names.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(recompute, (list, tuple)) or not all(isinstance(n, str) for n in recompute):
+        raise InputError(
+            f'recompute={recompute!r} is no list of modules; write recompute=["layer2", "layer4"]'
+        )
+
+
+def _calls_of(labels: Sequence[str], name: str, what: str, instead: str) -> list[int]:
+    """The numbers of a module's calls.
+
+    Raises:
+        PlanError: it has none; `what` is not possible, `instead` may be.
+    """
+    numbers = [k for k, label in enumerate(labels) if _is_in(label, name)]
+    if numbers:
+        return numbers
     whole = next((label for label in labels if name.startswith(f"{label}.")), None)
     if whole is not None:
         raise PlanError(
-            f"no cut is possible before {name!r}: it is inside {whole!r}, which is one call of "
-            "the program (program.explain() says why); cut before that, or after"
+            f"it is not possible to {what}: it is inside {whole!r}, which is one call of "
+            f"the program (program.explain() says why); {instead}"
         )
     close = difflib.get_close_matches(name, _modules(labels), n=3, cutoff=0.4)
     hint = ", ".join(map(repr, close or _modules(labels)[:5]))
     raise PlanError(f"no call of the program is in a module named {name!r}; there are {hint}")
+
+
+def _before(labels: Sequence[str], name: str) -> int:
+    """The number of the module's first call."""
+    return _calls_of(labels, name, f"cut before {name!r}", "cut before that, or after")[0]
+
+
+def _is_in(label: str, module: str) -> bool:
+    return label == module or label.startswith(f"{module}.")
 
 
 def _modules(labels: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from penstock.plan.costs import Floats
 from penstock.plan.layout import Layout, Memory, Span, Stretch
 from penstock.plan.partition import Variant, partition
 from penstock.plan.recompute import Segment, choose_recomputed
@@ -15,6 +16,7 @@ RECOMPUTE = ("auto", "none", "all", "boundaries")
 """What may be recomputed: what is needed, nothing, everything of a stage at once, or everything,
 a piece at a time, with the boundaries between the pieces held."""
 
+_NAMED = "named"
 _PIECES = 16  # of a worker's share: what is recomputed is chosen among them
 
 
@@ -26,7 +28,7 @@ class Cutter:
         placement: the worker of every stage.
         in_flight: how many micro-batches every stage holds at once.
         memory: what may be held.
-        recompute: one of `RECOMPUTE`.
+        recompute: one of `RECOMPUTE`, or the spans of calls that are recomputed, in order.
         only: the cuts that there are to be; by default any that are allowed.
     """
 
@@ -36,7 +38,7 @@ class Cutter:
         placement: Sequence[int],
         in_flight: Sequence[int],
         memory: Memory,
-        recompute: str,
+        recompute: str | tuple[Span, ...],
         only: Sequence[int] | None = None,
     ) -> None:
         self.layout = layout
@@ -46,7 +48,8 @@ class Cutter:
             self.allowed = np.isin(np.arange(len(layout.allowed)), list(only))
         self.in_flight = np.asarray(in_flight, dtype=np.float64)[:, None]
         self.memory = memory
-        self.recompute = recompute
+        self.recompute = recompute if isinstance(recompute, str) else _NAMED
+        self.named = () if isinstance(recompute, str) else recompute
         # The stages of one worker share its memory evenly: exact for one stage each.
         homes = np.array(self.placement)
         self.caps = memory.caps(layout.profile)[homes] / np.bincount(homes)[homes]
@@ -99,6 +102,8 @@ class Cutter:
         homes = list(self.placement)
         seconds = layout.seconds[homes]
         again = seconds + layout.forward[homes]
+        if self.recompute == _NAMED:
+            return names, [self._named_variant(seconds)]
         if not self.is_limited:
             return names, [Variant(again if n != "none" else seconds) for n in names]
         weights = np.broadcast_to(layout.weights * self.memory.per_weight, seconds.shape)
@@ -112,6 +117,23 @@ class Cutter:
             "boundaries": Variant(again, weights + flying * held, entering + largest),
         }
         return names, [made[name] for name in names]
+
+    def _named_variant(self, seconds: Floats) -> Variant:
+        """What stages cost in which just the named spans are recomputed."""
+        layout, flying = self.layout, self.in_flight
+        named = np.zeros(layout.profile.num_calls, dtype=bool)
+        for start, stop in self.named:
+            named[start:stop] = True
+        again = seconds + np.where(named, layout.forward[list(self.placement)], 0.0)
+        if not self.is_limited:
+            return Variant(again)
+        held = np.where(named, 0.0, layout.saved)
+        edges = sorted({k for span in self.named for k in span if k < len(held)})
+        held[edges] += layout.boundary[edges]
+        largest = max((float(layout.saved[a:b].sum()) for a, b in self.named), default=0.0)
+        weights = layout.weights * self.memory.per_weight
+        entering = flying * layout.boundary + layout.passing
+        return Variant(again, weights + flying * held, entering + largest)
 
     def _joints(self) -> tuple[list[int], float]:
         """Where pieces that are recomputed one by one meet, and the most bytes that one saves."""
@@ -128,6 +150,9 @@ class Cutter:
             stretch = Stretch(self.placement[stage], start, stop)
             if name == "all":
                 stretch = stretch._replace(recompute=((start, stop),))
+            elif name == _NAMED:
+                clipped = ((max(a, start), min(b, stop)) for a, b in self.named)
+                stretch = stretch._replace(recompute=tuple((a, b) for a, b in clipped if a < b))
             elif name == "boundaries":
                 stretch = stretch._replace(recompute=self._pieces(start, stop))
             if name != "none" and self.recompute == "auto":

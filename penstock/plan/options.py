@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from penstock.plan.bound import schedule_bound
 from penstock.plan.cutting import Cutter
 from penstock.plan.fit import Room, fit
-from penstock.plan.layout import Layout, Memory, Stretch
+from penstock.plan.layout import Layout, Memory, Span, Stretch
 from penstock.plan.partition import partition
 from penstock.plan.plan import Candidate, Plan, StagePlan
 from penstock.schedule import SCHEDULES, Rules, Schedule, build, check, placement_of
@@ -194,7 +194,7 @@ def cutter_for(
     name: str,
     stages: int,
     memory: Memory,
-    recompute: str,
+    recompute: str | tuple[Span, ...],
     only: Sequence[int] | None = None,
 ) -> Cutter:
     """What cuts a layout for a schedule; the arguments are those of `Cutter`."""

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import InputError
-from penstock.plan.asked import Cut, positions
+from penstock.plan.asked import Cut, check_modules, positions, spans
 from penstock.plan.cutting import RECOMPUTE
-from penstock.plan.layout import Memory
+from penstock.plan.layout import Memory, Span
 from penstock.profile.data import check_count
 from penstock.schedule import SCHEDULES
 from penstock.units import parse_bytes
 
 Auto = Literal["auto"]
+
+Recompute = str | Sequence[str]
+"""What is recomputed: a word, or the names of modules; see `Request`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Request:
             calls by their numbers.
         recompute: `"none"`; `"all"`: of every stage only what enters is held; `"boundaries"`: what
             enters pieces of it, which are computed again one at a time; `"auto"`: what is needed
-            to fit the memory, and no more.
+            to fit the memory, and no more. Or a list of modules by their qualified names, of which
+            just the calls of each are computed again, each module's as a whole.
         memory_limit: bytes that every worker may hold, or a text like `"8GiB"`. By default what
             the devices have, as far as that is known.
         optimizer_state: bytes of optimizer state for every byte of weights; 2 for Adam.
@@ -42,7 +46,7 @@ class Request:
     num_microbatches: int | Auto = "auto"
     schedule: str = "auto"
     cuts: Sequence[Cut] | None = None
-    recompute: str = "auto"
+    recompute: Recompute = "auto"
     memory_limit: int | str | None = None
     optimizer_state: float = 2.0
     stages_per_worker: int | Auto = "auto"
@@ -53,9 +57,13 @@ class Request:
             raise InputError(
                 f'schedule={self.schedule!r} is unknown; choose {", ".join(SCHEDULES)} or "auto"'
             )
-        if self.recompute not in RECOMPUTE:
+        if not isinstance(self.recompute, str):
+            check_modules(self.recompute)
+        elif self.recompute not in RECOMPUTE:
             known = ", ".join(f'"{name}"' for name in RECOMPUTE)
-            raise InputError(f"recompute={self.recompute!r} is unknown; choose {known}")
+            raise InputError(
+                f"recompute={self.recompute!r} is unknown; choose {known}, or a list of modules"
+            )
         per_worker = self.stages_per_worker
         if per_worker != "auto" and not (isinstance(per_worker, int) and per_worker > 0):
             raise InputError(f'stages_per_worker={per_worker!r}; give a number from 1, or "auto"')
@@ -78,6 +86,18 @@ class Request:
         """
         if self.num_microbatches != "auto":
             check_count(self.num_microbatches, batch_size)
+
+    def recomputed(
+        self, labels: Sequence[str], forbidden: Mapping[int, str]
+    ) -> str | tuple[Span, ...]:
+        """What is asked to be recomputed: one of `RECOMPUTE`, or spans of calls.
+
+        Raises:
+            PlanError: a module that was named has no calls, or none that can be recomputed.
+        """
+        if isinstance(self.recompute, str):
+            return self.recompute
+        return spans(labels, forbidden, self.recompute)
 
     def positions(
         self, labels: Sequence[str], forbidden: Mapping[int, str], devices: int

@@ -30,7 +30,7 @@ from penstock.plan.options import (
 from penstock.plan.orders import partition_any_order
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Candidate, Plan
-from penstock.plan.request import Auto, Request
+from penstock.plan.request import Auto, Recompute, Request
 from penstock.profile.data import Profile
 from penstock.schedule import SCHEDULES, StagesPerWorker
 from penstock.units import show_bytes
@@ -50,7 +50,7 @@ def plan(
     num_microbatches: int | Auto = "auto",
     schedule: str = "auto",
     cuts: Sequence[Cut] | None = None,
-    recompute: str = "auto",
+    recompute: Recompute = "auto",
     memory_limit: int | str | None = None,
     optimizer_state: float = 2.0,
     stages_per_worker: int | Auto = "auto",
@@ -63,7 +63,7 @@ def plan(
         num_microbatches: as in `Request`, like the others.
         schedule: `"auto"`, or the only one to look at.
         cuts: the only ones to look at.
-        recompute: what may be recomputed.
+        recompute: what may be, or which modules are.
         memory_limit: of every worker.
         optimizer_state: bytes for every byte of weights.
         stages_per_worker: for schedules that take any number.
@@ -139,6 +139,7 @@ class _Search:
         self.request = request
         self.workers = len(profile.devices)
         self.cuts = request.positions(profile.labels, profile.forbidden, self.workers)
+        self.recompute = request.recomputed(profile.labels, profile.forbidden)
         self.rejected: list[Candidate] = []
         self.short: tuple[CapacityError, tuple[int, ...]] | None = None
 
@@ -208,8 +209,7 @@ class _Search:
             return None
 
     def _cutter(self, layout: Layout, name: str, stages: int) -> Cutter:
-        memory, recompute = self.request.memory, self.request.recompute
-        return cutter_for(layout, name, stages, memory, recompute, self.cuts)
+        return cutter_for(layout, name, stages, self.request.memory, self.recompute, self.cuts)
 
     def _reject(self, layout: Layout, name: str, stages: int, error: CapacityError) -> None:
         self.rejected.append(

@@ -19,6 +19,7 @@ from penstock.plan.layout import Layout, Memory
 from penstock.plan.options import STAGES_PER_WORKER, Option, cutter_for, fastest
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Plan
+from penstock.plan.request import Recompute, Request
 from penstock.profile.data import Link, Profile
 from penstock.profile.hardware import Hardware, Machine
 from penstock.schedule import (
@@ -73,7 +74,7 @@ class WhatIf:
     bandwidth: float | None = None
     latency: float | None = None
     memory: Memory = field(default_factory=Memory)
-    recompute: str = "auto"
+    recompute: Recompute = "auto"
 
     def __post_init__(self) -> None:
         for name in ("workers", "num_microbatches", "microbatch_size", "replicas", "batch"):
@@ -295,7 +296,9 @@ def _option(layout: Layout, case: WhatIf, stages: int) -> Option:
 
 def _cut(layout: Layout, case: WhatIf, name: str, stages: int) -> Option:
     """The stages for a schedule."""
-    return fastest(cutter_for(layout, name, stages, case.memory, case.recompute), name)
+    profile, request = layout.profile, Request(recompute=case.recompute)
+    again = request.recomputed(profile.labels, profile.forbidden)
+    return fastest(cutter_for(layout, name, stages, case.memory, again), name)
 
 
 # -- with the plan alone ------------------------------------------------------------------

@@ -17,7 +17,7 @@ from penstock.errors import WorkerError, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
-from penstock.workers.ways import NewWay
+from penstock.workers.ways import NewWay, modules_of
 
 Position = list[int] | memoryview
 """Its first item says what a worker is doing: `code(action, waiting)`, or 0 for nothing, or one of
@@ -78,6 +78,8 @@ class Assembly:
         for index, stage in self.stages.items():
             spans, stage.deferral = way.stages[index].spans, way.stages[index].deferral
             stage.ways.append(spans)
+            if way.deferred:
+                stage.norms.add(modules_of(spans))
         self._endings.append(way.ending)
 
     def run(self, worker: int, order: Order, position: Position) -> Outcome:
@@ -120,12 +122,15 @@ class Assembly:
                 self.feed.values = list(order.values)
             if stage.index == self._last:
                 self.outlet.begin(order.loss, order.gradients)
-            if order.what == "backward":
+            if order.what != "backward":
+                stage.norms.begin()
+            else:
                 stage.held = self._waiting.pop((order.number, stage.index))
 
     def _end(self, own: Sequence[Stage], order: Order, outcome: Outcome) -> None:
         """Take from a worker's stages what has come of it."""
         for stage in own:
+            stage.norms.fold()
             if stage.index == 0:
                 outcome.gradients = self.feed.gradients
                 self.feed.clear()

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -41,7 +42,7 @@ from penstock.workers.processes import ProcessWorkers
 from penstock.workers.rounds import Job, Round
 from penstock.workers.saving import TIMEOUT, SaveOrder, divided
 from penstock.workers.shared_model import Package, SharedModel
-from penstock.workers.ways import Holdings, NewWay
+from penstock.workers.ways import Holdings, NewWay, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
 
@@ -146,13 +147,12 @@ class ProcessCrew(Driven):
         placement = self._plan.placement
         stages = {k: spans for k, spans in way.stages.items() if placement[k] == worker}
         known = {id(module) for module in self._modules[worker]}
-        modules = [
-            m for m in _modules(stages.values()) if id(m) in self._known and id(m) not in known
-        ]
+        spans = [span for stage in stages.values() for span in stage.spans]
+        modules = [m for m in modules_of(spans) if id(m) in self._known and id(m) not in known]
         self._modules[worker] += modules
         self._hooks[worker] += [hooks_of(module) for module in modules]
         self._watch(worker, modules)
-        part = NewWay(way.training, stages, way.ending)
+        part = replace(way, stages=stages)
         try:
             return AddWay(self._packed(worker), self._outboxes[worker].pack((part, modules)))
         except Exception as error:
@@ -371,16 +371,6 @@ class _RemoteParts:
             own = {self._shared.number(worker, p): state[p] for p in owned if p in state}
             jobs.append(LoadState(self.number, own))  # type: ignore[arg-type]
         self._run(jobs)
-
-
-def _modules(stages: Any) -> list[nn.Module]:
-    """All modules of these stages."""
-    found: dict[int, nn.Module] = {}
-    for stage in stages:
-        for span in stage.spans:
-            if isinstance(span.module, nn.Module):
-                found.update({id(m): m for m in span.module.modules()})
-    return list(found.values())
 
 
 def _check_sent(what: str, obj: Any) -> list[torch.Tensor]:

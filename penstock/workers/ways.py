@@ -13,6 +13,7 @@ from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.engine.backup import Backup
+from penstock.engine.batchnorm import check_closed
 from penstock.engine.microbatch import check_mergeable, merge_dim
 from penstock.engine.orders import Ending
 from penstock.engine.span import Span
@@ -43,11 +44,13 @@ class NewWay:
         training: in which mode.
         stages: by number.
         ending: how its results are put together.
+        deferred: whether BatchNorms are moved once per batch.
     """
 
     training: bool
     stages: dict[int, StageSpans]
     ending: Ending
+    deferred: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Ways:
         devices: of the workers.
         training: the mode.
         announce: tells the workers of a way before it is first taken.
+        deferred: whether BatchNorms are moved once per batch.
     """
 
     def __init__(
@@ -108,12 +112,14 @@ class Ways:
         devices: Sequence[torch.device],
         training: bool,
         announce: Callable[[NewWay], None],
+        deferred: bool = False,
     ) -> None:
         self.training = training
         self._program = program
         self._plan = plan
         self._homes = [devices[worker] for worker in plan.placement]
         self._announce = announce
+        self._deferred = deferred
         self._deferrals = [Deferral() for _ in plan.stages]
         self._ways: list[Way] = []
         self._add(program.trace(training))
@@ -164,10 +170,19 @@ class Ways:
             module = part.module
             changing = [b for b in module.buffers() if id(b) in changed]
             stages[number].spans.append(Span(module, recompute, changing, part.overwritten))
+        if self._deferred:
+            spans_of = (span for stage in stages.values() for span in stage.spans)
+            check_closed(program.model, trace.changed, modules_of(spans_of))
         way = Way(trace, parts[0].inputs, parts[-1].outputs)
-        self._announce(NewWay(self.training, stages, way.ending))
+        self._announce(NewWay(self.training, stages, way.ending, self._deferred))
         self._ways.append(way)
         return len(self._ways) - 1
+
+
+def modules_of(spans: Iterable[Span]) -> dict[nn.Module, None]:
+    """All modules of these spans, each once."""
+    stages = [span.module for span in spans if isinstance(span.module, nn.Module)]
+    return dict.fromkeys(module for stage in stages for module in stage.modules())
 
 
 class Holdings:

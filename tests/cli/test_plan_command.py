@@ -133,6 +133,18 @@ def test_what_is_asked_reaches_the_plan() -> None:
         assert more["memory_bytes"] - less["memory_bytes"] == 2 * less["weight_bytes"]
 
 
+def test_modules_to_recompute(tmp_path: Path) -> None:
+    result = run("plan", *SMALL, *GPIPE, "--recompute", "0, 2")
+    assert result.exit_code == 0, result.output
+    spans = [span for s in ps.Plan.load(tmp_path / "plan.json").stages for span in s.recompute]
+    assert spans == [(0, 1), (2, 3)]
+    result = run("simulate", "plan.json", "--workers", "2", "--recompute", "0,2")
+    assert result.exit_code == 0, result.output
+    result = run("plan", *SMALL, *GPIPE, "--recompute", "al")
+    assert result.exit_code == 1
+    assert "no call of the program is in a module named 'al'; there are '0'" in result.stderr
+
+
 def test_tuning_measures_and_says_so() -> None:
     result = run("plan", *SMALL, *TWO, "--tune", "--json")
     assert result.exit_code == 0, result.output
