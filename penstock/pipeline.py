@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.autograd import Passage, backward_into_inputs, deliver
 from penstock.capture import ROWS, Program, capture
+from penstock.capture.calls import ambient
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.batch import (
@@ -348,7 +349,7 @@ class Pipeline(ModelLike):
 
     def _back(self, order: Order, gradients: dict[int, Gradients]) -> dict[int, Gradients]:
         """The backward of a batch that has gone forward."""
-        return self._runner.run(order.back(gradients)).gradients
+        return self._runner.run(order.back(gradients, ambient())).gradients
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         leaves = self.program.flatten_inputs(args, kwargs)

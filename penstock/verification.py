@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.capture import ROWS, Key, Program, capture
+from penstock.capture.calls import Ambient, ambient
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.capture.trees import flatten, unflatten
 from penstock.cores import use_threads
@@ -212,7 +213,8 @@ class Reference:
         share = [count / sum(self._rows) for count in self._rows]
         for microbatch, part in enumerate(self._targets(target)):
             loss = _call_loss(loss_fn, self._forward(step, microbatch), part)
-            (loss * share[microbatch]).backward()
+            with ambient().without_autocast().autocasting():
+                (loss * share[microbatch]).backward()
             total = total + loss.detach() * share[microbatch]
         result: torch.Tensor = total
         return result
@@ -289,8 +291,8 @@ def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
         except BaseException as error:
             errors.append(error)
 
-    grad = torch.is_grad_enabled()
-    thread = threading.Thread(target=lambda: _under(grad, work))
+    modes = ambient()
+    thread = threading.Thread(target=lambda: _under(modes, work))
     thread.start()
     thread.join()
     if errors:
@@ -298,8 +300,8 @@ def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
     return results[0]
 
 
-def _under(grad: bool, work: Callable[[], None]) -> None:
-    with torch.set_grad_enabled(grad):
+def _under(modes: Ambient, work: Callable[[], None]) -> None:
+    with torch.set_grad_enabled(modes.grad), modes.autocasting():
         work()
 
 

@@ -1,0 +1,88 @@
+"""What threads, processes and the ranks of torchrun do in mixed precision, to be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from tests.models import uniform_plan
+
+Found = dict[str, Any]
+"""Losses and results, gradients by name, states."""
+
+X = torch.randn(11, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(11, 6, generator=torch.Generator().manual_seed(2))
+
+
+class Island(nn.Module):
+    """Autocast is off in the midst of it, and a dtype is read."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.first, self.inner, self.third, self.last = (nn.Linear(6, 6) for _ in range(4))
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x).relu())
+        with torch.autocast("cpu", enabled=False):
+            x = self.inner(x.float())
+        x = self.norm(x).tanh()
+        wanted = self.last(x).dtype
+        x = self.third(x).tanh()
+        return self.last(x.to(wanted) * 1.1)
+
+
+def island(dropout: float = 0.2) -> nn.Module:
+    """The same every time."""
+    torch.manual_seed(4)
+    return Island(dropout)
+
+
+def pipe_of(
+    model: nn.Module,
+    schedule: str = "1f1b",
+    recompute: str = "auto",
+    microbatches: int = 3,
+    cuts: Any = None,
+    **options: Any,
+) -> ps.Pipeline:
+    """A pipeline on two workers."""
+    program = ps.capture(model, (X.to(next(model.parameters()).dtype),))
+    plan = uniform_plan(program, 2, microbatches, schedule, cuts, recompute)
+    return ps.Pipeline(model, program=program, plan=plan, **options)
+
+
+def gradients(pipe: ps.Pipeline) -> dict[str, torch.Tensor]:
+    """Those that are here."""
+    return {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+
+
+def autocast(options: dict[str, Any]) -> Found:
+    """A step of each style under autocast, the second with its backward outside; and without."""
+    with pipe_of(island(), recompute="all", **options) as pipe:
+        losses = []
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+                loss = F.mse_loss(pipe(X), Y)
+            loss.backward()
+            losses.append(loss.detach())
+        losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+        return {"losses": losses, "gradients": gradients(pipe)}
+
+
+STEPS = [autocast]
+
+
+def everything(options: dict[str, Any]) -> dict[str, Found]:
+    """All of it, by name."""
+    found = {}
+    for steps in STEPS:
+        torch.manual_seed(3)
+        found[steps.__name__] = steps(options)
+    return found
