@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.autograd import Passage, backward_into_inputs, deliver
-from penstock.capture import ROWS, Program, capture
+from penstock.capture import Program, capture
 from penstock.capture.calls import ambient
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.engine.allocator import Allocator, keep_freed_memory
@@ -27,8 +27,7 @@ from penstock.engine.batch import (
     weights,
 )
 from penstock.engine.ends import Loss
-from penstock.engine.microbatch import merge
-from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.orders import Order, Pass
 from penstock.engine.span import Gradients
 from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
@@ -42,6 +41,7 @@ from penstock.streaming import stream
 from penstock.train.groups import parameter_groups
 from penstock.train.model_like import ModelLike
 from penstock.train.optimizer import PipelineOptimizer
+from penstock.train.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
 from penstock.workers.hiring import Workers
 from penstock.workers.launch import launched
@@ -190,6 +190,7 @@ class Pipeline(ModelLike):
         loss_fn: Callable[..., torch.Tensor] | None = None,
         target: Any = None,
         weight: Weight = "rows",
+        scaler: PipelineScaler | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Forward and backward of a batch, interleaved: the fast path.
@@ -206,6 +207,7 @@ class Pipeline(ModelLike):
             weight: how the micro-batches' losses make the batch's. `"rows"`: weighted by their
                 rows, for a loss that is a mean over rows. `None`: added up, for a loss that is a
                 sum. A function: weighted by `weight(target)`, the number of labels that count, say.
+            scaler: that of `scaler()`; gradients are scaled by it, the returned loss is not.
             **kwargs: the model's keyword arguments.
 
         Returns:
@@ -219,7 +221,7 @@ class Pipeline(ModelLike):
         """
         split = partial(self._split, args, kwargs)
         return self._train(
-            split, lambda rows, home: split_target(target, rows, home), loss_fn, weight
+            split, lambda rows, home: split_target(target, rows, home), loss_fn, weight, scaler
         )
 
     def train_microbatches(
@@ -229,6 +231,7 @@ class Pipeline(ModelLike):
         loss_fn: Callable[..., torch.Tensor] | None = None,
         targets: Sequence[Any] | None = None,
         weight: Weight = "rows",
+        scaler: PipelineScaler | None = None,
     ) -> torch.Tensor:
         """Like `train_step`, for micro-batches that were made by hand.
 
@@ -241,6 +244,7 @@ class Pipeline(ModelLike):
             loss_fn: as in `train_step`.
             targets: for each its target.
             weight: as in `train_step`.
+            scaler: as in `train_step`.
 
         Returns:
             the loss of all of them, as `train_step` returns it.
@@ -250,7 +254,9 @@ class Pipeline(ModelLike):
         """
         given = partial(Batch.given, self.program, microbatches)
         return self._train(
-            given, lambda rows, home: given_targets(targets, len(rows), home), loss_fn, weight
+            given,
+            lambda rows, home: given_targets(targets, len(rows), home),
+            *(loss_fn, weight, scaler),
         )
 
     def _train(
@@ -259,8 +265,9 @@ class Pipeline(ModelLike):
         targets: Callable[[Sequence[int], torch.device], Targets],
         loss_fn: Callable[..., torch.Tensor] | None,
         weight: Weight,
+        scaler: PipelineScaler | None,
     ) -> torch.Tensor:
-        runner, loss = self._runner, None
+        runner, loss, scale = self._runner, None, scale_of(scaler)
         with runner.crew.together("train_step"):
             batch = runner.batch(make, self.model.training)
             if runner.crew.has_loss:
@@ -270,7 +277,7 @@ class Pipeline(ModelLike):
                         "last stage is, it is needed"
                     )
                 found = targets(batch.rows, runner.loss_device)
-                loss = Loss(loss_fn, found, weights(weight, found, batch.rows))
+                loss = Loss(loss_fn, found, weights(weight, found, batch.rows), scale)
             total, slices, gradients = runner.train(batch, loss, self.model.training)
         backward_into_inputs(slices, gradients)
         return total
@@ -293,11 +300,10 @@ class Pipeline(ModelLike):
             order, way = self._order("forward" if graph else "infer", batch)
             outcome = self._runner.run(order)
         if not graph:
-            return _assembled(way, _merged(way, outcome), batch)
+            return way.assembled(way.merged(outcome), batch)
         passage = Passage(partial(self._back, order), outcome.differentiable, batch.sizes, way)
         self._runner.forget_with(passage, order)
-        merged = deliver(passage, order.values, _merged(way, outcome))
-        return _assembled(way, merged, batch)
+        return way.assembled(deliver(passage, order.values, way.merged(outcome)), batch)
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
         """The model's results for many batches, in order, without gradients.
@@ -331,7 +337,7 @@ class Pipeline(ModelLike):
     def _result(self, started: tuple[Any, Way, Batch]) -> Any:
         """What has become of it."""
         ticket, way, batch = started
-        return _assembled(way, _merged(way, self._runner.finish(ticket)), batch)
+        return way.assembled(way.merged(self._runner.finish(ticket)), batch)
 
     def _abandon(self, started: tuple[Any, Way, Batch]) -> None:
         """Wait for a batch whose result nobody wants."""
@@ -386,6 +392,16 @@ class Pipeline(ModelLike):
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
         return owned
 
+    def scaler(self, **options: Any) -> PipelineScaler:
+        """A `torch.amp.GradScaler` for training in float16, with these options of it.
+
+        It scales the loss of the plain style (`scaler.scale(loss).backward()`) or of a step
+        (`train_step(..., scaler=scaler)`); `scaler.step(optimizer)` and `scaler.update()` follow.
+        """
+        crew = self._runner.crew
+        home = self._runner.loss_device
+        return PipelineScaler(home, crew.together, crew.everywhere, **options)
+
     def state_dict(self) -> dict[str, Any]:
         """The model's state, under the model's names: it loads into the plain model."""
         return self._runner.crew.state(self.model)
@@ -424,14 +440,3 @@ class Pipeline(ModelLike):
 
     def __repr__(self) -> str:
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
-
-
-def _merged(way: Way, outcome: Outcome) -> list[Any]:
-    """The results of a batch out of those of its micro-batches."""
-    results = [outcome.results[k] for k in range(len(outcome.results))]
-    return merge(way.trace, way.outputs, results)
-
-
-def _assembled(way: Way, merged: Sequence[Any], batch: Batch) -> Any:
-    """The model's result for a batch, in its own structure."""
-    return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})

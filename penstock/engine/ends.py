@@ -91,22 +91,31 @@ class Outlet:
 
 
 class Loss:
-    """A step's loss: the user's function, the targets, and the weight of each micro-batch."""
+    """A step's loss: the user's function, the targets, and the weight of each micro-batch.
+
+    Args:
+        function: the user's.
+        targets: of every micro-batch.
+        weights: of the micro-batches' losses in the batch's.
+        scale: what the loss is multiplied by before its backward; `None` without loss scaling.
+    """
 
     def __init__(
         self,
         function: Callable[..., Any],
         targets: Sequence[tuple[Any, ...]],
         weights: Sequence[float],
+        scale: float | None = None,
     ) -> None:
         self.function = function
         self.targets = targets
         self.weights = weights
+        self.scale = scale
 
     def of(
         self, microbatch: int, results: Values, assemble: Assemble
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch, and its weight as the gradient to start from.
+        """The loss of a micro-batch, and its weight, scaled, as the gradient to start from.
 
         Raises:
             LossFailed: the function raised, or returned something else than a scalar tensor.
@@ -117,7 +126,14 @@ class Loss:
             _check_scalar(loss)
         except BaseException as error:  # a sys.exit() as well
             raise LossFailed from error
-        return loss, torch.full_like(loss, self.weights[microbatch])
+        return loss, self._start(loss, self.weights[microbatch])
+
+    def _start(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """The gradient of `loss` in `loss * weight * scale`, in the bits of autograd."""
+        if self.scale is None:
+            return torch.full_like(loss, weight)
+        scale = torch.full_like(loss, self.scale, dtype=torch.float32)
+        return scale.to(loss.dtype) * weight
 
 
 def _check_scalar(loss: Any) -> None:

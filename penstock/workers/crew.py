@@ -89,6 +89,9 @@ class Crew(Protocol):
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are."""
 
+    def everywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
+        """What all workers have found, as scalars by device, from what was found here."""
+
     def state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict, wherever its tensors are."""
 
@@ -115,6 +118,10 @@ class Driven:
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def everywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
+        """The driver has all gradients."""
+        return found
 
     def state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict."""

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
+from penstock.capture import ROWS, Attribute, Program, Ref, Trace, Value
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.engine.backup import Backup
-from penstock.engine.microbatch import check_mergeable, merge_dim
-from penstock.engine.orders import Ending
+from penstock.engine.batch import Batch
+from penstock.engine.microbatch import check_mergeable, merge, merge_dim
+from penstock.engine.orders import Ending, Outcome
 from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError
@@ -69,9 +70,15 @@ class Way:
         """How the last stage's values are put together."""
         return Ending(self.outputs, self.trace.outputs, self.trace.output_structure)
 
-    def assemble(self, results: Sequence[Any], sizes: Sizes) -> Any:
-        """The model's result in its own structure, from the last stage's values."""
-        return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), sizes)
+    def merged(self, outcome: Outcome) -> list[Any]:
+        """The last stage's values for a batch, out of those of its micro-batches."""
+        results = [outcome.results[k] for k in range(len(outcome.results))]
+        return merge(self.trace, self.outputs, results)
+
+    def assembled(self, merged: Sequence[Any], batch: Batch) -> Any:
+        """The model's result for a batch, in its own structure."""
+        sizes = {**batch.sizes[0], ROWS: sum(batch.rows)}
+        return assemble(self.trace, dict(zip(self.outputs, merged, strict=True)), sizes)
 
     def gives_the_same(self, other: Way) -> bool:
         """Whether both have the same results, apart from what is in them."""

@@ -76,7 +76,40 @@ def autocast(options: dict[str, Any]) -> Found:
         return {"losses": losses, "gradients": gradients(pipe)}
 
 
-STEPS = [autocast]
+SCALE = {"init_scale": 2.0**19, "growth_interval": 2}
+"""So large that some steps are left out, and growing soon."""
+
+
+def scaled(options: dict[str, Any]) -> Found:
+    """Steps of both styles with one scaler; in some, gradients of only one stage overflow."""
+    with pipe_of(island(), **options) as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
+        scaler = pipe.scaler(**SCALE)
+        losses, scales = [], []
+        for step in range(9):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                if step % 3:
+                    for _ in range(step % 3):
+                        loss = pipe.train_step(X, target=Y, loss_fn=F.mse_loss, scaler=scaler)
+                else:
+                    loss = F.mse_loss(pipe(X), Y)
+            if step % 3 == 0:
+                scaler.scale(loss).backward()
+            if step == 6 and pipe.model.last.weight.grad is not None:  # in the last stage
+                pipe.model.last.weight.grad[0, 0] = float("inf")
+            if step % 2:
+                scaler.unscale_(optimizer)
+                losses.append(pipe.clip_grad_norm_(0.01).nan_to_num(-1.0))
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.detach())
+            scales.append(scaler.get_scale())
+        found = {"losses": losses, "scales": scales, "scaler": scaler.state_dict()}
+        return {**found, "gradients": gradients(pipe), "state": dict(pipe.state_dict())}
+
+
+STEPS = [autocast, scaled]
 
 
 def everything(options: dict[str, Any]) -> dict[str, Found]:
