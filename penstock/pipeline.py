@@ -373,7 +373,8 @@ class Pipeline(ModelLike):
             params: parameters or parameter groups; all of the model's by default. The `"params"`
                 of groups may also be patterns of names, or functions of a name and a parameter,
                 see `penstock.train.groups`.
-            **options: the class's arguments, `lr` and so on.
+            **options: the class's arguments, `lr` and so on; and `master_weights=True` to update
+                parameters in half precision by float32 copies of them (`penstock.train.masters`).
 
         Raises:
             InputError: the class cannot be divided among workers, or a group fits nothing.

@@ -68,8 +68,20 @@ class PipelineScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> Found:
         with self._together("unscale_"):
+            _check_dtype(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             return self._everywhere(found)
+
+
+def _check_dtype(optimizer: Optimizer) -> None:
+    """Raise for gradients in which nothing small would be left if they were unscaled."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters):
+        raise InputError(
+            "gradients in float16 cannot be unscaled in place, as small ones would be lost. Keep "
+            "the model in float32 and train it under torch.autocast(..., torch.float16), or have "
+            "it in bfloat16, which needs no scaler"
+        )
 
 
 def scale_of(scaler: Any) -> float | None:

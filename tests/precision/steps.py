@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -109,7 +110,44 @@ def scaled(options: dict[str, Any]) -> Found:
         return {**found, "gradients": gradients(pipe), "state": dict(pipe.state_dict())}
 
 
-STEPS = [autocast, scaled]
+def halved() -> nn.Module:
+    """In bfloat16, but for its normalisation."""
+    torch.manual_seed(6)
+    layers: list[nn.Module] = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(6, 6)).to(torch.bfloat16)
+
+
+X16, Y16 = X.to(torch.bfloat16), Y.to(torch.bfloat16)
+
+
+def masters(options: dict[str, Any]) -> Found:
+    """Steps with master weights, and the same again from a saved state."""
+    with pipe_of(halved(), **options) as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-4, master_weights=True)
+        losses = []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            losses.append(pipe.train_step(X16, target=Y16, loss_fn=F.mse_loss))
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        saved = copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
+        step()
+        pipe.load_state_dict(saved[0])
+        again = pipe.optimizer(torch.optim.AdamW, lr=1.0, master_weights=True)
+        again.load_state_dict(saved[1])
+        optimizer = again
+        step()
+        assert torch.equal(losses[-1], losses[-2])
+        state = {str(k): v for k, v in optimizer.state_dict()["state"].items()}
+        found = {"losses": losses, "optimizer": state, "state": dict(pipe.state_dict())}
+        return {**found, "gradients": gradients(pipe)}
+
+
+STEPS = [autocast, scaled, masters]
 
 
 def everything(options: dict[str, Any]) -> dict[str, Found]:
