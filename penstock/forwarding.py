@@ -13,6 +13,7 @@ from torch import nn
 from penstock.autograd import Passage, deliver
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
+from penstock.capture.calls import ambient
 from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, arguments
 from penstock.engine.hooks import check_hooks
@@ -158,7 +159,7 @@ class Forwarding(ModelLike):
 
     def _back(self, order: Order, gradients: dict[int, Gradients]) -> dict[int, Gradients]:
         """The backward of a batch that has gone forward."""
-        return self._runner.run(order.back(gradients)).gradients
+        return self._runner.run(order.back(gradients, ambient())).gradients
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         leaves = self.program.flatten_inputs(args, kwargs)

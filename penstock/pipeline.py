@@ -33,6 +33,7 @@ from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.train.groups import parameter_groups
 from penstock.train.optimizer import PipelineOptimizer
+from penstock.train.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
 from penstock.workers.hiring import Workers
 from penstock.workers.launch import launched
@@ -192,6 +193,7 @@ class Pipeline(Forwarding, Saves):
         loss_kwargs: Mapping[str, Any] | None = None,
         metrics: Callable[..., Any] | None = None,
         outputs: bool = False,
+        scaler: PipelineScaler | None = None,
         **kwargs: Any,
     ) -> Any:
         """Forward and backward of a batch, interleaved: the fast path.
@@ -216,6 +218,7 @@ class Pipeline(Forwarding, Saves):
                 the loss. What it returns is not looked at.
             outputs: whether to return the model's results, too, which are then held until the end
                 of the step.
+            scaler: that of `scaler()`; gradients are scaled by it, the returned loss is not.
             **kwargs: the model's keyword arguments.
 
         Returns:
@@ -232,7 +235,7 @@ class Pipeline(Forwarding, Saves):
         """
         split = partial(self._split, args, kwargs)
         targets = partial(split_target, target)
-        asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs)
+        asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler))
         return self._train(split, asked)
 
     def train_microbatches(
@@ -245,6 +248,7 @@ class Pipeline(Forwarding, Saves):
         loss_kwargs: Mapping[str, Any] | None = None,
         metrics: Callable[..., Any] | None = None,
         outputs: bool = False,
+        scaler: PipelineScaler | None = None,
     ) -> Any:
         """Like `train_step`, for micro-batches that were made by hand.
 
@@ -258,6 +262,7 @@ class Pipeline(Forwarding, Saves):
             targets: for each its target.
             weight, loss_kwargs, metrics: as in `train_step`.
             outputs: whether to return the model's results, too, in a list of one for each.
+            scaler: as in `train_step`.
 
         Returns:
             the loss of all of them, or a `penstock.StepResult`, as `train_step` returns it.
@@ -267,7 +272,9 @@ class Pipeline(Forwarding, Saves):
         """
         given = partial(Batch.given, self.program, microbatches)
         for_each = partial(given_targets, targets)
-        asked = Objective(for_each, loss_fn, weight, loss_kwargs, metrics, outputs)
+        asked = Objective(
+            for_each, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler)
+        )
         return self._train(given, asked, by_microbatch=True)
 
     def _train(
@@ -301,7 +308,8 @@ class Pipeline(Forwarding, Saves):
             params: parameters or parameter groups; all of the model's by default. The `"params"`
                 of groups may also be patterns of names, or functions of a name and a parameter,
                 see `penstock.train.groups`.
-            **options: the class's arguments, `lr` and so on.
+            **options: the class's arguments, `lr` and so on; and `master_weights=True` to update
+                parameters in half precision by float32 copies of them (`penstock.train.masters`).
 
         Raises:
             InputError: the class cannot be divided among workers, or a group fits nothing.
@@ -319,6 +327,16 @@ class Pipeline(Forwarding, Saves):
             seen.update(map(id, parameters))
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
         return owned
+
+    def scaler(self, **options: Any) -> PipelineScaler:
+        """A `torch.amp.GradScaler` for training in float16, with these options of it.
+
+        It scales the loss of the plain style (`scaler.scale(loss).backward()`) or of a step
+        (`train_step(..., scaler=scaler)`); `scaler.step(optimizer)` and `scaler.update()` follow.
+        """
+        crew = self._runner.crew
+        home = self._runner.loss_device
+        return PipelineScaler(home, crew.together, crew.everywhere, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state, under the model's names: it loads into the plain model."""

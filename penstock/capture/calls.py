@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
@@ -172,10 +173,36 @@ class TensorInfo:
 
 
 class Ambient(NamedTuple):
-    """The thread's modes that change what a call does: gradients on or off, and autocast."""
+    """The thread's modes that change what a call does: gradients on or off, and autocast.
+
+    Attributes:
+        grad: whether there are gradients.
+        autocast: of every kind of device whether it is on, and its dtype.
+        cache: whether a weight that autocast has cast is kept for its next use. Its gradients are
+            summed in the lower precision then.
+    """
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool = True
+
+    @property
+    def casting(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """The kinds of devices for which autocast is on, with their dtypes."""
+        return tuple((device, dtype) for device, on, dtype in self.autocast if on)
+
+    @contextmanager
+    def autocasting(self) -> Iterator[None]:
+        """While open, autocast is as it is here."""
+        with ExitStack() as stack:
+            for device, on, dtype in self.autocast:
+                region = torch.autocast(device, enabled=on, dtype=dtype, cache_enabled=self.cache)
+                stack.enter_context(region)
+            yield
+
+    def without_autocast(self) -> Ambient:
+        """The same, with autocast off."""
+        return self._replace(autocast=tuple((d, False, dtype) for d, _, dtype in self.autocast))
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -186,7 +213,7 @@ def ambient() -> Ambient:
     autocast = tuple(
         (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
     )
-    return Ambient(torch.is_grad_enabled(), autocast)
+    return Ambient(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 
 
 @dataclass(slots=True)

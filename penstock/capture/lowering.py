@@ -258,8 +258,7 @@ class _Lowering:
 def under(ambient: Ambient, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run `function` under the modes that the model's own code had set for it."""
     grad = ambient.grad and torch.is_grad_enabled()
-    contexts = [torch.autocast(d, enabled=on, dtype=dtype) for d, on, dtype in ambient.autocast]
-    with torch.set_grad_enabled(grad), contexts[0], contexts[1]:
+    with torch.set_grad_enabled(grad), ambient.autocasting():
         return function(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value
+from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value, ambient
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Axis, Varying
 from penstock.capture.explain import Explanation, explain
@@ -72,7 +72,8 @@ class Program:
 
     Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
     may lead another way. Every way that a mode can go is a trace of its own, recorded when inputs
-    first go it; `train` and `eval` are those of the example.
+    first go it; `train` and `eval` are those of the example. So it is with autocast: a model may
+    read dtypes, and switch it off in places, so every autocast has ways of its own.
     """
 
     def __init__(
@@ -134,8 +135,9 @@ class Program:
         """
         ways = self._ways[training]
         sizes = self.varying.sizes(leaves)
+        casting = None if self.was_on_meta else ambient().casting
         for way in ways:
-            if way.fits(leaves, sizes):
+            if casting in (None, way.casting) and way.fits(leaves, sizes):
                 if not way.has_seen(sizes):
                     self._source.check_at(self, way.trace, leaves, training)
                     way.see(sizes)
@@ -344,6 +346,8 @@ class Program:
 class _Way:
     """A trace, whether inputs take it, and at which sizes it was compared with the model.
 
+    `casting` is the autocast that it was recorded under.
+
     Rows between those seen are taken to be like them. Other dimensions often are padded to
     multiples of something, so each of their sizes is a matter of its own.
     """
@@ -355,6 +359,7 @@ class _Way:
         self._names = varying.names[1:]
         self._rows = min(p[ROWS] for p in points), max(p[ROWS] for p in points)
         self._others = {self._named(p) for p in points}
+        self.casting = ambient().casting
         self._model = model
         self._asked: fx.GraphModule | None = None
 

@@ -115,6 +115,7 @@ class Loss:
         more: keyword arguments of the function.
         metrics: another function of the same outputs and targets, if there is one.
         keeps_outputs: whether the results are wanted, too.
+        scale: what the loss is multiplied by before its backward; `None` without loss scaling.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Loss:
         more: Mapping[str, Any] | None = None,
         metrics: Callable[..., Any] | None = None,
         keeps_outputs: bool = False,
+        scale: float | None = None,
     ) -> None:
         self.function = function
         self.targets = targets
@@ -132,6 +134,7 @@ class Loss:
         self.more = dict(more or {})
         self.metrics = metrics
         self.keeps_outputs = keeps_outputs
+        self.scale = scale
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -141,7 +144,7 @@ class Loss:
     def of(
         self, microbatch: int, results: Values, assemble: Assemble
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss of a micro-batch, and its weight as the gradient to start from.
+        """The loss of a micro-batch, and its weight, scaled, as the gradient to start from.
 
         There is none for a micro-batch of weight 0: its loss may be no number, such as a mean over
         no labels, and must not get into the gradients of the others.
@@ -156,7 +159,7 @@ class Loss:
         except BaseException as error:  # a sys.exit() as well
             raise LossFailed("loss") from error
         weight = self.weights[microbatch]
-        return loss, torch.full_like(loss, weight) if weight else None
+        return loss, self._start(loss, weight) if weight else None
 
     def measured(self, microbatch: int, results: Values, assemble: Assemble) -> Any:
         """What the metrics function says of a micro-batch.
@@ -171,6 +174,13 @@ class Loss:
             return map_leaves(_without_history, found)
         except BaseException as error:
             raise LossFailed("metrics") from error
+
+    def _start(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """The gradient of `loss` in `loss * weight * scale`, in the bits of autograd."""
+        if self.scale is None:
+            return torch.full_like(loss, weight)
+        scale = torch.full_like(loss, self.scale, dtype=torch.float32)
+        return scale.to(loss.dtype) * weight
 
 
 def _check_scalar(loss: Any) -> None:

@@ -29,6 +29,7 @@ class Objective:
         loss_kwargs: keyword arguments of `loss_fn`, the same for every micro-batch.
         metrics: another function of (output, target), that needs no gradients.
         outputs: whether the model's outputs are wanted, too.
+        scale: what the loss is multiplied by before its backward; `None` without loss scaling.
     """
 
     targets: Callable[[Sequence[int], torch.device], Targets]
@@ -37,6 +38,7 @@ class Objective:
     loss_kwargs: Mapping[str, Any] | None
     metrics: Callable[..., Any] | None
     outputs: bool
+    scale: float | None = None
 
     @property
     def wants_more(self) -> bool:
@@ -85,4 +87,4 @@ class Objective:
             for name, value in (self.loss_kwargs or {}).items()
         }
         shares = weights(self.weight, found, rows)
-        return Loss(self.loss_fn, found, shares, more, self.metrics, self.outputs)
+        return Loss(self.loss_fn, found, shares, more, self.metrics, self.outputs, self.scale)

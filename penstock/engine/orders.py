@@ -44,9 +44,10 @@ class Order:
     gradients: dict[int, Gradients] = field(default_factory=dict)
     recorded: bool = False
 
-    def back(self, gradients: dict[int, Gradients]) -> Order:
-        """The backward of this forward."""
-        return replace(self, what="backward", values=(), gradients=gradients)
+    def back(self, gradients: dict[int, Gradients], modes: Ambient) -> Order:
+        """The backward of this forward, under the autocast that it is called under."""
+        modes = modes._replace(grad=True)
+        return replace(self, what="backward", values=(), gradients=gradients, modes=modes)
 
     def part(self, first: bool, last: bool) -> Order:
         """What a worker needs of it that has the first stage, or the last one, or neither."""

@@ -87,10 +87,9 @@ class Recipe(NamedTuple):
         """Run the forward again; what modules remember is left as it is now."""
         now = self.span.state()
         self.state.put_back()
-        contexts = [torch.autocast(d, enabled=on, dtype=t) for d, on, t in self.modes.autocast]
         try:
             entry, entered = enter(self.values)
-            with torch.enable_grad(), contexts[0], contexts[1]:
+            with torch.enable_grad(), self.modes.autocasting():
                 results = self.span.module(self.sizes, self.key, *entered)
         finally:
             now.put_back()

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
+from penstock.train.masters import MasterWeights, restore_float32
 from penstock.workers.optimizing import Groups, Parts
 
 Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
@@ -24,6 +25,8 @@ class PipelineOptimizer(Optimizer):
         kind: the optimizer's class.
         params: parameters, or parameter groups.
         divide: makes the parts of an optimizer of this class, with these groups and options.
+        master_weights: whether parameters in half precision are updated by float32 copies of
+            them, see `penstock.train.masters`.
         options: arguments of `kind`.
 
     Raises:
@@ -35,6 +38,7 @@ class PipelineOptimizer(Optimizer):
         kind: type[Optimizer],
         params: Iterable[Any],
         divide: Divide,
+        master_weights: bool = False,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):
@@ -42,6 +46,9 @@ class PipelineOptimizer(Optimizer):
                 "LBFGS evaluates the model several times within one step and sees all parameters "
                 "at once, so it cannot be divided among workers; use AdamW or SGD"
             )
+        if master_weights:
+            options = {"master_of": kind, **options}
+            kind = MasterWeights
         whole = kind(params, **options)
         self._kind = kind
         self._options = options
@@ -84,5 +91,7 @@ class PipelineOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an optimizer of this class, from here or from plain PyTorch."""
         super().load_state_dict(state_dict)
+        if self._kind is MasterWeights:
+            restore_float32(self, state_dict)
         if self._parts is not None:
             self._parts.load(self.state)

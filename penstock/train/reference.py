@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.capture import ROWS, Key, Program
+from penstock.capture.calls import Ambient, ambient
 from penstock.capture.trees import flatten, unflatten
 from penstock.cores import use_threads
 from penstock.engine.batch import Weight, weights
@@ -70,7 +71,8 @@ class Reference:
         share = weights(weight, given, self._rows)
         for microbatch, part in enumerate(targets):
             loss = call_loss(loss_fn, self._forward(step, microbatch), part)
-            (loss * share[microbatch]).backward()
+            with ambient().without_autocast().autocasting():
+                (loss * share[microbatch]).backward()
             total = total + loss.detach() * share[microbatch]
         result: torch.Tensor = total
         return result
@@ -147,8 +149,8 @@ def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
         except BaseException as error:
             errors.append(error)
 
-    grad = torch.is_grad_enabled()
-    thread = threading.Thread(target=lambda: _under(grad, work))
+    modes = ambient()
+    thread = threading.Thread(target=lambda: _under(modes, work))
     thread.start()
     thread.join()
     if errors:
@@ -156,8 +158,8 @@ def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
     return results[0]
 
 
-def _under(grad: bool, work: Callable[[], None]) -> None:
-    with torch.set_grad_enabled(grad):
+def _under(modes: Ambient, work: Callable[[], None]) -> None:
+    with torch.set_grad_enabled(modes.grad), modes.autocasting():
         work()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +94,8 @@ class Assembly:
         compiled = self._compile(worker, order.what, len(order.microbatches))
         own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         outcome = Outcome()
+        if order.what == "train" and order.modes.casting:
+            compiled = _backwards_outside(compiled, order.modes)
         if order.recorded:
             runs = recorded(compiled.runs, compiled.actions, worker, outcome.events)
             compiled = compiled._replace(runs=runs)
@@ -195,12 +199,9 @@ def waits(code: int) -> bool:
 def _run(worker: int, compiled: _Compiled, modes: Ambient, position: Position) -> None:
     """Run a worker's callables, and say at any time which."""
     actions, runs, codes = compiled
-    contexts = [torch.autocast(d, enabled=on, dtype=t) for d, on, t in modes.autocast if on]
     at = 0
     try:
-        with torch.set_grad_enabled(modes.grad):
-            for context in contexts:
-                context.__enter__()
+        with torch.set_grad_enabled(modes.grad), _autocasting(modes):
             for at, run in enumerate(runs):
                 position[0] = codes[at]
                 run()
@@ -215,5 +216,34 @@ def _run(worker: int, compiled: _Compiled, modes: Ambient, position: Position) -
         raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
         position[0] = 0
-        for context in reversed(contexts):
-            context.__exit__(None, None, None)
+
+
+@contextmanager
+def _autocasting(modes: Ambient) -> Iterator[None]:
+    """While open, autocast is as in these modes.
+
+    It keeps no weights that were cast before, and leaves none: a rank may be in a region that
+    spans several steps.
+    """
+    if not modes.casting:
+        yield
+        return
+    torch.clear_autocast_cache()
+    with modes.autocasting():
+        yield
+        torch.clear_autocast_cache()
+
+
+def _backwards_outside(compiled: _Compiled, modes: Ambient) -> _Compiled:
+    """The same, with backwards outside of the autocast region, as PyTorch wants them."""
+    plain = modes.without_autocast()
+
+    def outside(run: Run) -> None:
+        with plain.autocasting():
+            run()
+
+    runs = list(compiled.runs)
+    for k, action in enumerate(compiled.actions):
+        if action.kind is not Kind.FORWARD:
+            runs[2 * k + 1] = partial(outside, runs[2 * k + 1])
+    return compiled._replace(runs=runs)

@@ -94,6 +94,9 @@ class Crew(Protocol):
     def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are."""
 
+    def everywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
+        """What all workers have found, as scalars by device, from what was found here."""
+
     def state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict, wherever its tensors are."""
 
@@ -156,6 +159,10 @@ class Driven:
     def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
         return clipping.clip(parameters)
+
+    def everywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
+        """The driver has all gradients."""
+        return found
 
     def state(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict."""

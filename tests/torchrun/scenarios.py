@@ -20,6 +20,7 @@ from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import ranks
 from tests.models import uniform_plan
+from tests.precision import steps as precision
 from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
 from tests.training import LABELS, USES, balanced, hits, split, used
 from tests.training import X as X_ROUTED
@@ -66,6 +67,11 @@ def by_process_group(rank: int) -> Any:
     meeting.this_machine = lambda: f"machine {rank}"
     use_one_core(rank)
     return everything({}, EXACT)
+
+
+def mixed_precision(rank: int) -> Any:
+    """Autocast, loss scaling, master weights, boundaries in half precision."""
+    return precision.everything({})
 
 
 class Trap(nn.Module):

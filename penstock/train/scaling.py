@@ -1,0 +1,100 @@
+"""Loss scaling for float16: torch's own scaler, with one verdict on all workers' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from penstock.errors import InputError
+
+Found = dict[torch.device, torch.Tensor]
+"""For every device a scalar that is more than 0 if there is a gradient with an inf or a nan."""
+
+
+class PipelineScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for a pipeline: `scale`, `unscale_`, `step`, `update` as in torch.
+
+    There is one scale. A step in which any stage has a gradient with an inf or a nan is left out by
+    all workers. Under torchrun every rank calls every method, and all have the same scale
+    afterwards.
+
+    Args:
+        device: of the pipeline's last stage; the scale is there.
+        together: the pipeline's operation of all workers.
+        everywhere: what all workers have found, from what was found here.
+        **options: those of `torch.amp.GradScaler`, `init_scale` and so on.
+
+    Raises:
+        InputError: torch does not take these options.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        together: Callable[[str], AbstractContextManager[None]],
+        everywhere: Callable[[Found], Found],
+        **options: Any,
+    ) -> None:
+        try:
+            super().__init__(device.type, **options)
+        except (AssertionError, TypeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise InputError(
+                f"torch.amp.GradScaler does not take {given}: {error}. It takes init_scale, "
+                "growth_factor above 1, backoff_factor below 1, growth_interval and enabled"
+            ) from error
+        self._home = device
+        self._together = together
+        self._everywhere = everywhere
+        self.begin()
+
+    def begin(self) -> float | None:
+        """The scale of the next backward; `None` if scaling is off."""
+        if not self._enabled:
+            return None
+        if self._scale is None:  # on a rank that has no loss, too
+            self._lazy_init_scale_growth_tracker(self._home)
+        return self.get_scale()
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> Found:
+        with self._together("unscale_"):
+            _check_dtype(optimizer)
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return self._everywhere(found)
+
+
+def _check_dtype(optimizer: Optimizer) -> None:
+    """Raise for gradients in which nothing small would be left if they were unscaled."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters):
+        raise InputError(
+            "gradients in float16 cannot be unscaled in place, as small ones would be lost. Keep "
+            "the model in float32 and train it under torch.autocast(..., torch.float16), or have "
+            "it in bfloat16, which needs no scaler"
+        )
+
+
+def scale_of(scaler: Any) -> float | None:
+    """What a step's loss is multiplied by before its backward; `None` without scaling.
+
+    Raises:
+        InputError: the scaler is none of a pipeline's.
+    """
+    if scaler is None:
+        return None
+    if not isinstance(scaler, PipelineScaler):
+        raise InputError(
+            f"scaler={scaler!r} is not a pipeline's; make it by pipe.scaler(init_scale=...), which "
+            "is a torch.amp.GradScaler that knows of all workers"
+        )
+    return scaler.begin()

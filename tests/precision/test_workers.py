@@ -1,0 +1,53 @@
+"""In mixed precision too, processes and the ranks of torchrun have the bits of threads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import pooled
+from tests.precision.steps import SCALE, STEPS, Found, everything
+from tests.torchrun.test_torchrun import assert_equal, launcher, started
+
+__all__ = ["launcher"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def _pool() -> Iterator[None]:
+    with pooled():
+        yield
+
+
+@functools.cache
+def by_threads() -> dict[str, Found]:
+    return everything({"workers": "threads", "devices": ["cpu"] * 2})
+
+
+def test_what_is_compared() -> None:
+    """Some steps are left out, also the one in which only the last stage overflows."""
+    scales = by_threads()["scaled"]["scales"]
+    assert scales[1] > scales[0] == SCALE["init_scale"]
+    assert scales[2] < scales[1]
+    assert scales[6] < scales[5]
+
+
+def test_processes() -> None:
+    found = everything({"workers": "processes", "devices": ["cpu"] * 2})
+    assert list(found) == [steps.__name__ for steps in STEPS]
+    assert_equal("processes", found, by_threads())
+
+
+def test_ranks(launcher: Any, tmp_path: Path) -> None:
+    """All have the same losses, scales and states, and between them they have all gradients."""
+    ranks = started(launcher, "mixed_precision", tmp_path)
+    for name, expected in by_threads().items():
+        gradients = {}
+        for found in ranks:
+            own = dict(found[name])
+            gradients.update(own.pop("gradients"))
+            assert_equal(name, own, {k: v for k, v in expected.items() if k != "gradients"})
+        assert_equal(name, gradients, expected["gradients"])
