@@ -125,7 +125,7 @@ def test_the_gradient_to_start_from_is_autograds(dtype: torch.dtype, scale: floa
     """Overflow included: in float16 a scale of 65536 is infinite before it is weighted."""
     loss = torch.ones((), dtype=dtype, requires_grad=True)
     (start,) = torch.autograd.grad((loss * 0.3) * torch.tensor(scale), loss)
-    _, found = Loss(lambda output: loss * 1, [()], [0.3], scale).of(0, (), lambda m, v: None)
+    _, found = Loss(lambda output: loss * 1, [()], [0.3], scale=scale).of(0, (), lambda m, v: None)
     assert torch.equal(found, start)
     assert found.dtype is dtype
 
