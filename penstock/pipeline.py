@@ -44,9 +44,9 @@ class Pipeline(Forwarding):
     Threads and processes work on the model's own parameters: optimizers, `state_dict()` and
     everything else that reads `model` go on working. Worker processes share them with this one:
     each has the tensors of its stages in memory that both map, and copies of its modules. They
-    follow `train()`, `eval()` and `requires_grad`; other attributes and hooks of modules are as
-    they were in the beginning, and what a module keeps in attributes, or a loss in a list, stays in
-    the process.
+    follow `train()`, `eval()` and `requires_grad`; other attributes of modules are as they were in
+    the beginning, and what a module keeps in attributes, or a loss in a list, stays in the process.
+    Hooks are called there, and must have been registered before.
 
     Under torchrun every rank runs the same script and is one worker. It has a copy of the model, in
     which it uses and trains the parameters of its own stages and leaves the others as they are.

@@ -40,11 +40,14 @@ def _pool() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", "none"), ("zero-bubble", "none"), ("gpipe", "all")]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", USES)
-def test_the_bits_of_plain_pytorch(name: str, kind: Any, schedule: str) -> None:
-    found = used(name, schedule=schedule, workers=kind, devices=["cpu"] * 2)
+def test_the_bits_of_plain_pytorch(name: str, kind: Any, schedule: str, recompute: str) -> None:
+    options = {"schedule": schedule, "recompute": recompute, "devices": ["cpu"] * 2}
+    found = used(name, workers=kind, **options)
     assert_same(found, used_plainly(name))
 
 
