@@ -183,8 +183,8 @@ def balanced(output: Result, labels: torch.Tensor, share: float = 0.1) -> torch.
 
 def masked_mean(output: Result, labels: torch.Tensor) -> torch.Tensor:
     """A mean over the labels that count, written by hand: no number if there is none."""
-    each = F.cross_entropy(output.logits, labels, ignore_index=IGNORED, reduction="none")
-    return each.sum() / counted(labels)
+    each = F.cross_entropy(output.logits, labels.clamp(0), reduction="none")
+    return (each * (labels != IGNORED)).sum() / counted(labels)
 
 
 def summed(output: Result, target: dict[str, Any], *, weight: torch.Tensor) -> torch.Tensor:
