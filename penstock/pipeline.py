@@ -353,7 +353,14 @@ class Pipeline(Forwarding):
         """Those that are to be clipped, each of the model's once."""
         if isinstance(parameters, torch.Tensor):
             return [parameters]
-        return list(self.model.parameters() if parameters is None else parameters)
+        chosen = list(self.model.parameters() if parameters is None else parameters)
+        wrong = [p for p in chosen if not isinstance(p, torch.Tensor)]
+        if wrong:
+            raise InputError(
+                f"parameters= contains {wrong[0]!r}, which is no parameter; names can be looked up "
+                "in dict(pipe.named_parameters())"
+            )
+        return chosen
 
     def recording(self) -> AbstractContextManager[list[Timeline]]:
         """While open, every pass appends its measured timeline to the list that this gives.
