@@ -47,9 +47,9 @@ class Pipeline(Forwarding, Saves):
     Threads and processes work on the model's own parameters: optimizers, `state_dict()` and
     everything else that reads `model` go on working. Worker processes share them with this one:
     each has the tensors of its stages in memory that both map, and copies of its modules. They
-    follow `train()`, `eval()` and `requires_grad`; other attributes and hooks of modules are as
-    they were in the beginning, and what a module keeps in attributes, or a loss in a list, stays in
-    the process.
+    follow `train()`, `eval()` and `requires_grad`; other attributes of modules are as they were in
+    the beginning, and what a module keeps in attributes, or a loss in a list, stays in the process.
+    Hooks are called there, and must have been registered before.
 
     Under torchrun every rank runs the same script and is one worker. It has a copy of the model, in
     which it uses and trains the parameters of its own stages and leaves the others as they are.
@@ -379,7 +379,14 @@ class Pipeline(Forwarding, Saves):
         """Those that are to be clipped, each of the model's once."""
         if isinstance(parameters, torch.Tensor):
             return [parameters]
-        return list(self.model.parameters() if parameters is None else parameters)
+        chosen = list(self.model.parameters() if parameters is None else parameters)
+        wrong = [p for p in chosen if not isinstance(p, torch.Tensor)]
+        if wrong:
+            raise InputError(
+                f"parameters= contains {wrong[0]!r}, which is no parameter; names can be looked up "
+                "in dict(pipe.named_parameters())"
+            )
+        return chosen
 
     def recording(self) -> AbstractContextManager[list[Timeline]]:
         """While open, every pass appends its measured timeline to the list that this gives.

@@ -40,11 +40,14 @@ def _pool() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", "none"), ("zero-bubble", "none"), ("gpipe", "all")]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", USES)
-def test_the_bits_of_plain_pytorch(name: str, kind: Any, schedule: str) -> None:
-    found = used(name, schedule=schedule, workers=kind, devices=["cpu"] * 2)
+def test_the_bits_of_plain_pytorch(name: str, kind: Any, schedule: str, recompute: str) -> None:
+    options = {"schedule": schedule, "recompute": recompute, "devices": ["cpu"] * 2}
+    found = used(name, workers=kind, **options)
     assert_same(found, used_plainly(name))
 
 
@@ -311,3 +314,22 @@ def test_hooks_of_inputs_and_results() -> None:
             F.mse_loss(output, Y).backward()
             found.append(x.grad)
     assert torch.allclose(*found)  # type: ignore[arg-type] - one whole batch, and three parts
+
+
+def test_hooks_of_the_whole_model_are_no_late_ones() -> None:
+    model = mlp(6, 6, 5)
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    twin = copy.deepcopy(model)
+    with make(model, stages=1) as pipe:
+        loss = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    assert torch.equal(loss, Plain(twin).train_step(X, target=Y, loss_fn=F.mse_loss))
+
+
+def test_clipping_some_parameters_by_name_is_refused() -> None:
+    with make(mlp(6, 6, 5)) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        for clip in (pipe.clip_grad_norm_, pipe.clip_grad_value_):
+            with pytest.raises(ps.InputError, match=r"contains '0.weight', which is no parameter"):
+                clip(1.0, parameters=["0.weight"])
+        weight = pipe.model[0].weight
+        assert torch.equal(pipe.clip_grad_norm_(1.0, parameters=weight), weight.grad.norm())

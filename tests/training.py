@@ -181,6 +181,12 @@ def balanced(output: Result, labels: torch.Tensor, share: float = 0.1) -> torch.
     return F.cross_entropy(output.logits, labels) + share * output.balance
 
 
+def masked_mean(output: Result, labels: torch.Tensor) -> torch.Tensor:
+    """A mean over the labels that count, written by hand: no number if there is none."""
+    each = F.cross_entropy(output.logits, labels.clamp(0), reduction="none")
+    return (each * (labels != IGNORED)).sum() / counted(labels)
+
+
 def summed(output: Result, target: dict[str, Any], *, weight: torch.Tensor) -> torch.Tensor:
     """A sum over two targets; what is None is left out."""
     error = (output.logits - target["values"]).square().sum() + output.balance
@@ -208,6 +214,7 @@ def losses(pipe: Any) -> Found:
         pipe.train_step(
             X, EMPTY, target=EMPTY, loss_fn=lambda output, _: output.loss, weight=counted
         ),
+        pipe.train_step(X, LABELS, target=EMPTY, loss_fn=masked_mean, weight=counted),
         pipe.train_step(
             X,
             LABELS,

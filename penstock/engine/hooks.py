@@ -31,9 +31,9 @@ def looked_into(program: Program) -> dict[str, nn.Module]:
     """The modules whose forward is a part of the program, by qualified name."""
     traces = (program.train, program.eval)
     within = {call.path for trace in traces for call in trace.calls}
-    paths = {"", *(path for inner in within for path in with_owners(inner))}
+    paths = {path for inner in within for path in with_owners(inner)}
     modules = dict(program.model.named_modules())
-    return {path: modules[path] for path in sorted(paths) if path in modules}
+    return {p: modules[p] for p in sorted(paths) if p in modules and program.is_open(p)}
 
 
 def check_hooks(modules: Mapping[str, nn.Module]) -> None:
@@ -45,9 +45,10 @@ def check_hooks(modules: Mapping[str, nn.Module]) -> None:
     for path, module in modules.items():
         if hooks_of(module):
             kind = type(module).__name__
+            before = f"register them before, or build it with keep_closed=[{path!r}], or "
             raise InputError(
                 f"the module {path or '(the whole model)'!r} ({kind}) has hooks that came after "
                 "the pipeline was built. Its calls are a part of the program by themselves, so "
-                f"these hooks would never be called: register them before, or build the pipeline "
-                f"with keep_closed=[{path!r}], or register them on modules inside it"
+                f"these hooks would never be called: {before if path else ''}register them on "
+                "modules inside it that have no modules of their own"
             )
