@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow zoo faults lint bench clean
+.PHONY: setup demo test test-slow zoo faults resume lint bench clean
 
 setup: $(READY)
 
@@ -28,6 +28,9 @@ zoo: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m tests.faults --runs 200 --output docs/faults.md
+
+resume: $(READY)
+	$(BIN)/python -m tests.resume --runs 50 --output docs/resume.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

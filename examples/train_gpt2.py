@@ -2,12 +2,14 @@
 
     python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--workers processes]
                                   [--plan FILE] [--out out/demo]
+                                  [--save DIR [--every 20] [--resume]]
     torchrun --nproc-per-node 2 examples/train_gpt2.py [--steps 100] [--plan FILE]
 
 A byte-level language model of 10.7 million parameters from transformers' own configuration class,
 cut, planned and trained by Penstock. It ends with what was measured: the step beside one device's,
 the share of the theoretical bound, the proof that both compute the same bits, and a figure. Under
-torchrun, on one machine or several, it trains, and leaves the comparison out.
+torchrun, on one machine or several, it trains, and leaves the comparison out. With `--save` it
+writes a checkpoint every few steps, and with `--resume` it goes on from there, with the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -40,7 +42,7 @@ TOKENS = 128  # bytes of context
 ROUNDS = 5  # of the comparison with one device
 
 
-def build_model() -> torch.nn.Module:
+def build_model(width: int = 384, layers: int = 6, heads: int = 6) -> torch.nn.Module:
     """GPT-2 with six blocks of width 384 over bytes, with its usual dropout."""
     tolerate_missing_torchvision_operators()  # transformers imports torchvision where it is there
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -48,9 +50,9 @@ def build_model() -> torch.nn.Module:
     config = GPT2Config(
         vocab_size=256,
         n_positions=TOKENS,
-        n_embd=384,
-        n_layer=6,
-        n_head=6,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
@@ -72,16 +74,24 @@ class Text:
         held_out = len(files) // 20
         self.train = _read(files[held_out:])
         self.held_out = _read(files[:held_out])
-        self._generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Random windows (rows, TOKENS) of the training text, and the same one byte later."""
-        starts = torch.randint(len(self.train) - TOKENS - 1, (rows,), generator=self._generator)
+        starts = torch.randint(len(self.train) - TOKENS - 1, (rows,), generator=self.generator)
         return _windows(self.train, starts)
 
     def evaluation(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows spread evenly over the held-out text, always the same."""
         return _windows(self.held_out, torch.linspace(0, len(self.held_out) - TOKENS - 2, rows))
+
+
+class Keep(NamedTuple):
+    """Where checkpoints are, every how many steps, and whether to go on from the last one."""
+
+    folder: Path
+    every: int
+    resume: bool
 
 
 def _read(files: list[Path]) -> torch.Tensor:
@@ -117,13 +127,20 @@ def held_out_loss(pipe: ps.Pipeline, text: Text, rows: int) -> float:
         pipe.train()
 
 
-def train(pipe: ps.Pipeline, text: Text, batch: int, steps: int) -> list[tuple[int, float]]:
+def train(
+    pipe: ps.Pipeline, text: Text, batch: int, steps: int, keep: Keep | None = None
+) -> list[tuple[int, float]]:
     """Train, and evaluate now and then; returns the held-out losses by step."""
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=steps + 1)
-    losses = [(0, held_out_loss(pipe, text, batch))]
-    with Progress(total=steps * batch, unit="samples", console=TALK) as bar:
-        for step in range(1, steps + 1):
+    things = {"optimizer": optimizer, "schedule": schedule, "text": text.generator}
+    done, losses = 0, []
+    if keep is not None and keep.resume:
+        data = ps.load(keep.folder).restore(pipe, **things)
+        done, losses = data["done"], data["losses"]
+    losses = losses or [(0, held_out_loss(pipe, text, batch))]
+    with Progress(total=(steps - done) * batch, unit="samples", console=TALK) as bar:
+        for step in range(done + 1, steps + 1):
             tokens, target = text.batch(batch)
             optimizer.zero_grad()
             loss = pipe.train_step(input_ids=tokens, target=target, loss_fn=language_loss)
@@ -133,6 +150,8 @@ def train(pipe: ps.Pipeline, text: Text, batch: int, steps: int) -> list[tuple[i
             bar.advance(batch, loss=loss.item())
             if step % max(1, steps // 4) == 0:
                 losses.append((step, held_out_loss(pipe, text, batch)))
+            if keep is not None and step % keep.every == 0:
+                pipe.save(keep.folder, background=True, **things, done=step, losses=losses)
     return losses
 
 
@@ -217,8 +236,14 @@ def main() -> None:
     parser.add_argument("--workers", default="auto", choices=("auto", "threads", "processes"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plan", help="follow this plan, of this model, instead of planning")
+    parser.add_argument("--save", type=Path, help="a folder for checkpoints")
+    parser.add_argument("--every", type=int, default=20, help="steps between two of them")
+    parser.add_argument("--resume", action="store_true", help="go on from the one that is there")
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     options = parser.parse_args()
+    if options.resume and not options.save:
+        parser.error("--resume goes on from a checkpoint: give its folder with --save")
+    keep = Keep(options.save, options.every, options.resume) if options.save else None
 
     torch.manual_seed(options.seed)
     text, model = Text(options.seed), build_model()
@@ -241,7 +266,7 @@ def main() -> None:
         SCREEN.print("\nThe plan", style="bold")
         SCREEN.print(str(pipe.plan), soft_wrap=True, highlight=False)
         if RANKS > 1:
-            losses = train(pipe, text, options.batch, options.steps)
+            losses = train(pipe, text, options.batch, options.steps, keep)
             SCREEN.print(f"links: {', '.join(pipe.links)}; held-out loss by step: {losses}")
             return
         exact = ps.verify(
@@ -254,7 +279,7 @@ def main() -> None:
             workers="processes" if options.workers == "processes" else "threads",
         )
         SCREEN.print(f"\n{exact}\n", soft_wrap=True, highlight=False)
-        losses = train(pipe, text, options.batch, options.steps)
+        losses = train(pipe, text, options.batch, options.steps, keep)
         times = compare(pipe, text, options.batch)
         with pipe.recording() as timelines:
             pipe.train_step(input_ids=tokens, target=target, loss_fn=language_loss)

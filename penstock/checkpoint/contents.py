@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
+from penstock.storage.part import compact
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.workers.optimizing import Parts
 from penstock.workers.saving import Portion
@@ -73,7 +74,7 @@ class Contents:
                 _divide_states(label, thing, names, owners, portions)
             else:
                 remote[label] = parts
-        training = {"model": weights, "batches": batches, "things": saved}
+        training = compact({"model": weights, "batches": batches, "things": saved})
         return cls(portions, names, remote, _packed(training, saved))
 
 

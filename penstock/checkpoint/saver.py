@@ -20,7 +20,7 @@ from penstock.errors import CheckpointError
 from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.storage.folder import VERSION, Folder, entry, sync
-from penstock.storage.part import Part
+from penstock.storage.part import Part, compact
 from penstock.workers.crew import Crew
 from penstock.workers.saving import SaveOrder
 
@@ -125,8 +125,8 @@ class Saver:
             with crew.together("the end of a save"):
                 if crew.leads:
                     save.run(partial(self._finish, folder, parts, training, generators), background)
-        except BaseException:
-            folder.end()
+        except BaseException as error:
+            folder.end(isinstance(error, Exception))
             raise
         self._current = save if background else None
         save._settled = not background
@@ -154,7 +154,7 @@ class Saver:
             files = [folder.path / f"{what}-{number:06d}.pt" for what in ("training", "random")]
             files.append(folder.path / f"plan-{number:06d}.json")
             buffer = io.BytesIO()
-            torch.save(generators, buffer)
+            torch.save(compact(generators), buffer)
             files[0].write_bytes(training)
             files[1].write_bytes(buffer.getvalue())
             self._plan.save(files[2])
@@ -162,10 +162,14 @@ class Saver:
                 sync(file)
             folder.commit(_index(number, self._notes(parts), files))
         except OSError as error:
+            folder.end(failed=True)
             raise CheckpointError(
                 f"the checkpoint {folder.path} cannot be written: {error}. The one before is "
                 "still there"
             ) from error
+        except CheckpointError:
+            folder.end(failed=True)
+            raise
         finally:
             folder.end()
 

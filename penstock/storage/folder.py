@@ -123,9 +123,12 @@ class Folder:
         sync(self.path)
         self.clean()
 
-    def end(self) -> None:
-        """Let others save there."""
+    def end(self, failed: bool = False) -> None:
+        """Let others save there, if they could not before; after a failure remove what it left."""
         if self._lock >= 0:
+            if failed:
+                with suppress(OSError, CheckpointError):
+                    self.clean()
             with suppress(OSError):
                 fcntl.flock(self._lock, fcntl.LOCK_UN)  # forks have it as well
             os.close(self._lock)

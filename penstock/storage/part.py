@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class Part:
         """The file that says that the part is written: what there is, or why there is not."""
         return self.path("part", "json")
 
-    def save(self, tensors: Tensors, states: States, background: bool) -> None:
+    def save(self, tensors: Tensors, states: States, background: bool) -> threading.Thread | None:
         """Write it.
 
         Args:
@@ -58,14 +59,19 @@ class Part:
             states: of this worker's parameters.
             background: copy everything and return; an error is then in the note.
 
+        Returns:
+            the thread that writes it in the background.
+
         Raises:
             CheckpointError: it cannot be written.
         """
-        if background:
-            tensors, states = copied(tensors), copied(states)
-            threading.Thread(target=self._try, args=(tensors, states), name="penstock-save").start()
-        else:
+        if not background:
             self._write(tensors, states)
+            return None
+        copies = copied(tensors), copied(states)
+        writer = threading.Thread(target=self._try, args=copies, name="penstock-part")
+        writer.start()
+        return writer
 
     def _try(self, tensors: Tensors, states: States) -> None:
         try:
@@ -83,7 +89,7 @@ class Part:
                 sync(weights)
                 files[weights.name] = entry(weights)
             if any(states.values()):
-                torch.save(_compact(states), optimizers)
+                torch.save(compact(states), optimizers)
                 sync(optimizers)
                 files[optimizers.name] = entry(optimizers)
             found = {
@@ -107,21 +113,21 @@ def copied(value: Any) -> Any:
     return _mapped(value, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
-def _compact(states: States) -> Any:
-    """What `torch.save` writes; of a tensor that is a part of a larger one just that part."""
+def compact(value: Any) -> Any:
+    """As `torch.save` should write it: of a tensor that is part of a larger one just that part."""
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.numel() * tensor.element_size()
         is_view = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > size
         return tensor.detach().clone() if is_view else tensor.detach()
 
-    return _mapped(states, whole)
+    return _mapped(value, whole)
 
 
 def _mapped(value: Any, change: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, Mapping):
+    if type(value) in (dict, OrderedDict):
         return {key: _mapped(item, change) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_mapped(item, change) for item in value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ class SaveOrder(NamedTuple):
                     "is; make one with this pipeline's optimizer()"
                 )
 
-    def job(self, part: Part, portion: Portion) -> Callable[[], None]:
+    def job(self, part: Part, portion: Portion) -> Callable[[], Thread | None]:
         """What writes a portion that is in this process."""
         return partial(part.save, portion.tensors, portion.states, self.background)
 

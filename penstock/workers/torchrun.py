@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +73,7 @@ class TorchrunCrew:
         self._position = [0]
         self._lines: list[Line] = []
         self._wires: list[Wire] = []
+        self._writer: Thread | None = None
         self._ends: dict[int, Any] = {}
         with self._ranks.together("the building of links"):
             self._connect()
@@ -295,7 +297,7 @@ class TorchrunCrew:
         """Write this rank's part of a checkpoint."""
         save.check_remote()
         parts = save.parts()
-        save.job(parts[self._me], save.portions[self._me])()
+        self._writer = save.job(parts[self._me], save.portions[self._me])()
         return parts
 
     def all_alive(self) -> bool:
@@ -310,6 +312,8 @@ class TorchrunCrew:
 
     def close(self) -> None:
         """Leave the others."""
+        if self._writer is not None:
+            self._writer.join()
         self._ranks.close()
         self._launch.meeting.close()
         for wire in self._wires:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from penstock.links.process_group import SIGNAL
 from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import ranks
+from tests.checkpoint.steps import Run
 from tests.models import uniform_plan
 from tests.precision import steps as precision
 from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
@@ -308,3 +310,34 @@ def count_signals() -> list[tuple[bool, int, int]]:
 
     Wire.send = noted  # type: ignore[method-assign]
     return sent
+
+
+def checkpoints(rank: int) -> Any:
+    """Saves, in the background too, goes on from them and from one of threads, and fails alike."""
+    folder = Path(sys.argv[2])
+    found: dict[str, Any] = {}
+    run = Run(workers="torchrun")
+    with run.pipe:
+        run.go(2)
+        run.save(folder / "ranks")
+        run.go(1)
+        save = run.save(folder / "ranks", background=True)
+        run.go(3)
+        save.wait()
+        found["uninterrupted"] = run.state()
+        found["not saved"] = raised(
+            lambda: run.pipe.save(folder / "bad", position=iter([1]) if rank == 1 else 0)
+        )
+        if rank == 0:
+            (folder / "file").write_text("")
+        found["no folder"] = raised(lambda: run.save(folder / "file" / "a"))
+        random.seed(rank)  # whatever else the ranks have done
+        run.restore(folder / "ranks")
+        run.go(3)
+        found["resumed"] = run.state()
+        run.restore(folder / "threads")
+        run.go(3)
+        found["from threads"] = run.state()
+        found["missing"] = raised(lambda: ps.load(folder / "ranks").restore(run.pipe))
+        run.save(folder / "at the end", background=True)
+    return found
