@@ -391,9 +391,13 @@ class Pipeline(ModelLike):
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
         return owned
 
-    def state_dict(self) -> dict[str, Any]:
-        """The model's state, under the model's names: it loads into the plain model."""
-        return self._runner.crew.state(self.model)
+    def state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
+        """The model's state, under the model's names: it loads into the plain model.
+
+        Args:
+            of: a copy of the model instead, like the `module` of an `AveragedModel`.
+        """
+        return self._runner.crew.state(self.model, self.model if of is None else of)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.

@@ -89,8 +89,8 @@ class Crew(Protocol):
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are."""
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict, wherever its tensors are."""
+    def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
+        """The state dict of the model, or of a copy of it, wherever its tensors are."""
 
     def close(self) -> None:
         """Dismiss the workers, and wait until they are gone."""
@@ -116,9 +116,9 @@ class Driven:
         """As `torch.nn.utils.clip_grad_norm_`."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict."""
-        return model.state_dict()
+    def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
+        """The state dict of the model, or of a copy of it."""
+        return of.state_dict()
 
 
 class ThreadCrew(Driven):
