@@ -338,9 +338,13 @@ class Pipeline(Forwarding, Saves):
         home = self._runner.loss_device
         return PipelineScaler(home, crew.together, crew.everywhere, **options)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The model's state, under the model's names: it loads into the plain model."""
-        return self._runner.crew.state(self.model)
+    def state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
+        """The model's state, under the model's names: it loads into the plain model.
+
+        Args:
+            of: a copy of the model instead, like the `module` of an `AveragedModel`.
+        """
+        return self._runner.crew.state(self.model, self.model if of is None else of)
 
     def clip_grad_norm_(
         self,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from tests.models import UNet, uniform_plan
@@ -251,3 +252,46 @@ def test_what_is_refused() -> None:
     compiled = nn.Sequential(nn.Linear(6, 6), torch.compile(nn.BatchNorm1d(6)))
     with pytest.raises(ps.InputError, match="'1' is compiled, so that the BatchNorms"):
         ps.Pipeline(compiled, (X,), batchnorm="deferred", **options)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layers a second time in the backward, as torch does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(self.layers, x, use_reentrant=False)
+        return result
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_a_models_own_checkpoints_do_not_count_twice(workers: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(), nn.Linear(6, 6))
+    program = ps.capture(model, (X,), keep_closed=["1", "1.layers.1"])
+    plan = uniform_plan(program, 2, 3)
+    options: dict[str, Any] = {"plan": plan, "devices": ["cpu"] * 2, "workers": workers}
+    with ps.Pipeline(model, (X,), program=program, batchnorm="deferred", **options) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        F.mse_loss(pipe(X), Y).backward()
+    assert int(model[1].layers[1].num_batches_tracked) == 2
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_norms_that_were_frozen_when_the_model_was_recorded(workers: str) -> None:
+    """They are trained later: forwards that are run again, or failed, do not count either."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Fails(), nn.BatchNorm1d(6).eval())
+    model[1].eval()
+    plan = {"recompute": "all", "batchnorm": "microbatch", "workers": workers}
+    with pipeline(model, **plan) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert int(model[1].num_batches_tracked) == 0
+        model[1].train()
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert int(model[1].num_batches_tracked) == 3
+        model[2].armed.fill_(1)
+        with pytest.raises(ps.WorkerError, match="three rows"):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    assert int(model[1].num_batches_tracked) == 3
+    assert int(model[3].num_batches_tracked) == 0

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from penstock.capture.watching import is_compiled
@@ -53,7 +53,8 @@ class Norms:
     """The BatchNorm modules of a stage. They are only watched between `begin` and `fold`.
 
     While one runs, it has other buffers for its running statistics, and a momentum of 1: it leaves
-    there what it has computed anyway.
+    there what it has computed anyway. Where a backward runs a forward again, whether by Penstock or
+    by a `torch.utils.checkpoint` of the model's own, that is forgotten.
 
     Attributes:
         microbatch: whose forward runs; `None` between two, and where one is run again.
@@ -71,7 +72,7 @@ class Norms:
         self._modules |= {m: None for m in modules if isinstance(m, _BatchNorm)}
 
     def begin(self) -> None:
-        """A pass with forwards begins."""
+        """A pass begins."""
         for module in self._modules:
             before = module.register_forward_pre_hook(self._before, with_kwargs=True)
             after = module.register_forward_hook(self._after, prepend=True, always_call=True)
@@ -104,7 +105,7 @@ class Norms:
         """Called with the arguments of a forward: lend the module other buffers."""
         buffers = {name: module._buffers.get(name) for name in _RUNNING}
         mean, variance = buffers["running_mean"], buffers["running_var"]
-        if self.microbatch is None or not module.training or mean is None or variance is None:
+        if not module.training or mean is None or variance is None:
             return
         values = args[0] if args else kwargs["input"]
         count = values.numel() // max(1, values.shape[1])
@@ -115,13 +116,12 @@ class Norms:
 
     def _after(self, module: _BatchNorm, args: Any, result: Any) -> None:
         """Called when the forward is over: note what it has left there."""
-        if module not in self._lent or self.microbatch is None:
+        if module not in self._lent:
             return
         mean, variance = (module._buffers[name] for name in _RUNNING[:2])
-        assert mean is not None
-        assert variance is not None
-        statistics = Statistics(self._lent[module].number, mean, variance)
-        self._seen.setdefault(module, {}).setdefault(self.microbatch, []).append(statistics)
+        if self.microbatch is not None and mean is not None and variance is not None:
+            statistics = Statistics(self._lent[module].number, mean, variance)
+            self._seen.setdefault(module, {}).setdefault(self.microbatch, []).append(statistics)
         self._give_back(module)
 
     def _give_back(self, module: _BatchNorm) -> None:
@@ -151,6 +151,12 @@ def _move(module: _BatchNorm, statistics: Statistics) -> None:
     for buffer, found in zip(running, statistics[1:], strict=True):
         assert buffer is not None
         buffer.copy_(share * found + (1 - share) * buffer.double())
+
+
+def running_statistics(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """What normalising modules may change, also those that are in evaluation mode for now."""
+    norms = [module for module in modules if isinstance(module, _NormBase)]
+    return [buffer for module in norms for buffer in module.buffers(recurse=False)]
 
 
 # -- what is possible -------------------------------------------------------------------------

@@ -18,8 +18,15 @@ Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 class PipelineOptimizer(Optimizer):
     """Any optimizer of `torch.optim` that treats parameters one by one, stepped in parallel.
 
-    `param_groups`, `state`, `state_dict()` and learning-rate schedulers are those of a plain
-    optimizer over all parameters; a checkpoint of one loads into the other.
+    `param_groups`, `state_dict()` and learning-rate schedulers are those of a plain optimizer over
+    all parameters; a checkpoint of one loads into the other. `state` is where the parameters are:
+    with threads it is here, of worker processes and other ranks it is brought here by
+    `state_dict()`, and what is written to it there is not seen; `load_state_dict` is.
+
+    Every class of `torch.optim` but LBFGS is such a one, Muon (for matrices) and Adafactor too.
+    SparseAdam needs sparse gradients, which only threads can have. A class of one's own that looks
+    at all parameters at once, at the norm of all gradients for instance, would see those of one
+    worker; have it step on `pipe.parameters()` itself with threads or processes.
 
     Args:
         kind: the optimizer's class.

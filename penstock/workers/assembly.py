@@ -126,9 +126,8 @@ class Assembly:
                 self.feed.values = list(order.values)
             if stage.index == self._last:
                 self.outlet.begin(order.loss, order.gradients)
-            if order.what != "backward":
-                stage.norms.begin()
-            else:
+            stage.norms.begin()
+            if order.what == "backward":
                 stage.held = self._waiting.pop((order.number, stage.index))
 
     def _end(self, own: Sequence[Stage], order: Order, outcome: Outcome) -> None:

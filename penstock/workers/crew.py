@@ -97,8 +97,8 @@ class Crew(Protocol):
     def everywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
         """What all workers have found, as scalars by device, from what was found here."""
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict, wherever its tensors are."""
+    def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
+        """The state dict of the model, or of a copy of it, wherever its tensors are."""
 
     @property
     def leads(self) -> bool:
@@ -164,9 +164,9 @@ class Driven:
         """The driver has all gradients."""
         return found
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict."""
-        return model.state_dict()
+    def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
+        """The state dict of the model, or of a copy of it."""
+        return of.state_dict()
 
 
 class ThreadCrew(Driven):

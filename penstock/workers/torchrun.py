@@ -253,12 +253,13 @@ class TorchrunCrew:
             parts = self._ranks.settle(sum(scalar.item() for scalar in found.values()))
         return {self._device: torch.tensor(float(sum(parts)), device=self._device)}
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict, on every rank; its own copy of the model is brought up to date.
+    def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
+        """The state dict of the model, or of a copy of it, on every rank.
 
-        What has no memory here, because it is on `meta`, is only in the state dict.
+        `of` is brought up to date with what the other ranks have of their own stages. What has no
+        memory here, because it is on `meta`, is only in the state dict.
         """
-        state = model.state_dict()
+        state = of.state_dict()
         own = {id(t) for t in self.holdings.parameters[self._me]}
         own |= {id(t) for t in self.holdings.buffers[self._me]}
         named = [*model.named_parameters(remove_duplicate=False)]

@@ -13,7 +13,7 @@ from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.engine.backup import Backup
-from penstock.engine.batchnorm import check_closed
+from penstock.engine.batchnorm import check_closed, running_statistics
 from penstock.engine.microbatch import check_mergeable, merge_dim
 from penstock.engine.orders import Ending
 from penstock.engine.span import Span
@@ -168,7 +168,9 @@ class Ways:
         stages = {k: StageSpans([], deferral) for k, deferral in enumerate(self._deferrals)}
         for part, (number, _, _, recompute) in zip(parts, spans, strict=True):
             module = part.module
-            changing = [b for b in module.buffers() if id(b) in changed]
+            known = running_statistics(module.modules()) if self.training else ()
+            mine = changed.union(map(id, known))
+            changing = [b for b in module.buffers() if id(b) in mine]
             stages[number].spans.append(Span(module, recompute, changing, part.overwritten))
         if self._deferred:
             spans_of = (span for stage in stages.values() for span in stage.spans)

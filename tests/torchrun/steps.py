@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.capture.trees import flatten
 from tests.models import cases, uniform_plan
+from tests.torchrun.norms import norms
 
 Found = dict[str, Any]
 """Losses and results, gradients by name, the state of model and optimizer."""
@@ -141,6 +142,7 @@ def everything(options: dict[str, Any], exact: list[tuple[str, str]]) -> dict[st
     found = {}
     for number, (name, schedule) in enumerate(exact):
         found[f"{name}-{schedule}"] = case_steps(name, schedule, options, number % 2 == 0)
+    found["norms"] = norms(options)
     for steps in SMALL:
         with small_pipe(**options) as pipe:
             torch.manual_seed(3)
