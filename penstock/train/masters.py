@@ -41,7 +41,8 @@ class MasterWeights(Optimizer):
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _listed(group["params"])} for group in groups]
-        self._make: Callable[..., Optimizer] = partial(master_of, **options)  # type: ignore[call-arg]
+        make: Callable[..., Optimizer] = master_of
+        self._make = partial(make, **options)
         self._inner: Optimizer | None = None
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         made = self._make([{**g, "params": list(map(_stand_in, g["params"]))} for g in groups])
