@@ -24,6 +24,7 @@ from penstock.engine.objective import Objective
 from penstock.engine.reading import check_reads
 from penstock.errors import InputError
 from penstock.forwarding import Forwarding, left_elsewhere, step_result
+from penstock.links.narrow import in_words, name_of
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Recompute, Request
@@ -83,6 +84,8 @@ class Pipeline(Forwarding, Saves):
         memory_limit: bytes that every worker may hold, or a text like `"8GiB"`.
         stages_per_worker: for schedules that take any number.
         tune: measure the best few plans, on a copy of the model, and keep the fastest.
+        boundary_dtype: `torch.bfloat16` or `torch.float16` to send floating point values, and their
+            gradients, from stage to stage in it. It rounds them, so it changes results.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: modules that must stay whole, see `penstock.capture`.
@@ -129,6 +132,7 @@ class Pipeline(Forwarding, Saves):
         memory_limit: int | str | None = None,
         stages_per_worker: int | Literal["auto"] = "auto",
         tune: bool = False,
+        boundary_dtype: torch.dtype | None = None,
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
@@ -146,6 +150,7 @@ class Pipeline(Forwarding, Saves):
             recompute=recompute,
             memory_limit=memory_limit,
             stages_per_worker=stages_per_worker,
+            boundary_dtype=name_of(boundary_dtype),
         )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
@@ -176,7 +181,7 @@ class Pipeline(Forwarding, Saves):
             place(self.program, plan.cuts, launch.homes(plan), source, crew.hold)
             deferred = batchnorm == "deferred"
             self._runner = Runner(self.program, plan, launch.in_order(plan), crew, deferred)
-            self.links = crew.links
+            self.links = in_words(crew.links, plan.boundary_dtype)
             self._saver = Saver(model, plan, self._runner)
             self._open = looked_into(self.program)
             self._left = left_elsewhere(self.program, plan, crew.shares_modules)

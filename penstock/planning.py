@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replace_fields
 
 from penstock.capture import Program
 from penstock.plan import Plan, plans
 from penstock.plan.request import Request
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profile
-from penstock.profile.measure import Progress
+from penstock.profile.measure import Progress, bytes_across
 from penstock.tuning import measured
 from penstock.workers.devices import threads_per_worker
 from penstock.workers.launch import Launch
@@ -38,7 +39,11 @@ def given_or_planned(
     if plan is None:
         launch.wait(options["progress"])  # what workers do to start would be in the profile
         return plan_for(program, args, kwargs, devices=devices, where=launch.range, **options)
-    return plan if isinstance(plan, Plan) else Plan.load(plan)
+    found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    asked: Request = options["request"]
+    if asked.boundary_dtype is None:
+        return found
+    return replace_fields(found, boundary_dtype=asked.boundary_dtype)
 
 
 def plan_for(
@@ -143,4 +148,7 @@ def profile_for(
         progress=progress,
         fresh=fresh,
     )
+    if request.boundary_dtype is not None:
+        narrow: torch.dtype = getattr(torch, request.boundary_dtype)
+        costs = replace_fields(costs, travelling=bytes_across(program, narrow))
     return with_links(costs, devices, where or ThreadRange())

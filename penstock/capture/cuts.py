@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import torch
 
 from penstock.capture.calls import INPUTS, Attribute, Ref, Sizes, TensorInfo, Trace, Value
 
@@ -70,10 +72,24 @@ class Cuts:
             if isinstance(info, TensorInfo) and self._mutated.get(info.storage, -1) >= cut
         )
 
-    def num_bytes(self, cut: int, sizes: Sizes) -> int:
-        """The bytes that cross the cut for inputs that are this large."""
+    def num_bytes(self, cut: int, sizes: Sizes, narrow: torch.dtype | None = None) -> int:
+        """The bytes that cross the cut for inputs that are this large.
+
+        Args:
+            cut: which.
+            sizes: of the inputs.
+            narrow: the dtype in which floating point values cross that are wider.
+        """
         infos = (self.trace.info(value) for value in self.boundary(cut))
-        return sum(info.num_bytes(sizes) for info in infos if isinstance(info, TensorInfo))
+        tensors = [info for info in infos if isinstance(info, TensorInfo)]
+        if narrow is not None:
+            tensors = [
+                replace(t, dtype=narrow)
+                if t.dtype.is_floating_point and t.dtype.itemsize > narrow.itemsize
+                else t
+                for t in tensors
+            ]
+        return sum(info.num_bytes(sizes) for info in tensors)
 
     def forbidden(self, cut: int) -> str | None:
         """Why there can be no cut before call `cut`, or `None` if there can."""

@@ -141,7 +141,7 @@ class Layout:
         """
         if len(placement) < 2 or not self.profile.links:
             return None
-        sizes = np.asarray(self.profile.boundary) * (rows or self.most_rows)
+        sizes = np.asarray(self.profile.crossing) * (rows or self.most_rows)
         hops = self.hops([Stretch(worker, 0, 0) for worker in placement])
         found = np.zeros((len(hops), len(sizes)))
         for row, (a, b), hop in zip(found, pairwise(placement), hops, strict=True):
@@ -160,7 +160,7 @@ class Layout:
 
         again = [sum(total(forward, s.worker, *span) for span in s.recompute) for s in stretches]
         hops = self.hops(stretches)
-        crossing = [self.profile.boundary[s.start] * rows for s in stretches[1:]]
+        crossing = [self.profile.crossing[s.start] * rows for s in stretches[1:]]
         return Costs(
             forward=tuple(total(forward, *s[:3]) for s in stretches),
             backward=tuple(

@@ -16,6 +16,9 @@ from penstock.simulate import Network, simulate
 
 _VERSION = 2
 
+HALF = ("bfloat16", "float16")
+"""Types of half precision, in which boundary values may travel."""
+
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One stage of a plan.
@@ -112,6 +115,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         overlap: whether a worker goes on while what it sends is under way.
         rules: what a fitted schedule prefers.
         memory_limit: bytes that every worker may hold, if that was asked for.
+        boundary_dtype: the type of half precision in which boundary values travel, if that was
+            asked for.
         considered: what else was looked at, the fastest first.
         version: of the file format.
     """
@@ -129,6 +134,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True
     rules: Rules | None = None
     memory_limit: int | None = None
+    boundary_dtype: str | None = None
     considered: tuple[Candidate, ...] = ()
     version: int = _VERSION
 
@@ -250,6 +256,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             takes = recipe.takes(stages, workers)
             if not takes or recipe.place(stages, workers) != self.placement:
                 yield f"{self.schedule} does not run stages on workers {self.placement}"
+        if self.boundary_dtype not in (None, *HALF):
+            yield f"boundary_dtype={self.boundary_dtype!r} is none of {', '.join(HALF)}"
         begin = 0
         for number, stage in enumerate(self.stages):
             first, end = stage.calls

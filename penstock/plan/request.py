@@ -10,6 +10,7 @@ from penstock.errors import InputError
 from penstock.plan.asked import Cut, check_modules, positions, spans
 from penstock.plan.cutting import RECOMPUTE
 from penstock.plan.layout import Memory, Span
+from penstock.plan.plan import HALF
 from penstock.profile.data import check_count
 from penstock.schedule import SCHEDULES
 from penstock.units import parse_bytes
@@ -38,6 +39,7 @@ class Request:
         optimizer_state: bytes of optimizer state for every byte of weights; 2 for Adam.
         stages_per_worker: for schedules that take any number; `"auto"` is two for those.
         any_order: whether the devices may be put into another order.
+        boundary_dtype: `"bfloat16"` or `"float16"`, for boundary values to travel in it.
 
     Raises:
         InputError: there is no such schedule, recomputation or limit.
@@ -51,6 +53,7 @@ class Request:
     optimizer_state: float = 2.0
     stages_per_worker: int | Auto = "auto"
     any_order: bool = False
+    boundary_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.schedule != "auto" and self.schedule not in SCHEDULES:
@@ -67,6 +70,11 @@ class Request:
         per_worker = self.stages_per_worker
         if per_worker != "auto" and not (isinstance(per_worker, int) and per_worker > 0):
             raise InputError(f'stages_per_worker={per_worker!r}; give a number from 1, or "auto"')
+        if self.boundary_dtype not in (None, *HALF):
+            raise InputError(
+                f"boundary_dtype={self.boundary_dtype!r}: boundary values can travel in "
+                f"{' or '.join(HALF)}, or as they are (None)"
+            )
         if not 0 <= self.optimizer_state < float("inf"):
             raise InputError(f"optimizer_state={self.optimizer_state} is below 0, or no number")
         if self.memory.limit is not None and self.memory.limit <= 0:

@@ -165,7 +165,8 @@ class _Search:
         plans = []
         for chosen in ordered[:most]:
             mine = [*others, *(o.candidate(chosen) for o in ordered), *self.rejected]
-            plans.append(chosen.plan(others[0], others[1], sorted(mine, key=_time)))
+            plan = chosen.plan(others[0], others[1], sorted(mine, key=_time))
+            plans.append(replace_fields(plan, boundary_dtype=self.request.boundary_dtype))
         return plans
 
     def _names(self) -> tuple[str, ...]:

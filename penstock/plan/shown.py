@@ -59,7 +59,8 @@ def verdict(plan: Plan) -> str:
 def prediction(plan: Plan) -> str:
     """The configuration, and what is predicted of it."""
     return (
-        f"{plan.schedule}, {_counted(plan)}: {show_seconds(plan.predicted_step_seconds)} "
+        f"{plan.schedule}, {_counted(plan)}{_boundaries(plan)}: "
+        f"{show_seconds(plan.predicted_step_seconds)} "
         f"predicted, {_share(plan)} of the bound ({show_seconds(plan.bound_seconds)})"
     )
 
@@ -119,6 +120,10 @@ def _counted(plan: Plan) -> str:
         return f"1 micro-batch of {size}"
     upto = "up to " if plan.batch_size % plan.num_microbatches else ""
     return f"{plan.num_microbatches} micro-batches of {upto}{size}"
+
+
+def _boundaries(plan: Plan) -> str:
+    return f", boundaries in {plan.boundary_dtype}" if plan.boundary_dtype else ""
 
 
 def _share(plan: Plan) -> str:

@@ -128,6 +128,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         weights: bytes of the parameters that each call is the first to use.
         boundary: `boundary[k]`, bytes per row that cross the cut before call `k`.
         forbidden: cuts that are not possible, with the reason.
+        travelling: `boundary`, as far as values travel in another precision. Empty means they do
+            not.
         saved: bytes per row that each call is the first to hold for its backward. Empty means not
             measured.
         links: between devices, by `"cpu>cpu"`, the kinds of sender and receiver.
@@ -148,6 +150,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     boundary: tuple[float, ...]
     forbidden: dict[int, str]
     saved: tuple[float, ...] = ()
+    travelling: tuple[float, ...] = ()
     links: dict[str, Link] = msgspec.field(default_factory=dict)
     capacity: dict[str, int] = msgspec.field(default_factory=dict)
     outputs: tuple[float, ...] = ()
@@ -162,6 +165,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return Confidence(
             spread=max(kind.spread for kind in kinds), between=max(kind.between for kind in kinds)
         )
+
+    @property
+    def crossing(self) -> tuple[float, ...]:
+        """Bytes per row that links carry across every cut."""
+        return self.travelling or self.boundary
 
     @property
     def num_calls(self) -> int:

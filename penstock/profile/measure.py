@@ -96,7 +96,7 @@ def profile(
         kinds={kind: _device_profile(kind, found) for kind, found in timings.items()},
         labels=program.labels,
         weights=weight_bytes(program),
-        boundary=_boundary(program),
+        boundary=bytes_across(program),
         forbidden=dict(program.cuts.reasons),
         saved=tuple(count / most for count in saved),
         outputs=_outputs(program),
@@ -179,10 +179,10 @@ def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(call) for call in zip(*passes, strict=True)]
 
 
-def _boundary(program: Program) -> tuple[float, ...]:
-    """Bytes per row across every cut."""
-    sizes = program.sizes(_MANY)
-    return tuple(program.cuts.num_bytes(k, sizes) / _MANY for k in range(len(program) + 1))
+def bytes_across(program: Program, narrow: torch.dtype | None = None) -> tuple[float, ...]:
+    """Bytes per row across every cut; of what is wider than `narrow`, if it travels in that."""
+    sizes, cuts = program.sizes(_MANY), range(len(program) + 1)
+    return tuple(program.cuts.num_bytes(k, sizes, narrow) / _MANY for k in cuts)
 
 
 def _outputs(program: Program) -> tuple[float, ...]:

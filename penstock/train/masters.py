@@ -41,8 +41,8 @@ class MasterWeights(Optimizer):
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _listed(group["params"])} for group in groups]
-        kind: Callable[..., Optimizer] = master_of
-        self._make = partial(kind, **options)
+        make: Callable[..., Optimizer] = master_of
+        self._make = partial(make, **options)
         self._inner: Optimizer | None = None
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         made = self._make([{**g, "params": list(map(_stand_in, g["params"]))} for g in groups])

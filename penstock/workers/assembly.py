@@ -17,6 +17,7 @@ from penstock.engine.orders import Ending, Order, Outcome, Pass
 from penstock.engine.stage import Held, Sink, Source, Stage
 from penstock.errors import WorkerError, WorkerTimeout
 from penstock.links.local import Aborted
+from penstock.links.narrow import Narrow
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
 from penstock.workers.ways import NewWay, modules_of
@@ -68,8 +69,8 @@ class Assembly:
         self.stages: dict[int, Stage] = {}
         for index, worker in enumerate(self._placement):
             if worker in workers:
-                source: Source = self.feed if index == 0 else links[index - 1]
-                sink: Sink = self.outlet if index == self._last else links[index]
+                source: Source = self.feed if index == 0 else _as_planned(links[index - 1], plan)
+                sink: Sink = self.outlet if index == self._last else _as_planned(links[index], plan)
                 self.stages[index] = Stage(index, (), source, sink)
         self._endings: list[Ending] = []
         self._compiled: dict[tuple[int, Pass, int], _Compiled] = {}
@@ -165,6 +166,11 @@ class Assembly:
         self.outlet.clear()
         for stage in self.stages.values():
             stage.clear()
+
+
+def _as_planned(link: Any, plan: Plan) -> Any:
+    """The end of a link, in the precision that the plan has for boundaries."""
+    return Narrow(link, getattr(torch, plan.boundary_dtype)) if plan.boundary_dtype else link
 
 
 def code(action: Action, waits: bool) -> int:

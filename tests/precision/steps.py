@@ -147,7 +147,25 @@ def masters(options: dict[str, Any]) -> Found:
         return {**found, "gradients": gradients(pipe)}
 
 
-STEPS = [autocast, scaled, masters]
+def narrow(options: dict[str, Any]) -> Found:
+    """Boundaries in bfloat16: with and without autocast, both styles, and evaluation."""
+    losses: list[torch.Tensor] = []
+    for schedule in ("1f1b", "interleaved"):
+        pipe = pipe_of(island(), schedule, boundary_dtype=torch.bfloat16, **options)
+        with pipe:
+            losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+            with torch.autocast("cpu", torch.float16):
+                losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+            x = X.clone().requires_grad_()
+            F.mse_loss(pipe(x), Y).backward()
+            with torch.no_grad():
+                losses.append(pipe.eval()(X))
+            assert all(link.endswith(", in bfloat16") for link in pipe.links)
+            found = gradients(pipe)
+    return {"losses": losses, "gradients": found}
+
+
+STEPS = [autocast, scaled, masters, narrow]
 
 
 def everything(options: dict[str, Any]) -> dict[str, Found]:

@@ -41,13 +41,15 @@ def test_processes() -> None:
     assert_equal("processes", found, by_threads())
 
 
-def test_ranks(launcher: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scenario", ["mixed_precision", "narrow_by_process_group"])
+def test_ranks(launcher: Any, tmp_path: Path, scenario: str) -> None:
     """All have the same losses, scales and states, and between them they have all gradients."""
-    ranks = started(launcher, "mixed_precision", tmp_path)
-    for name, expected in by_threads().items():
-        gradients = {}
+    ranks = started(launcher, scenario, tmp_path)
+    for name in ranks[0]:
+        gradients, expected = {}, by_threads()[name]
         for found in ranks:
             own = dict(found[name])
             gradients.update(own.pop("gradients"))
             assert_equal(name, own, {k: v for k, v in expected.items() if k != "gradients"})
         assert_equal(name, gradients, expected["gradients"])
+    assert list(ranks[0])[-1] == STEPS[-1].__name__

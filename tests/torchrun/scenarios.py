@@ -76,6 +76,14 @@ def mixed_precision(rank: int) -> Any:
     return precision.everything({})
 
 
+def narrow_by_process_group(rank: int) -> Any:
+    """The last of it, as if every rank were on a machine of its own."""
+    meeting.this_machine = lambda: f"machine {rank}"
+    use_one_core(rank)
+    torch.manual_seed(3)
+    return {"narrow": precision.narrow({})}
+
+
 class Trap(nn.Module):
     """The identity, until it is armed."""
 
