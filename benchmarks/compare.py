@@ -188,16 +188,18 @@ def find_best(
     return found, seconds
 
 
-def take_turns(contestants: Sequence[Any], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """The seconds of each contestant's steps, one step each, round after round."""
+def take_turns(
+    contestants: Sequence[Any], rounds: int, warm_up: int = 2, steps: int = 1
+) -> dict[str, list[float]]:
+    """The mean seconds of each contestant's steps, so many each, round after round."""
     seconds: dict[str, list[float]] = {c.name: [] for c in contestants}
     with Progress(console=TALK) as bar:
         task = bar.add_task("taking turns", total=(rounds + warm_up) * len(contestants))
         for turn in range(rounds + warm_up):
             for contestant in contestants:
-                taken = contestant.step()
+                taken = [contestant.step() for _ in range(steps)]
                 if turn >= warm_up:
-                    seconds[contestant.name].append(taken)
+                    seconds[contestant.name].append(statistics.mean(taken))
                 bar.advance(task)
     return seconds
 

@@ -6,8 +6,9 @@
 Two CPU workers with a thread each train four models. For every model, each configuration of
 `torch.distributed.pipelining` (schedule, number of micro-batches; cut by hand, and cut as Penstock
 does for as many micro-batches) runs alone for a few steps, to find the best of either cut. Then
-they take turns with Penstock, one step each, round after round. A step is forward, loss, backward
-and the optimizer, for all. The start of two worker processes is timed at the end.
+they take turns with Penstock, a step each or half a second of steps, round after round. A step is
+forward, loss, backward and the optimizer, for all. The start of two worker processes is timed at
+the end.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from penstock.units import show_seconds
 
 DEVICES = ("cpu", "cpu")
 RATE = 0.001
+TURN = 0.5  # seconds: steps that take milliseconds are slow after those of others
 TALK = Console(stderr=True)
 
 
@@ -180,7 +182,8 @@ def measure(subject: Subject, rounds: int, scout: int) -> dict[str, Any]:
         program = ps.capture(subject.build().train(), (subject.data()[0],))
         costs = profile_for(program, devices=list(map(torch.device, DEVICES)), request=Request())
         contestants = [*ours, *others(subject, costs, scout, stack, notes)]
-        seconds = take_turns(contestants, rounds)
+        steps = max(1, round(TURN / ours[0].plan.predicted_step_seconds))
+        seconds = take_turns(contestants, rounds, steps=steps)
     return {
         "model": subject.name,
         "rows": [_row(c, seconds[c.name], seconds[ours[0].name]) for c in contestants],
@@ -200,7 +203,8 @@ def _row(contestant: Any, taken: Sequence[float], ours: Sequence[float]) -> dict
         "seconds": list(taken),
     }
     if isinstance(contestant, Penstock):
-        plan, step = contestant.plan, statistics.median(contestant.train_steps[-len(taken) :])
+        plan, steps = contestant.plan, contestant.train_steps
+        step = statistics.median(steps[len(steps) // 2 :])
         row |= {
             "plan": plan.summary,
             "bound_seconds": plan.bound_seconds,

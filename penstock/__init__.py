@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PenstockError,
         PlanError,
         ScheduleError,
+        WorkerDied,
         WorkerError,
         WorkerTimeout,
     )
@@ -72,6 +73,7 @@ __all__ = [
     "SeededWeights",
     "StepResult",
     "VerifyReport",
+    "WorkerDied",
     "WorkerError",
     "WorkerTimeout",
     "capture",

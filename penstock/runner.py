@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ class Runner:
         self._timelines: list[Timeline] | None = None
         self.loss_device = devices[plan.placement[-1]]
         self.crew = crew
+        self._user = _User()
 
     def ways(self, training: bool) -> Ways:
         """The ways through the model in this mode."""
@@ -95,13 +97,22 @@ class Runner:
         return self.finish(self.start(order))
 
     def start(self, order: Order) -> Any:
-        """Tell all workers to run a pass; returns a ticket for `finish`."""
-        return self.crew.start(order)
+        """Tell all workers to run a pass; returns a ticket for `finish`.
+
+        Raises:
+            InputError: another thread has started passes that are not finished.
+        """
+        self._user.enter()
+        try:
+            return self.crew.start(order)
+        except BaseException:
+            self._user.leave()
+            raise
 
     def finish(self, ticket: Any) -> Outcome:
         """Wait for a pass that was started."""
         try:
-            outcome = self.crew.finish(ticket)
+            outcome = self._finished(ticket)
         except WorkerError as error:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
@@ -111,6 +122,12 @@ class Runner:
             moved = [e._replace(start=e.start - start, end=e.end - start) for e in outcome.events]
             self._timelines.append(Timeline(self._num_workers, moved))
         return outcome
+
+    def _finished(self, ticket: Any) -> Outcome:
+        try:
+            return self.crew.finish(ticket)
+        finally:
+            self._user.leave()
 
     def forget_with(self, holder: object, order: Order) -> None:
         """Let the stages go of a batch as soon as `holder` is gone."""
@@ -129,3 +146,31 @@ class Runner:
     def close(self) -> None:
         """Dismiss the workers."""
         self.crew.close()
+
+
+class _User:
+    """The thread of the script that has passes under way: one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread, self._passes = 0, 0
+
+    def enter(self) -> None:
+        """This thread begins a pass.
+
+        Raises:
+            InputError: another one is in the midst of some.
+        """
+        with self._lock:
+            if self._passes and self._thread != threading.get_ident():
+                raise InputError(
+                    "another thread is using this pipeline; workers take one batch after the "
+                    "other, so let one thread give them all, or hold a lock around each step"
+                )
+            self._thread = threading.get_ident()
+            self._passes += 1
+
+    def leave(self) -> None:
+        """A pass has come to its end."""
+        with self._lock:
+            self._passes -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -159,3 +160,26 @@ def test_a_batch_that_cannot_be_started_leaves_those_before_it_alone(
             pipe._enter((2 * X,))
         with torch.no_grad():
             assert torch.equal(pipe._result(before), pipe(X))
+
+
+def test_another_thread_is_told_so(kind: str) -> None:
+    """It must not disturb the batches that are under way."""
+    slow = Slow(0.2)
+    with make(kind, slow, nn.Linear(6, 6)) as pipe, torch.no_grad():
+        expected = pipe(X)
+        results = pipe.map([X, X])
+        found = [next(results)]  # the next one is under way
+        with ThreadPoolExecutor(1) as other:
+            call = other.submit(pipe, X)
+            with pytest.raises(ps.InputError, match="another thread is using this pipeline"):
+                call.result()
+        found += results
+        assert all(torch.equal(result, expected) for result in found)
+        with ThreadPoolExecutor(1) as other, torch.no_grad():  # now it is free
+            assert torch.equal(other.submit(_alone, pipe).result(), expected)
+
+
+def _alone(pipe: ps.Pipeline) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = pipe(X)
+        return result

@@ -223,3 +223,45 @@ def test_a_fork_leaves_results_alone() -> None:
         pipe(3 * X)
         pipe(4 * X)
         assert torch.equal(output, value)
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    """Tied as one object they are fine; by `.data` they would drift apart."""
+    model = mlp(6, 6, 6)
+    model[2].weight.data = model[0].weight.data
+    with pytest.raises(ps.InputError, match=r"'0\.weight' and '2\.weight' share memory"):
+        make(model, "processes")
+    model[2].weight = model[0].weight
+    alike(model, lambda pipe: [step(pipe)])
+
+
+class Odd(Exception):  # noqa: N818
+    """Is made from something else than its `args`."""
+
+    def __init__(self, number: int, *, unit: str) -> None:
+        super().__init__(f"{number} {unit}")
+        self.number = number
+
+
+def _odd(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise Odd(3, unit="apples")
+
+
+def test_an_exception_arrives_as_it_was_raised() -> None:
+    with make(mlp(6, 6, 6), "processes") as pipe, pytest.raises(ps.WorkerError) as caught:
+        pipe.train_step(X, target=Y, loss_fn=_odd)
+    cause = caught.value.__cause__
+    assert isinstance(cause, Odd)
+    assert (cause.number, cause.args) == (3, ("3 apples",))
+
+
+def test_options_of_an_optimizer_that_cannot_be_sent_leave_the_pipeline_open() -> None:
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        step(pipe)
+        for _ in range(2):  # before and after it has parts
+            optimizer.param_groups[0]["odd"] = (n for n in range(3))
+            with pytest.raises(ps.InputError, match="cannot be sent"):
+                optimizer.step()
+            del optimizer.param_groups[0]["odd"]
+            optimizer.step()

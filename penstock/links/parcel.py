@@ -112,6 +112,18 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def persistent_id(self, obj: Any) -> int | None:
         return self._number(obj) if isinstance(obj, torch.Tensor) else None
 
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
+            return _made_again, (type(obj), obj.args), vars(obj) or None
+        return super().reducer_override(obj)
+
+
+def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception with these `args`, whatever its class is usually made from."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
 
 class _Unpacker(pickle.Unpickler):
     def __init__(self, buffer: io.BytesIO, find: Callable[[int], Any]) -> None:

@@ -155,12 +155,10 @@ def portable(error: BaseException, where: str = "the worker's process") -> BaseE
 
 def _pickled(error: BaseException) -> Any:
     """The exception as it arrives elsewhere; `None` if it does not."""
-    import pickle
-
-    import cloudpickle
+    from penstock.links.parcel import pack, unpack
 
     try:
-        found = pickle.loads(cloudpickle.dumps(error))
+        found = unpack(*pack(error))
     except Exception:
         return None
     return found if isinstance(found, type(error)) else None

@@ -19,6 +19,7 @@ from penstock.plan import Plan
 from penstock.profile.measure import Progress
 from penstock.workers.crew import Crew, ThreadCrew
 from penstock.workers.devices import threads_per_worker
+from penstock.workers.placement import check_separate
 from penstock.workers.probe import Range, ThreadRange, overhead_here, ping, pong
 from penstock.workers.process_crew import ProcessCrew
 from penstock.workers.processes import ProcessWorkers
@@ -130,6 +131,7 @@ class _Processes:
     def crew(
         self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
     ) -> Crew:
+        check_separate(model)
         return ProcessCrew(plan, model, self.workers, self.threads, timeout, self.allocator_kept)
 
     def dismiss(self) -> None:

@@ -17,6 +17,7 @@ from penstock.workers.crew import Crew
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.hiring import KINDS, hire
 from penstock.workers.joining import DEVICES, is_torchrun, join
+from penstock.workers.placement import check_separate
 from penstock.workers.probe import Range, ThreadRange
 from penstock.workers.torchrun import TorchrunCrew
 
@@ -214,6 +215,7 @@ class Together:
 
     def crew(self, plan: Plan, model: nn.Module, timeout: float | None) -> Crew:
         """This rank's part of the workers."""
+        check_separate(model)
         timeout = timeout or max(_TORCHRUN_TIMEOUT, _TIMEOUTS * plan.predicted_step_seconds)
         return TorchrunCrew(self._launch, plan, _order(self._names, plan), self.threads, timeout)
 

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.capture import Attribute, Program
 from penstock.capture.attributes import find, named_tensors, put
 from penstock.errors import InputError
+from penstock.links.segment import place_of
 from penstock.weights import Weights
 
 
@@ -104,3 +105,26 @@ def _move(model: nn.Module, name: str, device: torch.device) -> None:
             tensor.grad = tensor.grad.to(device)
     else:
         put(model, name, tensor.to(device))
+
+
+def check_separate(model: nn.Module) -> None:
+    """Raise if parameters share memory without being the same: each would get memory of its own.
+
+    Raises:
+        InputError: some do.
+    """
+    found = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type == "cpu" and tensor.numel() and tensor.layout is torch.strided:
+            place, start = place_of(tensor.detach(), 0), tensor.data_ptr()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            found.append((start, start + place.end - place.offset, name, is_parameter))
+    found.sort()
+    for (_, end, one, first), (start, _, other, second) in pairwise(found):
+        if start < end and (first or second):
+            raise InputError(
+                f"{one!r} and {other!r} share memory but are not the same parameter (one was made "
+                "from the other's .data, or is a view of it); beyond one process they would drift "
+                f"apart. Tie them as one object (module.weight = other.weight), or use "
+                'workers="threads"'
+            )

@@ -277,6 +277,7 @@ class ProcessCrew(Driven):
         owners: Sequence[Sequence[nn.Parameter]],
     ) -> Parts:
         """An optimizer whose parts are in the workers."""
+        _check_sent("the optimizer's options", (kind, dict(options), settings_of(groups)))
         number, self._optimizers = self._optimizers, self._optimizers + 1
         jobs = []
         try:
@@ -365,6 +366,21 @@ def _modules(stages: Any) -> list[nn.Module]:
     return list(found.values())
 
 
+def _check_sent(what: str, obj: Any) -> list[torch.Tensor]:
+    """The tensors in what is to be sent.
+
+    Raises:
+        InputError: it cannot be.
+    """
+    try:
+        return pack(obj)[1]
+    except Exception as error:
+        raise InputError(
+            f"{what} cannot be sent to a worker's process: {type(error).__name__}: {error}. "
+            'Use workers="threads"'
+        ) from error
+
+
 @torch.no_grad()
 def _bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
     """Let a loss function have the buffers that its twin in a worker's process has now."""
@@ -378,13 +394,7 @@ def _check_loss(loss: Loss) -> None:
     Raises:
         InputError: the loss or a target has tensors that ask for one.
     """
-    try:
-        _, tensors = pack((loss.function, loss.more))
-    except Exception as error:
-        raise InputError(
-            f"the loss function cannot be sent to the last worker's process: "
-            f'{type(error).__name__}: {error}. Use workers="threads"'
-        ) from error
+    tensors = _check_sent("the loss function", (loss.function, loss.more))
     if any(tensor.requires_grad for tensor in tensors):
         raise InputError(
             "the loss function uses parameters, or other tensors that require a gradient, which "
