@@ -224,7 +224,18 @@ LOSSES: dict[str, Callable[[nn.Module], Callable[..., torch.Tensor]]] = {
     "of a layer": lambda m: lambda out, y, layer=m[1]: F.mse_loss(out, y) + layer.balance,
     "partial": lambda m: partial(lambda out, y, parts: out.sum() + parts[1].balance, parts=[*m]),
     "a module": lambda m: Reading(m),
+    "a method": lambda m: Trainer(m).loss,
 }
+
+
+class Trainer:
+    """An object that has the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts = {"model": model}
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target) + self.parts["model"][1].balance
 
 
 class Reading(nn.Module):
@@ -258,6 +269,20 @@ def test_what_the_last_stage_leaves_is_the_micro_batchs_own(stages: int, places:
     expected = Plain(twin).train_step(X, target=X, loss_fn=LOSSES["through a helper"](twin))
     assert torch.equal(loss, expected)
     assert_same(gradients(pipe), gradients(Plain(twin)))
+
+
+def test_a_detached_copy_may_stay_in_the_module() -> None:
+    class Keeping(Leaving):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            self.balance = self.balance.detach()
+            return x
+
+    model = nn.Sequential(Keeping(), nn.Linear(6, 6))
+    seen: Any = Trainer(nn.Sequential(model[1], model[0]))
+    with make(model) as pipe:
+        assert pipe.program.left == frozenset()
+        pipe.train_step(X, target=X, loss_fn=seen.loss)
 
 
 def test_a_loss_may_read_other_things_of_the_model() -> None:

@@ -55,7 +55,8 @@ def check_reads(what: str, function: Any, left: Left) -> None:
                 "its forward leaves it. That module runs in another stage or process, ahead of the "
                 f"{what}, so that would be of another micro-batch, without its gradients. Return "
                 "it from the model's forward as a part of the output: loss_fn=lambda output, "
-                f"target: criterion(output[0], target) + output[1], with {name!r} as output[1]"
+                f"target: criterion(output[0], target) + output[1], with {name!r} as output[1]. "
+                f"If that is so already, leave only {name}.detach() in the module"
             )
 
 
