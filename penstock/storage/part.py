@@ -76,7 +76,8 @@ class Part:
         except Exception as error:
             note = {
                 "error": f"part {self.index + 1} of {self.count} of the checkpoint {self.folder} "
-                f"cannot be written: {type(error).__name__}: {error}. The one before is still there"
+                f"cannot be written: {type(error).__name__}: {error}. A checkpoint before it is "
+                "untouched"
             }
             for path in (weights, optimizers):  # if the disk is full, the note needs room
                 path.unlink(missing_ok=True)
