@@ -238,7 +238,9 @@ def main() -> None:
     parser.add_argument("--plan", help="follow this plan, of this model, instead of planning")
     parser.add_argument("--save", type=Path, help="a folder for checkpoints")
     parser.add_argument("--every", type=int, default=20, help="steps between two of them")
-    parser.add_argument("--resume", action="store_true", help="go on from the one that is there")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from there, with the same --steps"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     options = parser.parse_args()
     if options.resume and not options.save:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -224,5 +225,6 @@ def _attempt(value: Any) -> tuple[bytes, str | None]:
         torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
-        return b"", str(error).strip().splitlines()[0]
+        code = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        return b"", f"it has a {code[1]}" if code else str(error).strip().splitlines()[0]
     return buffer.getvalue(), None

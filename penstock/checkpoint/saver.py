@@ -164,8 +164,8 @@ class Saver:
         except OSError as error:
             folder.end(failed=True)
             raise CheckpointError(
-                f"the checkpoint {folder.path} cannot be written: {error}. The one before is "
-                "still there"
+                f"the checkpoint {folder.path} cannot be written: {error}. One before it is "
+                "untouched"
             ) from error
         except CheckpointError:
             folder.end(failed=True)
@@ -197,7 +197,7 @@ class Saver:
                 why = f"nothing was written for {_STALLED:.0f} s" if alive else "a worker has ended"
                 raise CheckpointError(
                     f"the checkpoint {parts[0].folder} is not complete: {why} before the parts of "
-                    f"workers {missing} were there. The checkpoint before still is"
+                    f"workers {missing} were there. A checkpoint before it is untouched"
                 )
             time.sleep(_PAUSE)
 

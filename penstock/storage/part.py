@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from penstock.errors import CheckpointError
 from penstock.profile.files import write_whole
 from penstock.storage.folder import entry, sync
 
@@ -52,21 +51,18 @@ class Part:
         return self.path("part", "json")
 
     def save(self, tensors: Tensors, states: States, background: bool) -> threading.Thread | None:
-        """Write it.
+        """Write it, and then the note. If it cannot be written, the note says so.
 
         Args:
             tensors: of this worker.
             states: of this worker's parameters.
-            background: copy everything and return; an error is then in the note.
+            background: copy everything and return.
 
         Returns:
             the thread that writes it in the background.
-
-        Raises:
-            CheckpointError: it cannot be written.
         """
         if not background:
-            self._write(tensors, states)
+            self._try(tensors, states)
             return None
         copies = copied(tensors), copied(states)
         writer = threading.Thread(target=self._try, args=copies, name="penstock-part")
@@ -74,38 +70,37 @@ class Part:
         return writer
 
     def _try(self, tensors: Tensors, states: States) -> None:
-        try:
-            self._write(tensors, states)
-        except BaseException as error:
-            text = str(error) if isinstance(error, CheckpointError) else f"{self._failed(error)}"
-            write_whole(self.note, json.dumps({"error": text}).encode())
-
-    def _write(self, tensors: Tensors, states: States) -> None:
-        files: dict[str, Any] = {}
         weights, optimizers = self.path("model", "safetensors"), self.path("optimizer", "pt")
         try:
-            if tensors:
-                save_file(_plain(tensors), os.fspath(weights), {"format": "pt"})
-                sync(weights)
-                files[weights.name] = entry(weights)
-            if any(states.values()):
-                torch.save(compact(states), optimizers)
-                sync(optimizers)
-                files[optimizers.name] = entry(optimizers)
-            found = {
-                "files": files,
-                "weights": dict.fromkeys(tensors, weights.name),
-                "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
-            }
-            write_whole(self.note, json.dumps(found).encode())
+            note = self._write(tensors, states, weights, optimizers)
         except Exception as error:
-            raise self._failed(error) from error
+            note = {
+                "error": f"part {self.index + 1} of {self.count} of the checkpoint {self.folder} "
+                f"cannot be written: {type(error).__name__}: {error}. A checkpoint before it is "
+                "untouched"
+            }
+            for path in (weights, optimizers):  # if the disk is full, the note needs room
+                path.unlink(missing_ok=True)
+        write_whole(self.note, json.dumps(note).encode())
 
-    def _failed(self, error: BaseException) -> CheckpointError:
-        return CheckpointError(
-            f"part {self.index + 1} of {self.count} of the checkpoint {self.folder} cannot be "
-            f"written: {type(error).__name__}: {error}"
-        )
+    def _write(
+        self, tensors: Tensors, states: States, weights: Path, optimizers: Path
+    ) -> dict[str, Any]:
+        """What there is to note of it."""
+        files: dict[str, Any] = {}
+        if tensors:
+            save_file(_plain(tensors), os.fspath(weights), {"format": "pt"})
+            sync(weights)
+            files[weights.name] = entry(weights)
+        if any(states.values()):
+            torch.save(compact(states), optimizers)
+            sync(optimizers)
+            files[optimizers.name] = entry(optimizers)
+        return {
+            "files": files,
+            "weights": dict.fromkeys(tensors, weights.name),
+            "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
+        }
 
 
 def copied(value: Any) -> Any:

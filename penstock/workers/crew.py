@@ -118,10 +118,7 @@ class Crew(Protocol):
         """Have every worker write its part of a checkpoint.
 
         Returns:
-            all parts, which note when they are written.
-
-        Raises:
-            CheckpointError: one cannot be written; in the background, its note says so.
+            all parts, which note when they are written, or why they cannot be.
         """
 
     def all_alive(self) -> bool:

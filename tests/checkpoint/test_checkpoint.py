@@ -284,6 +284,10 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         run.go(1)
         with pytest.raises(ps.InputError, match=r"^position= cannot be saved"):
             run.pipe.save(tmp_path / "a", optimizer=run.optimizer, position=iter([1]))
+        with pytest.raises(
+            ps.InputError, match=r"^kind= cannot be saved.*it has a torch.optim.adam"
+        ):
+            run.pipe.save(tmp_path / "a", kind=torch.optim.Adam)
         with pytest.raises(ps.InputError, match="other parameters than this model's"):
             run.pipe.save(tmp_path / "a", optimizer=torch.optim.SGD(small().parameters()))
         assert not (tmp_path / "a").exists()
