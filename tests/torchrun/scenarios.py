@@ -19,6 +19,7 @@ from penstock.links.process_group import SIGNAL
 from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import ranks
+from tests.contract.subjects import run, sampled
 from tests.models import uniform_plan
 from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
 
@@ -32,6 +33,23 @@ def same_bits_of_larger_models(rank: int) -> Any:
     """The same, with models that take longer to import."""
     tolerate_missing_torchvision_operators()
     return everything({}, LARGER)
+
+
+def contract_sample(rank: int) -> Any:
+    """A few points of the contract's product, of every model."""
+    from tests.contract.test_contract import NAMES, TWO
+
+    tolerate_missing_torchvision_operators()
+    chosen = [(name, p) for k, name in enumerate(NAMES) for p in sampled(TWO, 11 * k, 3)]
+    return {(name, point): run(name, point) for name, point in chosen}
+
+
+def contract_product(rank: int) -> Any:
+    """All that two ranks can run."""
+    from tests.contract.test_contract import NAMES, TWO
+
+    tolerate_missing_torchvision_operators()
+    return {(name, point): run(name, point) for name in NAMES for point in TWO}
 
 
 def use_one_core(rank: int) -> None:
