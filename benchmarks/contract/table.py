@@ -30,8 +30,8 @@ it is.
   by hand* leave all that away.
 - **data parallelism** is `DistributedDataParallel` on two ranks, each with half of the
   micro-batches, which it accumulates under `no_sync`, its losses weighted so that the mean over
-  ranks is that of the batch. It sums in another order than one device, so differences of 1e-8 are
-  rounding; statistics of BatchNorm are those of the rank's own rows.
+  ranks is that of the batch. It sums in another order than one device, so small differences
+  are rounding; statistics of BatchNorm are those of the rank's own rows.
 - Of dropout, each is compared with itself on one worker, with the same seed.
 
 """
