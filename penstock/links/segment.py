@@ -142,12 +142,12 @@ def fill(memory: torch.Tensor, tensor: torch.Tensor) -> None:
 def place_of(tensor: torch.Tensor, start: int) -> Place:
     """A place for a tensor behind byte `start`, where kernels compute the same bits with it.
 
-    It has the strides of the original, unless most of the memory between its elements would be
-    unused, and begins as far behind a multiple of 64 bytes.
+    It has the strides of the original, even where most of the memory between its elements is not
+    used, as with the queries in a projection of queries, keys and values: kernels choose their way
+    by strides. So it takes as much as what it is a view of, at most. And it begins as far
+    behind a multiple of 64 bytes.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
-    if _span(shape, stride) > 2 * tensor.numel():
-        stride = torch.empty(shape, device="meta").stride()
     shift = tensor.data_ptr() % ALIGNMENT if tensor.device.type == "cpu" else 0
     if shift % tensor.dtype.itemsize:
         shift = 0

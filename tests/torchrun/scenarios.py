@@ -21,6 +21,7 @@ from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import ranks
 from tests.checkpoint.steps import Run
+from tests.contract.subjects import run, sampled
 from tests.models import uniform_plan
 from tests.precision import steps as precision
 from tests.torchrun.steps import EXACT, LARGER, X, Y, everything
@@ -56,6 +57,23 @@ def training(rank: int) -> Any:
 def divides(output: Any, target: Any) -> float:
     """Metrics that fail."""
     return 1 / 0
+
+
+def contract_sample(rank: int) -> Any:
+    """A few points of the contract's product, of every model."""
+    from tests.contract.test_contract import NAMES, TWO
+
+    tolerate_missing_torchvision_operators()
+    chosen = [(name, p) for k, name in enumerate(NAMES) for p in sampled(TWO, 11 * k, 3)]
+    return {(name, point): run(name, point) for name, point in chosen}
+
+
+def contract_product(rank: int) -> Any:
+    """All that two ranks can run."""
+    from tests.contract.test_contract import NAMES, TWO
+
+    tolerate_missing_torchvision_operators()
+    return {(name, point): run(name, point) for name in NAMES for point in TWO}
 
 
 def use_one_core(rank: int) -> None:

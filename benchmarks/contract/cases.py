@@ -1,0 +1,416 @@
+"""The cases: a function each, which is given a trainer and returns what it has in the end.
+
+A line of the table is the first line of the function's docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.contract import models
+from benchmarks.contract.models import WIDTH
+from benchmarks.contract.trainers import Found, Setup, Trainer
+
+Script = Callable[[Trainer], Found]
+
+_GENERATOR = torch.Generator().manual_seed(3)
+X, Y = (torch.randn(12, WIDTH, generator=_GENERATOR) for _ in range(2))
+TOKENS = torch.randint(16, (12, 5), generator=_GENERATOR)
+LABELS = torch.tensor([1, -100, -100, -100, 2, 3, 4, 5, 6, -100, -100, 7])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of the table.
+
+    Attributes:
+        script: what everybody does.
+        setup: what for.
+        of_itself: compared with what the same tool has with one worker, for what is defined by
+            where it draws from a generator.
+        without: who cannot be asked this, and why.
+    """
+
+    script: Script
+    setup: Setup
+    of_itself: bool = False
+    without: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return self.script.__name__
+
+    @property
+    def title(self) -> str:
+        """The line's first words."""
+        return (self.script.__doc__ or self.name).splitlines()[0].rstrip(".")
+
+
+CASES: list[Case] = []
+
+
+def case(
+    model: Callable[[], Any] = models.linear,
+    *,
+    of_itself: bool = False,
+    without: dict[str, str] | None = None,
+    **setup: Any,
+) -> Callable[[Script], Script]:
+    """Add a case: what the decorated function does, with this model."""
+
+    def added(script: Script) -> Script:
+        reasons = tuple((without or {}).items())
+        CASES.append(Case(script, Setup(model, **setup), of_itself, reasons))
+        return script
+
+    return added
+
+
+@case()
+def four_microbatches(trainer: Trainer) -> Found:
+    """Loss and gradients, four micro-batches."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(microbatches=2)
+def two_microbatches(trainer: Trainer) -> Found:
+    """Loss and gradients, two micro-batches."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(
+    microbatches=1,
+    schedule="GPipe",
+    without={"data parallelism": "does not apply: one micro-batch is not shared"},
+)
+def fewer_microbatches_than_stages(trainer: Trainer) -> Found:
+    """Fewer micro-batches than stages."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case()
+def uneven_microbatches(trainer: Trainer) -> Found:
+    """A batch that does not divide: 11 rows in 4 micro-batches."""
+    trainer.step((X[:11],), Y[:11])
+    return trainer.found()
+
+
+@case()
+def another_batch_size(trainer: Trainer) -> Found:
+    """A smaller last batch: 12 rows, then 8."""
+    trainer.step((X,), Y)
+    trainer.step((X[:8],), Y[:8])
+    return trainer.found()
+
+
+@case()
+def sum_loss(trainer: Trainer) -> Found:
+    """A loss that is a sum."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target, reduction="sum")
+
+    trainer.step((X,), Y, loss, weight=None)
+    return trainer.found()
+
+
+@case()
+def token_weighted_loss(trainer: Trainer) -> Found:
+    """A mean over the labels that count (ignore_index), other numbers in each micro-batch."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, ignore_index=-100)
+
+    trainer.step((X,), LABELS, loss, weight=lambda target: (target != -100).sum())
+    return trainer.found()
+
+
+@case()
+def several_targets(trainer: Trainer) -> Found:
+    """A target that is a dictionary."""
+
+    def loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(output, target["a"]) + F.l1_loss(output, target["b"])
+
+    trainer.step((X,), {"a": Y, "b": X}, loss)
+    return trainer.found()
+
+
+@case()
+def accumulation(trainer: Trainer) -> Found:
+    """Gradients accumulated over three steps."""
+    for k in range(3):
+        trainer.step((X + k,), Y)
+    return trainer.found()
+
+
+@case(left_alone=True)
+def accumulation_by_default(trainer: Trainer) -> Found:
+    """Gradients accumulated over three steps, everything left at its default."""
+    for k in range(3):
+        trainer.step((X + k,), Y)
+    return trainer.found()
+
+
+@case()
+def tensor_hooks(trainer: Trainer) -> Found:
+    """`register_hook` on parameters: each micro-batch's gradient is clamped."""
+    for parameter in trainer.own.values():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case()
+def accumulation_hooks(trainer: Trainer) -> Found:
+    """`register_post_accumulate_grad_hook`: what has accumulated is clamped each time."""
+
+    def clamp(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.02, 0.02)
+
+    for parameter in trainer.own.values():
+        parameter.register_post_accumulate_grad_hook(clamp)
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+def trained(trainer: Trainer, kind: Any, steps: int = 3, **options: Any) -> Any:
+    """Some steps; returns the optimizer."""
+    trainer.step((X,), Y)
+    optimizer = trainer.optimizer(kind, **options)
+    optimizer.step()
+    for k in range(1, steps):
+        optimizer.zero_grad()
+        trainer.step((X + k,), Y)
+        optimizer.step()
+    return optimizer
+
+
+@case()
+def sgd(trainer: Trainer) -> Found:
+    """SGD with momentum, three steps."""
+    trained(trainer, torch.optim.SGD, lr=0.1, momentum=0.9)
+    return trainer.found()
+
+
+@case()
+def adamw(trainer: Trainer) -> Found:
+    """AdamW, three steps."""
+    trained(trainer, torch.optim.AdamW, lr=0.01)
+    return trainer.found()
+
+
+@case()
+def clipping(trainer: Trainer) -> Found:
+    """Gradients clipped by their norm over the whole model."""
+    trainer.step((X,), Y)
+    norm = trainer.clip(0.05)
+    return trainer.found(norm=norm)
+
+
+@case(left_alone=True)
+def clipping_by_default(trainer: Trainer) -> Found:
+    """The same, with `clip_grad_norm_` on the parameters of each process and nothing by hand."""
+    trainer.step((X,), Y)
+    norm = trainer.clip(0.05)
+    return trainer.found(norm=norm)
+
+
+@case()
+def autocast_bfloat16(trainer: Trainer) -> Found:
+    """Autocast in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        trainer.step((X,), Y, lambda output, target: F.mse_loss(output.float(), target))
+    return trainer.found()
+
+
+@case()
+def autocast_float16(trainer: Trainer) -> Found:
+    """Autocast in float16."""
+    with torch.autocast("cpu", torch.float16):
+        trainer.step((X,), Y, lambda output, target: F.mse_loss(output.float(), target))
+    return trainer.found()
+
+
+def scaled(trainer: Trainer) -> Found:
+    """Four steps in float16 under a loss scale at which the first layer's gradient overflows."""
+    scaler = trainer.scaler(2.0**14)
+    scaler.scale(torch.zeros(()))  # where there is no loss it would not begin
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        result: Tensor = scaler.scale(F.mse_loss(output.float(), target))
+        return result
+
+    optimizer = None
+    for _ in range(4):
+        with torch.autocast("cpu", torch.float16):
+            trainer.step((X * 1000,), Y, loss)
+        optimizer = optimizer or trainer.optimizer(torch.optim.SGD, lr=0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return trainer.found(scale=torch.tensor(scaler.get_scale()))
+
+
+@case(models.steep)
+def loss_scaling(trainer: Trainer) -> Found:
+    """float16 with a loss scale (`GradScaler`), where one stage overflows."""
+    return scaled(trainer)
+
+
+@case(models.steep, left_alone=True)
+def loss_scaling_by_default(trainer: Trainer) -> Found:
+    """The same, with a plain `GradScaler` in each process."""
+    return scaled(trainer)
+
+
+@case(models.batchnorm)
+def batchnorm(trainer: Trainer) -> Found:
+    """BatchNorm: gradients, and the running statistics."""
+    trainer.step((X,), Y)
+    trainer.step((X + 1,), Y)
+    return trainer.found()
+
+
+@case(models.batchnorm, left_alone=True)
+def batchnorm_by_default(trainer: Trainer) -> Found:
+    """The same, when nobody says what shapes are between the stages."""
+    trainer.step((X,), Y)
+    trainer.step((X + 1,), Y)
+    return trainer.found()
+
+
+@case(models.batchnorm)
+def evaluation(trainer: Trainer) -> Found:
+    """A result in evaluation mode after a step, with BatchNorm."""
+    trainer.step((X,), Y)
+    return trainer.found(result=trainer.evaluate((X,)))
+
+
+@case(models.batchnorm)
+def evaluation_of_ten_rows(trainer: Trainer) -> Found:
+    """Ten rows in evaluation mode, in four micro-batches."""
+    return trainer.found(result=trainer.evaluate((X[:10],)))
+
+
+@case(models.dropout, of_itself=True)
+def dropout(trainer: Trainer) -> Found:
+    """Dropout: the masks are those of one worker with the same seed."""
+    trainer.step((X,), Y)
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(recompute=True)
+def recompute(trainer: Trainer) -> Found:
+    """Activations recomputed in the backward."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(models.batchnorm, recompute=True)
+def recompute_batchnorm(trainer: Trainer) -> Found:
+    """Activations recomputed: BatchNorm's statistics are updated once."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(models.frozen)
+def frozen(trainer: Trainer) -> Found:
+    """A first layer that is frozen."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(unused=True)
+def toggled(trainer: Trainer) -> Found:
+    """`requires_grad` of a first layer toggled between steps."""
+    layer = trainer.model.get_submodule("0")
+    for wanted in (True, False, True):
+        layer.requires_grad_(wanted)
+        trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(models.Tied)
+def tied_weights(trainer: Trainer) -> Found:
+    """Tied weights in both stages, with what torch needs done by hand."""
+    trainer.step((X,), Y)
+    trainer.sum_shared("first.0.weight")
+    optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
+    optimizer.step()
+    return trainer.found()
+
+
+@case(models.Tied, left_alone=True)
+def tied_weights_by_default(trainer: Trainer) -> Found:
+    """Tied weights in both stages, nothing done by hand."""
+    trainer.step((X,), Y)
+    trainer.sum_shared("first.0.weight")
+    optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
+    optimizer.step()
+    return trainer.found()
+
+
+@case(models.dictionary)
+def dictionary(trainer: Trainer) -> Found:
+    """A model that returns a dictionary."""
+    trainer.step((X,), Y, models.dictionary_loss)
+    return trainer.found()
+
+
+@case(models.tokens_over_a_boundary)
+def integers_over_a_boundary(trainer: Trainer) -> Found:
+    """Integers (tokens) that a later stage needs."""
+    trainer.step((TOKENS,), Y)
+    return trainer.found()
+
+
+@case(models.transposed)
+def not_contiguous(trainer: Trainer) -> Found:
+    """A boundary that is not contiguous."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(models.in_place, cuts=("1",))
+def in_place(trainer: Trainer) -> Found:
+    """A stage that begins in place."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case(models.skip_connection, cuts=("second.c",))
+def skip_connection(trainer: Trainer) -> Found:
+    """A skip connection over the cut."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
+@case()
+def resumed(trainer: Trainer) -> Found:
+    """Stopped and resumed from a file: AdamW, two steps and two more."""
+    optimizer = trained(trainer, torch.optim.AdamW, 2, lr=0.01)
+    state = optimizer.state_dict()
+    other = trainer.restarted()
+    again = optimizer if other is trainer else other.optimizer(torch.optim.AdamW, lr=0.01)
+    if other is not trainer:
+        again.load_state_dict(state)
+    for k in (2, 3):
+        again.zero_grad()
+        other.step((X + k,), Y)
+        again.step()
+    found = other.found()
+    other.close()
+    return {name: tensor for name, tensor in found.items() if not name.startswith("loss")}

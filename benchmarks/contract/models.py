@@ -1,0 +1,199 @@
+"""The models of the cases, each with its two halves as somebody would cut it by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH = 8
+
+
+class Chain(nn.Sequential):
+    """Modules one after the other; the second half begins at `middle`."""
+
+    middle = 2
+
+    def stages(self) -> list[nn.Module]:
+        """The two halves."""
+        parts = list(self)
+        return [nn.Sequential(*parts[: self.middle]), nn.Sequential(*parts[self.middle :])]
+
+
+def linear() -> nn.Module:
+    """Linear layers with tanh."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return Chain(*layers, nn.Linear(WIDTH, WIDTH))
+
+
+def dropout() -> nn.Module:
+    """Dropout in both halves."""
+    return Chain(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)),
+        nn.Tanh(),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)),
+        nn.Linear(WIDTH, WIDTH),
+    )
+
+
+def batchnorm() -> nn.Module:
+    """BatchNorm in both halves."""
+    return Chain(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+        nn.Tanh(),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+        nn.Linear(WIDTH, WIDTH),
+    )
+
+
+def frozen() -> nn.Module:
+    """The first half is not trained."""
+    model = linear()
+    model[0].requires_grad_(False)  # type: ignore[operator,index]
+    return model
+
+
+def in_place() -> nn.Module:
+    """The second half begins by changing its input."""
+    model = Chain(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+    model.middle = 1
+    return model
+
+
+def steep() -> nn.Module:
+    """The gradient of the first layer is a thousand times that of the second."""
+    model = linear()
+    with torch.no_grad():
+        model[0].weight.mul_(1e-3)  # type: ignore[operator,index,union-attr]
+    return model
+
+
+class Apart(nn.Module):
+    """A model of two halves that may hand over several values."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, *inputs: Tensor) -> Any:
+        values = self.first(*inputs)
+        return self.second(*values) if isinstance(values, tuple) else self.second(values)
+
+    def stages(self) -> list[nn.Module]:
+        """The two halves."""
+        return [self.first, self.second]
+
+
+class Tied(Apart):
+    """The first weight is the last one as well."""
+
+    def __init__(self) -> None:
+        last = nn.Linear(WIDTH, WIDTH, bias=False)
+        first = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())
+        super().__init__(first, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), last))
+        last.weight = first[0].weight  # type: ignore[assignment]
+
+
+class Embedding(nn.Module):
+    """Gives hidden values, and passes the tokens on, which the end needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(tokens).mean(1), tokens
+
+
+class Masked(nn.Module):
+    """Uses hidden values and tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return self.head(hidden) * (tokens > 3).float().mean(1, keepdim=True)
+
+
+def tokens_over_a_boundary() -> nn.Module:
+    """Integers cross the cut."""
+    return Apart(Embedding(), Masked())
+
+
+class Forked(nn.Module):
+    """One result is used twice in the second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.a(x).tanh()
+        return hidden, self.b(hidden)
+
+
+class Joined(nn.Module):
+    """Uses two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, skip: Tensor, hidden: Tensor) -> Tensor:
+        return self.c(hidden.tanh()) + skip * hidden
+
+
+def skip_connection() -> nn.Module:
+    """A value that both halves use."""
+    return Apart(Forked(), Joined())
+
+
+class Named(nn.Module):
+    """Ends in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(hidden), "hidden": hidden}
+
+
+def dictionary() -> nn.Module:
+    """A dictionary comes out."""
+    return Apart(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Named())
+
+
+class Turned(nn.Module):
+    """Gives a tensor that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).unflatten(1, (2, WIDTH // 2)).transpose(1, 2)
+
+
+class Flat(nn.Module):
+    """Uses a tensor of any layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.flatten(1).tanh())
+
+
+def transposed() -> nn.Module:
+    """What crosses the cut is not contiguous."""
+    return Apart(Turned(), Flat())
+
+
+def dictionary_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    """Of everything in the dictionary."""
+    return F.mse_loss(output["logits"], target) + output["hidden"].square().mean()

@@ -1,0 +1,208 @@
+"""The peers: `torch.distributed.pipelining` and `DistributedDataParallel`, a process per rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.contract.trainers import Found, Loss, Setup, Trainer, Weight, shares, split
+from penstock.bench.peers.processes import Place
+from penstock.capture.trees import flatten
+
+
+class TorchPipelining(Trainer):
+    """One stage of `torch.distributed.pipelining` in each process.
+
+    It gets what an expert would give it: the shapes between the stages, another schedule for
+    another size of micro-batch, and the weights of micro-batches in the loss instead of torch's own
+    scaling of gradients, unless it is left alone.
+    """
+
+    def __init__(self, setup: Setup, seed: int = 1) -> None:
+        super().__init__(setup, seed)
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        halves = self.model.stages()  # type: ignore[operator]
+        self._stages = halves if self._size > 1 else [self.model]
+        if setup.recompute:
+            self._stages = [Checkpointed(stage) for stage in self._stages]
+        self._mine = self._stages[self._rank]
+        self._schedules: dict[Any, Any] = {}
+        self._loss: Loss = F.mse_loss
+        self._shares: list[float] = []
+
+    @property
+    def own(self) -> dict[str, nn.Parameter]:
+        mine = {id(p) for p in self._mine.parameters()}
+        return {n: p for n, p in self.model.named_parameters() if id(p) in mine}
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        mine = {id(b) for b in self._mine.buffers()}
+        return {n: b for n, b in self.model.named_buffers() if id(b) in mine}
+
+    def step(
+        self, inputs: Any, target: Any, loss: Loss = F.mse_loss, weight: Weight = "rows"
+    ) -> None:
+        self.model.train()
+        self._loss = loss
+        self._shares = shares(target, self.setup.microbatches, weight)
+        given = inputs if self._rank == 0 else ()
+        last = self._rank == self._size - 1
+        losses: list[Tensor] = []
+        schedule = self._schedule(inputs)
+        schedule.step(*given, target=target if last else None, losses=losses)
+        if last:
+            scale = 1 / len(losses) if self.setup.left_alone else 1.0
+            self.losses.append(torch.stack(losses).sum() * scale)
+
+    def evaluate(self, inputs: Any) -> Tensor | None:
+        self.model.eval()
+        with torch.no_grad():
+            given = inputs if self._rank == 0 else ()
+            result: Tensor | None = self._schedule(inputs).eval(*given)
+        return result
+
+    def clip(self, norm: float) -> Tensor:
+        total = nn.utils.get_total_norm([p.grad for p in self.own.values() if p.grad is not None])
+        if not self.setup.left_alone:
+            squares = total.square()
+            dist.all_reduce(squares)
+            total = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(self.own.values(), norm, total)
+        return total
+
+    def scaler(self, scale: float) -> torch.amp.GradScaler:
+        if self.setup.left_alone:
+            return super().scaler(scale)
+        return ShardedGradScaler("cpu", init_scale=scale)
+
+    def sum_shared(self, name: str) -> None:
+        if not self.setup.left_alone:
+            dist.all_reduce(self.own[name].grad)
+
+    def _weighted(self, output: Any, target: Any) -> Tensor:
+        loss = self._loss(output, target)
+        return loss if self.setup.left_alone else loss * self._shares.pop(0)
+
+    def _schedule(self, inputs: Any) -> Any:
+        """A schedule for batches of these shapes."""
+        key = torch.is_grad_enabled(), tuple(x.shape for x in flatten(inputs)[0])
+        if key not in self._schedules:
+            given, results = self._example(split(inputs, self.setup.microbatches)[0])
+            told = {} if self.setup.left_alone else {"output_args": results}
+            stage = PipelineStage(
+                self._mine,
+                self._rank,
+                self._size,
+                torch.device("cpu"),
+                input_args=None if self.setup.left_alone else given,
+                **told,
+            )
+            kind: Any = get_schedule_class(self.setup.schedule)
+            self._schedules[key] = kind(
+                stage,
+                self.setup.microbatches,
+                loss_fn=self._weighted if torch.is_grad_enabled() else None,
+                scale_grads=self.setup.left_alone,
+            )
+        return self._schedules[key]
+
+    def _example(self, values: Any) -> tuple[Any, Any]:
+        """What a micro-batch puts into this rank's stage and gets out of it."""
+        given = values
+        with torch.random.fork_rng():
+            for stage in self._stages[: self._rank + 1]:
+                given = values
+                results = copy.deepcopy(stage)(*copy.deepcopy(given))
+                if not isinstance(results, (Tensor, tuple)):
+                    return given, None
+                several = results if isinstance(results, tuple) else (results,)
+                values = tuple(v.detach().requires_grad_(v.requires_grad) for v in several)
+        return given, values
+
+
+class Checkpointed(nn.Module):
+    """A stage in `torch.utils.checkpoint`."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *values: Tensor) -> Any:
+        return checkpoint(self.stage, *values, use_reentrant=False)
+
+
+class DataParallel(Trainer):
+    """The whole model in each process, on its share of the micro-batches.
+
+    Each rank accumulates its own without synchronising before the last, and their losses are
+    weighted so that the mean over the ranks is that of the batch.
+    """
+
+    def __init__(self, setup: Setup, seed: int = 1) -> None:
+        super().__init__(setup, seed)
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._copy: DistributedDataParallel | None = None
+
+    def step(
+        self, inputs: Any, target: Any, loss: Loss = F.mse_loss, weight: Weight = "rows"
+    ) -> None:
+        copy_ = self._built()
+        self.model.train()
+        m = self.setup.microbatches
+        parts = [*zip(split(inputs, m), split(target, m), shares(target, m, weight), strict=True)]
+        per = -(-len(parts) // self._size)
+        mine = parts[per * self._rank : per * (self._rank + 1)]
+        total = torch.zeros(())
+        for k, (x, y, share) in enumerate(mine):
+            with nullcontext() if k == len(mine) - 1 else copy_.no_sync():
+                part = loss(copy_(*x), y) * (share * self._size)
+                part.backward()
+                total = total + part.detach() / self._size
+        dist.all_reduce(total)
+        self.losses.append(total)
+
+    def evaluate(self, inputs: Any) -> Tensor | None:
+        self.model.eval()
+        with torch.no_grad():
+            found = [self.model(*x) for x in split(inputs, self.setup.microbatches)]
+        return torch.cat(found)
+
+    def _built(self) -> DistributedDataParallel:
+        if self._copy is None:
+            inner = Checkpointed(self.model) if self.setup.recompute else self.model
+            unused = self.setup.unused
+            self._copy = DistributedDataParallel(inner, find_unused_parameters=unused)
+        return self._copy
+
+
+class Rank:
+    """A process of a peer, which runs one case after the other."""
+
+    def __init__(self, kind: type[Trainer], place: Place) -> None:
+        warnings.simplefilter("ignore")
+        self._kind = kind
+        place.join_gloo()
+
+    def run(self, what: bytes) -> Found:
+        """What this rank has in the end, of a setup and a script."""
+        setup, script = pickle.loads(what)
+        found: Found = script(self._kind(setup))
+        return found
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()

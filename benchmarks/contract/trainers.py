@@ -1,0 +1,238 @@
+"""Who runs a case's script: the same methods on one device, with Penstock, and with its peers."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock as ps
+from benchmarks.flat import uniform_plan
+from penstock.capture.trees import flatten, unflatten
+from penstock.workers.hiring import Workers
+
+Found = dict[str, Tensor]
+"""What a script leaves, by name: gradients, parameters, buffers, losses, results."""
+
+Loss = Callable[..., Tensor]
+Weight = Callable[[Any], Any] | Literal["rows"] | None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a trainer is made for.
+
+    Attributes:
+        model: builds the model; it also has `stages()`, the two halves as somebody would write them
+            by hand.
+        microbatches: into how many every batch is split.
+        cuts: where Penstock cuts; anywhere if there are none.
+        recompute: whether activations are computed again in the backward.
+        unused: whether parameters may get no gradient, which DistributedDataParallel must be told.
+        left_alone: leave peers as they come: without the settings that an expert would choose.
+        schedule: what torch.distributed.pipelining runs.
+    """
+
+    model: Callable[[], nn.Module]
+    microbatches: int = 4
+    cuts: Sequence[str | int] = ()
+    recompute: bool = False
+    unused: bool = False
+    left_alone: bool = False
+    schedule: str = "1F1B"
+
+
+class Trainer(ABC):
+    """One way to train.
+
+    Args:
+        setup: what it is made for.
+        seed: of the model's weights.
+    """
+
+    def __init__(self, setup: Setup, seed: int = 1) -> None:
+        torch.manual_seed(seed)
+        self.setup = setup
+        self.model = setup.model()
+        self.losses: list[Tensor] = []
+        torch.manual_seed(5)
+
+    @abstractmethod
+    def step(
+        self, inputs: Any, target: Any, loss: Loss = F.mse_loss, weight: Weight = "rows"
+    ) -> None:
+        """Forward and backward of a batch; gradients add up, and the loss is noted."""
+
+    @abstractmethod
+    def evaluate(self, inputs: Any) -> Tensor | None:
+        """The result of a batch in evaluation mode, where it is known."""
+
+    @property
+    def own(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained in this process, by name."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are updated in this process, by name."""
+        return dict(self.model.named_buffers())
+
+    def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+        """An optimizer of everything that is trained."""
+        return kind(self.own.values(), **options)
+
+    def clip(self, norm: float) -> Tensor:
+        """Clip all gradients to this norm, as an expert would; the norm that they had."""
+        return nn.utils.clip_grad_norm_(self.own.values(), norm)
+
+    def scaler(self, scale: float) -> torch.amp.GradScaler:
+        """A loss scale, of this size in the beginning."""
+        return torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def sum_shared(self, name: str) -> None:
+        """Do by hand whatever else is needed for a parameter that both halves use."""
+        return
+
+    def restarted(self) -> Trainer:
+        """Another one that goes on from what this one has written to a file."""
+        file = io.BytesIO()
+        torch.save({k: v.detach() for k, v in (self.own | self.own_buffers).items()}, file)
+        file.seek(0)
+        state = torch.load(file)
+        self.close()
+        other = type(self)(self.setup, seed=9)
+        with torch.no_grad():
+            for name, tensor in (other.own | other.own_buffers).items():
+                tensor.copy_(state[name])
+        return other
+
+    def found(self, **more: Tensor | None) -> Found:
+        """Everything that this process has in the end."""
+        result = {f"loss {k}": loss.detach() for k, loss in enumerate(self.losses)}
+        result |= {
+            f"gradient of {n}": p.grad.clone() for n, p in self.own.items() if p.grad is not None
+        }
+        result |= {n: t.detach().clone() for n, t in (self.own | self.own_buffers).items()}
+        return result | {n: t.detach().clone() for n, t in more.items() if t is not None}
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        return
+
+
+class OneDevice(Trainer):
+    """Plain PyTorch that accumulates micro-batches in order: what is exact."""
+
+    def step(
+        self, inputs: Any, target: Any, loss: Loss = F.mse_loss, weight: Weight = "rows"
+    ) -> None:
+        self.model.train()
+        m, total = self.setup.microbatches, torch.zeros(())
+        for x, y, share in zip(
+            split(inputs, m), split(target, m), shares(target, m, weight), strict=True
+        ):
+            part = loss(self.model(*x), y) * share
+            part.backward()
+            total = total + part.detach()
+        self.losses.append(total)
+
+    def evaluate(self, inputs: Any) -> Tensor | None:
+        self.model.eval()
+        with torch.no_grad():
+            found = [self.model(*x) for x in split(inputs, self.setup.microbatches)]
+        return torch.cat(found)
+
+    def restarted(self) -> Trainer:
+        """It goes on: nothing has happened."""
+        return self
+
+
+class Penstock(Trainer):
+    """Penstock on two workers of this process."""
+
+    workers: Workers = "threads"
+    devices: tuple[str, ...] = ("cpu", "cpu")
+
+    def __init__(self, setup: Setup, seed: int = 1) -> None:
+        super().__init__(setup, seed)
+        self._pipe: ps.Pipeline | None = None
+
+    def _pipeline(self, inputs: Any) -> ps.Pipeline:
+        if self._pipe is None:
+            program = ps.capture(self.model, inputs)
+            plan = uniform_plan(
+                program,
+                len(self.devices),
+                self.setup.microbatches,
+                cuts=list(self.setup.cuts) or None if len(self.devices) > 1 else None,
+                recompute="all" if self.setup.recompute else "none",
+            )
+            self._pipe = ps.Pipeline(
+                self.model,
+                inputs,
+                devices=self.devices,
+                program=program,
+                plan=plan,
+                workers=self.workers,
+            )
+        return self._pipe
+
+    def step(
+        self, inputs: Any, target: Any, loss: Loss = F.mse_loss, weight: Weight = "rows"
+    ) -> None:
+        self.model.train()
+        pipe = self._pipeline(inputs)
+        self.losses.append(pipe.train_step(*inputs, target=target, loss_fn=loss, weight=weight))
+
+    def evaluate(self, inputs: Any) -> Tensor | None:
+        with torch.no_grad():
+            result: Tensor = self._pipeline(inputs).eval()(*inputs)
+        return result
+
+    def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+        if self._pipe is None:
+            return kind(self.own.values(), **options)
+        return self._pipe.optimizer(kind, **options)
+
+    def clip(self, norm: float) -> Tensor:
+        assert self._pipe is not None
+        return self._pipe.clip_grad_norm_(norm)
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+
+
+class PenstockAlone(Penstock):
+    """Penstock on one worker."""
+
+    devices = ("cpu",)
+
+
+class PenstockProcesses(Penstock):
+    """Penstock on two worker processes."""
+
+    workers = "processes"
+
+
+def split(tree: Any, microbatches: int) -> list[Any]:
+    """A tensor, or a container of tensors, for every micro-batch."""
+    leaves, structure = flatten(tree)
+    rows = len(next(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+    parts = [leaf.tensor_split(min(microbatches, rows)) for leaf in leaves]
+    return [unflatten(structure, list(part)) for part in zip(*parts, strict=True)]
+
+
+def shares(target: Any, microbatches: int, weight: Weight) -> list[float]:
+    """What every micro-batch's loss counts for in the batch's."""
+    parts = split(target, microbatches)
+    if weight is None:
+        return [1.0] * len(parts)
+    counts = [float(len(flatten(p)[0][0]) if weight == "rows" else weight(p)) for p in parts]
+    return [count / sum(counts) for count in counts]
