@@ -180,6 +180,8 @@ class RunPass:
             assembly.clear()
             site.clear()
             raise
+        finally:
+            torch.clear_autocast_cache()  # of weights that change with the next step
         if self.order.what != "forward":  # whose graph may still need what there was before
             site.put_buffers_back()
         backward = self.order.what in ("train", "backward")
