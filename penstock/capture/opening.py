@@ -284,9 +284,9 @@ class _Capturer:
         if not isinstance(problems[0], Unrecordable):
             raise problems[0]
         raise CaptureError(
-            "on this batch the model decides otherwise than on the example, and goes a way that "
-            f"cannot be recorded: {problems[0]}. Capture with this batch as example, or with "
-            "keep_closed= for the module that decides"
+            "on this batch, or under this autocast, the model decides otherwise than on the "
+            f"example, and goes a way that cannot be recorded: {problems[0]}. Capture with this "
+            "batch as example, or with keep_closed= for the module that decides"
         ) from problems[0]
 
     def _one_way(self, program: Program, points: Sequence[Sizes], training: bool) -> Trace:

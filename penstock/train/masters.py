@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.errors import InputError
 from penstock.workers.optimizing import settings_of, use_settings
 
 HALF = (torch.float16, torch.bfloat16)
@@ -35,10 +36,15 @@ class MasterWeights(Optimizer):
         params: parameters, or parameter groups.
         master_of: the optimizer's class.
         **options: its arguments.
+
+    Raises:
+        InputError: there are no parameters.
     """
 
     def __init__(self, params: Iterable[Any], master_of: type[Optimizer], **options: Any) -> None:
         given = list(params)
+        if not given:
+            raise InputError("the optimizer is given no parameters")
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _listed(group["params"])} for group in groups]
         make: Callable[..., Optimizer] = master_of

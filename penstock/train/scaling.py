@@ -41,16 +41,16 @@ class PipelineScaler(torch.amp.GradScaler):
     ) -> None:
         try:
             super().__init__(device.type, **options)
+            self._home = device
+            self.begin()
         except (AssertionError, TypeError) as error:
             given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise InputError(
                 f"torch.amp.GradScaler does not take {given}: {error}. It takes init_scale, "
                 "growth_factor above 1, backoff_factor below 1, growth_interval and enabled"
             ) from error
-        self._home = device
         self._together = together
         self._everywhere = everywhere
-        self.begin()
 
     def begin(self) -> float | None:
         """The scale of the next backward; `None` if scaling is off."""

@@ -227,16 +227,19 @@ def _run(worker: int, compiled: _Compiled, modes: Ambient, position: Position) -
 def _autocasting(modes: Ambient) -> Iterator[None]:
     """While open, autocast is as in these modes.
 
-    It keeps no weights that were cast before, and leaves none: a rank may be in a region that
-    spans several steps.
+    PyTorch keeps the weights that it has cast in one place for all threads, and forgets them where
+    a thread's outermost region ends. Here none ends that is the outermost: other workers may be in
+    the midst of a forward. The crew forgets them, before a pass and after it.
     """
-    if not modes.casting:
-        yield
-        return
-    torch.clear_autocast_cache()
-    with modes.autocasting():
-        yield
-        torch.clear_autocast_cache()
+    torch.autocast_increment_nesting()
+    try:
+        if modes.casting:
+            with modes.autocasting():
+                yield
+        else:
+            yield
+    finally:
+        torch.autocast_decrement_nesting()
 
 
 def _backwards_outside(compiled: _Compiled, modes: Ambient) -> _Compiled:

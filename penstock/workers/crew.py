@@ -210,6 +210,7 @@ class ThreadCrew(Driven):
     def start(self, order: Order) -> tuple[Order, Round]:
         """Tell all workers to run a pass."""
         jobs = [partial(self._pass, worker, order) for worker in range(len(self._devices))]
+        self._forget_casts()
         return order, self._workers.start(jobs)
 
     def _pass(self, worker: int, order: Order) -> Outcome:
@@ -234,7 +235,14 @@ class ThreadCrew(Driven):
             for assembly in self._assemblies.values():
                 assembly.clear()
             raise
+        finally:
+            self._forget_casts()
         return outcome
+
+    def _forget_casts(self) -> None:
+        """Forget the weights that autocast has cast, unless a pass is under way."""
+        if not self._backups:
+            torch.clear_autocast_cache()
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""

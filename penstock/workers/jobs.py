@@ -180,6 +180,8 @@ class RunPass:
             assembly.clear()
             site.clear()
             raise
+        finally:
+            torch.clear_autocast_cache()  # of weights that change with the next step
         if self.order.loss is not None:
             outcome.buffers = self.order.loss.buffers
         if self.order.what != "forward":  # whose graph may still need what there was before

@@ -196,6 +196,7 @@ class TorchrunCrew:
         for line in self._lines:
             line.expect(kinds)
         part = order.part(self.has_inputs, self.has_loss)
+        torch.clear_autocast_cache()  # the script may be in a region that spans several steps
         try:
             with self._at_work():
                 return self._assemblies[order.training].run(self._me, part, self._position)
@@ -203,6 +204,8 @@ class TorchrunCrew:
             if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
                 raise error.__cause__ from None  # in the script's own thread these end the rank
             raise
+        finally:
+            torch.clear_autocast_cache()
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

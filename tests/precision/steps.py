@@ -111,7 +111,7 @@ def scaled(options: dict[str, Any]) -> Found:
 
 
 def halved() -> nn.Module:
-    """In bfloat16, but for its normalisation."""
+    """All in bfloat16."""
     torch.manual_seed(6)
     layers: list[nn.Module] = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(6, 6)).to(torch.bfloat16)

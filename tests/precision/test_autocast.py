@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -118,3 +119,63 @@ def test_the_cache_of_weights_is_followed() -> None:
         assert_same(ours, twin)
         found.append(gradients(pipe)["1.weight"])
     assert not torch.equal(*found)
+
+
+class Slow(nn.Module):
+    """Uses a weight twice, and takes its time in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).tanh()
+        time.sleep(0.2)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_a_worker_that_is_done_leaves_the_others_cache(recompute: str) -> None:
+    """PyTorch's cache of cast weights is one for all threads, and cleared where a region ends."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 6), Slow())
+    twin = copy.deepcopy(model)
+    program = ps.capture(model, (X,), keep_closed=["1"])
+    plan = uniform_plan(program, 2, 1, recompute=recompute)
+    with ps.Pipeline(model, devices=CPUS, program=program, plan=plan) as pipe:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(pipe(X), Y)
+            loss.backward()
+
+    def alone() -> None:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(twin(X), Y)
+            loss.backward()
+
+    run_with_threads(alone, 1)
+    assert_same(model, twin)
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_weights_that_were_cast_are_forgotten_between_steps(workers: Any) -> None:
+    """Also in a region that spans several steps."""
+    model = island(dropout=0.0)
+    with pooled(), pipe_of(model, devices=CPUS, workers=workers) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                with torch.no_grad():
+                    pipe(X)  # without gradients: what it casts has none either
+                optimizer.zero_grad()
+                pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+                twin = copy.deepcopy(model)
+                optimizer.step()
+            found = gradients(pipe)
+    reference = Reference(twin, pipe.program, 3, (X,), {})
+    twin.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        run_with_threads(lambda: reference.train_step(0, F.mse_loss, Y), 1)
+    for name, p in twin.named_parameters():
+        assert torch.equal(found[name], p.grad), name

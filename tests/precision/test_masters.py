@@ -153,6 +153,8 @@ def test_what_is_wrong_is_said() -> None:
     with pipe_of(halved().half(), devices=CPUS) as pipe:
         with pytest.raises(ps.InputError, match="LBFGS evaluates the model several times"):
             pipe.optimizer(torch.optim.LBFGS, master_weights=True)
+        with pytest.raises(ps.InputError, match="given no parameters"):
+            pipe.optimizer(torch.optim.AdamW, [], master_weights=True)
         optimizer, scaler = pipe.optimizer(torch.optim.SGD, master_weights=True), pipe.scaler()
         pipe.train_step(X16.half(), target=Y16.half(), loss_fn=F.mse_loss, scaler=scaler)
         with pytest.raises(ps.InputError, match="gradients in float16 cannot be unscaled"):

@@ -137,5 +137,6 @@ def test_what_is_wrong_is_said() -> None:
         assert all(p.grad is None for p in pipe.parameters())
         with pytest.raises(ps.InputError, match=r"does not take growth_factor=0\.5"):
             pipe.scaler(growth_factor=0.5)
-        with pytest.raises(ps.InputError, match="does not take scale=4"):
-            pipe.scaler(scale=4)
+        for wrong in ({"scale": 4}, {"init_scale": "big"}):
+            with pytest.raises(ps.InputError, match="does not take"):
+                pipe.scaler(**wrong)
