@@ -22,7 +22,7 @@ class PipelineOptimizer(Optimizer):
     with threads it is here, of worker processes and other ranks it is brought here by
     `state_dict()`, and what is written to it there is not seen; `load_state_dict` is.
 
-    Every class of `torch.optim` but LBFGS is such a one, Muon (for matrices) and Adafactor included.
+    Every class of `torch.optim` but LBFGS is such a one, Muon (for matrices) and Adafactor too.
     SparseAdam needs sparse gradients, which only threads can have. A class of one's own that looks
     at all parameters at once, at the norm of all gradients for instance, would see those of one
     worker; have it step on `pipe.parameters()` itself with threads or processes.
