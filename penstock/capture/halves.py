@@ -141,6 +141,10 @@ def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs
         for v in given
         if isinstance(v, torch.Tensor) and v.requires_grad and not isinstance(v, nn.Parameter)
     ]
+    if half.is_one_product is None:  # whole, this once: of anything else the input's gradients
+        result = function(*args, **kwargs)  # would be summed in another order
+        half.is_one_product = is_one_product(result, entering)
+        return result
     inside = {id(v): v.detach().requires_grad_() for v in entering}
     result = function(
         *(inside.get(id(v), v) for v in args),
@@ -148,18 +152,22 @@ def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs
     )
     if not isinstance(result, torch.Tensor) or result.grad_fn is None:
         return result
-    if half.is_one_product is None:
-        half.is_one_product = is_one_product(result)
     own = _Own(get_gradient_edge(result), [inside[id(v)] for v in entering], parameters)
     anchor = torch.empty(0, requires_grad=True)
     return _Halve.apply(own, half, anchor, result.detach(), *entering)
 
 
-def is_one_product(result: Any) -> bool:
-    """Whether the backward from here to the leaves is one product, and views, and not watched."""
+def is_one_product(result: Any, entering: Iterable[torch.Tensor] = ()) -> bool:
+    """Whether the backward from here is one product, and views, and not watched.
+
+    Args:
+        result: where it starts.
+        entering: where it ends, apart from leaves.
+    """
     if not isinstance(result, torch.Tensor) or result.grad_fn is None or result._backward_hooks:
         return False
-    products, seen, waiting = 0, set(), [result.grad_fn]
+    products, waiting = 0, [result.grad_fn]
+    seen: set[Node] = {v.grad_fn for v in entering if v.grad_fn is not None}
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -213,10 +221,6 @@ class _Halve(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         own, (gradient,) = ctx.own, gradients
         found: Sequence[torch.Tensor | None] = ()
-        if not ctx.half.is_one_product:  # its first time; from the second on it runs plainly
-            leaves = [*own.inputs, *own.parameters]
-            torch.autograd.backward([own.edge], [gradient], inputs=leaves)
-            return (None, None, None, None, *(leaf.grad for leaf in own.inputs))
         if own.inputs:
             found = torch.autograd.grad(own.edge, own.inputs, gradient, retain_graph=True)
         ctx.half.deferral.pending.append(Pending(own.edge, gradient, own.parameters))

@@ -68,10 +68,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, int]] = {
 }
 
 
-def lowered(model: nn.Module, x: torch.Tensor, deferral: Deferral | None) -> Stage:
+def lowered(
+    model: nn.Module, x: torch.Tensor, deferral: Deferral | None, ready: bool = True
+) -> Stage:
     program = ps.capture(model, (x,))
     inputs, outputs = program.cuts.boundary(0), program.cuts.results
-    return lower(model, program.train, range(len(program)), inputs, outputs, None, deferral)
+    stage = lower(model, program.train, range(len(program)), inputs, outputs, None, deferral)
+    if deferral is not None and ready:
+        stage({"B": ROWS}, Key(0, 0, 0), x.clone())  # from now on it knows which are products
+    return stage
 
 
 def backward(stage: Stage, x: torch.Tensor) -> torch.Tensor | None:
@@ -111,6 +116,45 @@ def test_both_halves_are_the_whole_bit_for_bit(name: str) -> None:
         assert found_input is not None
         assert torch.equal(found_input, expected_input)
     assert sum(half.is_one_product for half in halves(split)) == count
+
+
+class RootMeanSquare(nn.Module):
+    """What enters reaches the result on two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(8, 8), RootMeanSquare(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        return x + self.after(self.norm(x))
+
+
+def test_the_very_first_backward_sums_in_the_order_of_a_whole_one() -> None:
+    """Before it is known what is a product: the gradients of `x` must not be summed in parts."""
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(64, 8)
+    program = ps.capture(model, (x,), keep_closed=["norm"])
+    inputs, outputs = program.cuts.boundary(0), program.cuts.results
+    found = []
+    for deferral in (None, Deferral()):
+        model.zero_grad()
+        stage = lower(model, program.train, range(len(program)), inputs, outputs, None, deferral)
+        (result,) = stage({"B": 64}, Key(0, 0, 0), x)
+        result.backward(x)
+        if deferral is not None:
+            run_pending(deferral.take())
+        found.append(gradients(model))
+    assert all(torch.equal(found[1][name], whole) for name, whole in found[0].items())
 
 
 def test_the_first_half_leaves_the_weights_for_the_second() -> None:

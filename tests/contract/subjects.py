@@ -248,11 +248,6 @@ def different(ours: Bits, theirs: Bits) -> list[str]:
     ]
 
 
-def is_promised(name: str, point: Point) -> bool:
-    """Whether it has to be exact; Mixtral's experts are not yet, with backwards in halves."""
-    return name != "mixtral" or point.schedule not in ("zero-bubble", "zero-bubble-v", "fitted")
-
-
 def sampled(points: list[Point], shift: int, count: int) -> list[Point]:
     """Points that between them have every pair of settings, if there are enough of them."""
     pairs = list(itertools.combinations(range(len(Point._fields)), 2))
