@@ -86,6 +86,11 @@ def parse_input(text: str) -> tuple[str | None, torch.Tensor]:
     return match["name"], torch.randint(int(match["below"] or 2), shape, dtype=dtype)
 
 
+def tolerates_missing_torchvision_operators() -> bool:
+    """Whether that was done and needed in this process."""
+    return bool(_KEPT)
+
+
 def tolerate_missing_torchvision_operators() -> None:
     """Let torchvision be imported beside a torch that it was not compiled for.
 

@@ -17,6 +17,10 @@ from penstock.engine.orders import Order, Outcome
 from penstock.links.local import LocalLink
 from penstock.links.shared_memory import Sink, Source
 from penstock.links.wire import SPIN, Wire
+from penstock.loading import (
+    tolerate_missing_torchvision_operators,
+    tolerates_missing_torchvision_operators,
+)
 from penstock.plan import Plan
 from penstock.workers.assembly import STARTING, UPDATING, Assembly
 from penstock.workers.optimizing import use_settings
@@ -39,6 +43,7 @@ class Modes:
         precision: of float32 matrix products.
         deterministic: whether only deterministic algorithms are used, and whether others warn.
         mkldnn: whether oneDNN is used.
+        torchvision: whether its operators are missing, and were declared.
     """
 
     position: ClassVar[int] = STARTING
@@ -50,6 +55,7 @@ class Modes:
     precision: str
     deterministic: tuple[bool, bool]
     mkldnn: bool
+    torchvision: bool
 
     @classmethod
     def here(cls, threads: int, workers: int, keep_freed_memory: bool) -> Modes:
@@ -66,6 +72,7 @@ class Modes:
             torch.get_float32_matmul_precision(),
             deterministic,
             bool(torch.backends.mkldnn.enabled),
+            tolerates_missing_torchvision_operators(),
         )
 
     def __call__(self, site: Site) -> None:
@@ -78,6 +85,8 @@ class Modes:
         torch.set_float32_matmul_precision(self.precision)
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         torch.backends.mkldnn.set_flags(self.mkldnn)
+        if self.torchvision:
+            tolerate_missing_torchvision_operators()
 
 
 @dataclass(frozen=True)

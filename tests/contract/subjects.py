@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.train.reference import Reference, gradients_of, run_with_threads
 from tests.models import ROWS, Case, gpt2, language_loss, uniform_plan
 
@@ -33,16 +32,6 @@ class Point(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.schedule}-p{self.workers}-m{self.microbatches}-{self.recompute}"
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """A job for worker processes, before they read models of transformers: those look for
-    operators of torchvision, which a CPU build does not have.
-    """
-
-    def __call__(self, site: Any) -> None:
-        tolerate_missing_torchvision_operators()
 
 
 class Tied(nn.Module):

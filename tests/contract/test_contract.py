@@ -7,7 +7,7 @@ sample in which every pair of settings meets; the whole product is `slow`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,10 @@ from torch import nn
 
 import penstock as ps
 from penstock.schedule import SCHEDULES
-from penstock.workers import hiring
 from penstock.workers.devices import threads_per_worker
-from penstock.workers.processes import ProcessWorkers
 from tests.contract.subjects import (
     Bits,
     Point,
-    Prepare,
     captured,
     different,
     expected,
@@ -33,7 +30,7 @@ from tests.contract.subjects import (
     subjects,
 )
 from tests.models import uniform_plan
-from tests.pool import lend, pooled
+from tests.pool import pooled
 from tests.torchrun.test_torchrun import Launcher, launcher, started
 
 __all__ = ["launcher"]  # a fixture
@@ -49,17 +46,9 @@ SAMPLED = {"threads": (PRODUCT, 8), "processes": (TWO, 4)}
 
 
 @pytest.fixture(autouse=True)
-def _pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _pool() -> Iterator[None]:
     with pooled():
-        monkeypatch.setattr(hiring, "ProcessWorkers", prepared)
         yield
-
-
-def prepared(count: int, reset: Callable[[], None]) -> ProcessWorkers:
-    """Workers of the pool that can read every model."""
-    workers = lend(count, reset)
-    workers.run([Prepare()] * count, 60.0)
-    return workers
 
 
 def selection() -> list[Any]:
