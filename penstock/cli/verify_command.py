@@ -44,7 +44,13 @@ from penstock.cli.options import (
     show_default=True,
     help="Of torch.optim, or any other that treats parameters one by one.",
 )
-@click.option("--lr", type=click.FloatRange(min=0), default=1e-3, show_default=True)
+@click.option(
+    "--lr",
+    type=click.FloatRange(min=0),
+    default=1e-3,
+    show_default=True,
+    help="The optimizer's learning rate.",
+)
 @click.option("--clip", type=float, metavar="NORM", help="Clip gradients to this norm.")
 @reported
 def command(

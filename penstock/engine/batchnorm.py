@@ -175,6 +175,8 @@ def closed_norms(model: nn.Module, mode: str, keep_closed: Iterable[str]) -> Ite
     """
     if mode not in _MODES:
         raise InputError(f'batchnorm={mode!r} is unknown; choose "microbatch" or "deferred"')
+    if not isinstance(model, nn.Module):  # which is found out later
+        return keep_closed
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise InputError(
@@ -183,7 +185,7 @@ def closed_norms(model: nn.Module, mode: str, keep_closed: Iterable[str]) -> Ite
                 'copies. Make it a BatchNorm again; with batchnorm="deferred" its running '
                 "statistics are those of the whole batch"
             )
-    if mode == "microbatch" or isinstance(keep_closed, str):  # which is found out later
+    if mode == "microbatch" or isinstance(keep_closed, str):  # so is that
         return keep_closed
     for name, module in model.named_modules():
         compiled = isinstance(module, torch.jit.ScriptModule) or is_compiled(module)

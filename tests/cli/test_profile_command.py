@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli import main
+from penstock.profile import measure
 from tests.models import mlp
 
 HERE = "tests.cli.test_profile_command"
@@ -32,7 +33,8 @@ def run(*arguments: str, model: str = "small") -> Result:
     return CliRunner().invoke(main, list(given))
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)  # nothing is too small
     result = run("--calls")
     assert result.exit_code == 0, result.output
     heading, first, second, third, total, blank, *notes = result.stdout.splitlines()
