@@ -162,7 +162,7 @@ def running_statistics(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 # -- what is possible -------------------------------------------------------------------------
 
 
-def closed_norms(model: nn.Module, mode: str, keep_closed: Iterable[str]) -> Iterable[str]:
+def closed_norms(model: Any, mode: str, keep_closed: Iterable[str]) -> Iterable[str]:
     """The modules that a program must not look inside: those, and BatchNorms that are watched.
 
     Args:
