@@ -233,6 +233,12 @@ def test_parameters_that_share_memory_are_refused() -> None:
         make(model, "processes")
     model[2].weight = model[0].weight
     alike(model, lambda pipe: [step(pipe)])
+    memory = torch.zeros(100)
+    model.register_buffer("whole", memory)
+    model.register_buffer("part", memory[10:20])  # ends before the weight begins
+    model[0].bias.data = memory[30:36]
+    with pytest.raises(ps.InputError, match=r"'whole' and '0\.bias' share memory"):
+        make(model, "processes")
 
 
 class Odd(Exception):  # noqa: N818

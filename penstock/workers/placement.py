@@ -119,12 +119,14 @@ def check_separate(model: nn.Module) -> None:
             place, start = place_of(tensor.detach(), 0), tensor.data_ptr()
             is_parameter = isinstance(tensor, nn.Parameter)
             found.append((start, start + place.end - place.offset, name, is_parameter))
-    found.sort()
-    for (_, end, one, first), (start, _, other, second) in pairwise(found):
-        if start < end and (first or second):
+    reach, one, first = 0, "", False  # of those so far, the one that ends last
+    for start, end, other, second in sorted(found):
+        if start < reach and (first or second):
             raise InputError(
                 f"{one!r} and {other!r} share memory but are not the same parameter (one was made "
                 "from the other's .data, or is a view of it); beyond one process they would drift "
                 f"apart. Tie them as one object (module.weight = other.weight), or use "
                 'workers="threads"'
             )
+        if end > reach:
+            reach, one, first = end, other, second
