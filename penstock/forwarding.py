@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.autograd import Passage, deliver
 from penstock.capture import ROWS, Program
@@ -16,7 +15,7 @@ from penstock.capture.attributes import owner_of
 from penstock.capture.calls import ambient
 from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, arguments
-from penstock.engine.hooks import check_hooks
+from penstock.engine.hooks import Opened
 from penstock.engine.microbatch import merge
 from penstock.engine.objective import Objective
 from penstock.engine.orders import Order, Outcome, Pass
@@ -60,7 +59,7 @@ class Forwarding(ModelLike):
     program: Program
     plan: Plan
     _runner: Runner
-    _open: dict[str, nn.Module]
+    _opened: Opened
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for a batch, in its own structure.
@@ -127,7 +126,7 @@ class Forwarding(ModelLike):
 
     def _batch(self, make: Callable[[], Batch]) -> Batch:
         """A batch, where its inputs are; elsewhere, what there is to know of it."""
-        check_hooks(self._open)
+        self._opened.check()
         return self._runner.batch(make, self.model.training)
 
     def _order(self, what: Pass, batch: Batch) -> tuple[Order, Way]:

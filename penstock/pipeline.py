@@ -19,7 +19,7 @@ from penstock.checkpoint.saver import Saver, Saves
 from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.batch import Batch, Weight, given_targets, split_target
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
-from penstock.engine.hooks import looked_into
+from penstock.engine.hooks import Opened
 from penstock.engine.objective import Objective
 from penstock.engine.reading import check_reads
 from penstock.errors import InputError
@@ -183,7 +183,7 @@ class Pipeline(Forwarding, Saves):
             self._runner = Runner(self.program, plan, launch.in_order(plan), crew, deferred)
             self.links = in_words(crew.links, plan.boundary_dtype)
             self._saver = Saver(model, plan, self._runner)
-            self._open = looked_into(self.program)
+            self._opened = Opened(self.program)
             self._left = left_elsewhere(self.program, plan, crew.shares_modules)
             stack.pop_all()
 

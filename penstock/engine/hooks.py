@@ -7,8 +7,6 @@ before keeps its module closed.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from penstock.capture import Program
@@ -27,28 +25,41 @@ def hooks_of(module: nn.Module) -> tuple[int, ...]:
     return tuple(number for kind in _KINDS for number in own[kind])
 
 
-def looked_into(program: Program) -> dict[str, nn.Module]:
-    """The modules whose forward is a part of the program, by qualified name."""
-    traces = (program.train, program.eval)
-    within = {call.path for trace in traces for call in trace.calls}
-    paths = {path for inner in within for path in with_owners(inner)}
-    modules = dict(program.model.named_modules())
-    return {p: modules[p] for p in sorted(paths) if p in modules and program.is_open(p)}
+class Opened:
+    """The modules whose forward is a part of a program: none may have hooks.
 
-
-def check_hooks(modules: Mapping[str, nn.Module]) -> None:
-    """Raise if one of these modules, which the program looks into, has a hook.
-
-    Raises:
-        InputError: it has.
+    They are looked at before every batch, so their registries of hooks are gathered once: torch
+    changes these dictionaries and does not replace them.
     """
-    for path, module in modules.items():
-        if hooks_of(module):
-            kind = type(module).__name__
-            before = f"register them before, or build it with keep_closed=[{path!r}], or "
-            raise InputError(
-                f"the module {path or '(the whole model)'!r} ({kind}) has hooks that came after "
-                "the pipeline was built. Its calls are a part of the program by themselves, so "
-                f"these hooks would never be called: {before if path else ''}register them on "
-                "modules inside it that have no modules of their own"
-            )
+
+    def __init__(self, program: Program) -> None:
+        traces = (program.train, program.eval)
+        within = {call.path for trace in traces for call in trace.calls}
+        paths = {path for inner in within for path in with_owners(inner)}
+        modules = dict(program.model.named_modules())
+        self._modules = {
+            path: modules[path]
+            for path in sorted(paths)
+            if path in modules and program.is_open(path)
+        }
+        self._hooks = [vars(m)[kind] for m in self._modules.values() for kind in _KINDS]
+
+    def check(self) -> None:
+        """Raise if one of them has a hook.
+
+        Raises:
+            InputError: it has.
+        """
+        if not any(self._hooks):
+            return
+        path = next((path for path, module in self._modules.items() if hooks_of(module)), None)
+        if path is None:  # somebody did replace a dictionary, and so got rid of its hooks
+            return
+        kind = type(self._modules[path]).__name__
+        before = f"register them before, or build it with keep_closed=[{path!r}], or "
+        raise InputError(
+            f"the module {path or '(the whole model)'!r} ({kind}) has hooks that came after "
+            "the pipeline was built. Its calls are a part of the program by themselves, so "
+            f"these hooks would never be called: {before if path else ''}register them on "
+            "modules inside it that have no modules of their own"
+        )
