@@ -42,7 +42,7 @@ PRODUCT = [
     for settings in itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 5), RECOMPUTE)
 ]
 TWO = [point for point in PRODUCT if point.workers == 2 and point.microbatches > 1]
-SAMPLED = {"threads": (PRODUCT, 8), "processes": (TWO, 4)}
+SAMPLED = {"threads": (PRODUCT, 6), "processes": (TWO, 3)}
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
-    "raise in a stage",
     "SIGKILL to a worker",
     "Ctrl-C",
     "SIGKILL to the driver",
