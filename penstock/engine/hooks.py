@@ -7,6 +7,8 @@ before keeps its module closed.)
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from penstock.capture import Program
@@ -19,17 +21,19 @@ _KINDS = (
 )
 
 
-def hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """The numbers of a module's hooks, which are never used twice."""
+def registries(module: nn.Module) -> list[dict[int, Any]]:
+    """Where a module has its hooks, by numbers that are never used twice.
+
+    torch changes these dictionaries and does not replace them, so they need be found only once.
+    """
     own = vars(module)
-    return tuple(number for kind in _KINDS for number in own[kind])
+    return [own[kind] for kind in _KINDS]
 
 
 class Opened:
     """The modules whose forward is a part of a program: none may have hooks.
 
-    They are looked at before every batch, so their registries of hooks are gathered once: torch
-    changes these dictionaries and does not replace them.
+    They are looked at before every batch, so their registries of hooks are gathered once.
     """
 
     def __init__(self, program: Program) -> None:
@@ -42,7 +46,7 @@ class Opened:
             for path in sorted(paths)
             if path in modules and program.is_open(path)
         }
-        self._hooks = [vars(m)[kind] for m in self._modules.values() for kind in _KINDS]
+        self._hooks = [hooks for m in self._modules.values() for hooks in registries(m)]
 
     def check(self) -> None:
         """Raise if one of them has a hook.
@@ -52,9 +56,7 @@ class Opened:
         """
         if not any(self._hooks):
             return
-        path = next((path for path, module in self._modules.items() if hooks_of(module)), None)
-        if path is None:  # somebody did replace a dictionary, and so got rid of its hooks
-            return
+        path = next(path for path, module in self._modules.items() if any(registries(module)))
         kind = type(self._modules[path]).__name__
         before = f"register them before, or build it with keep_closed=[{path!r}], or "
         raise InputError(

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from penstock.capture.trees import flatten
 from penstock.engine.backup import Backup
 from penstock.engine.ends import Loss
-from penstock.engine.hooks import hooks_of
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PenstockError
 from penstock.links.parcel import Outbox, pack
@@ -42,6 +41,7 @@ from penstock.workers.processes import ProcessWorkers
 from penstock.workers.rounds import Job, Round
 from penstock.workers.saving import TIMEOUT, SaveOrder, divided
 from penstock.workers.shared_model import Package, SharedModel
+from penstock.workers.unchanged import Unchanged
 from penstock.workers.ways import Holdings, NewWay, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
@@ -78,14 +78,11 @@ class ProcessCrew(Driven):
         self._workers = workers
         self._shared = SharedModel([partial(self._workers.grant, w) for w in range(count)])
         self._outboxes = [Outbox(partial(self._shared.number, w)) for w in range(count)]
-        self._model = model
         self._known = {id(module) for module in model.modules()}
         self._packages: list[list[Package]] = [[] for _ in range(count)]
         self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
         self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
-        self._hooks: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
-        self._places: list[list[tuple[dict[str, Any], str]]] = [[] for _ in range(count)]
-        self._tensors: list[list[int]] = [[] for _ in range(count)]
+        self._unchanged = [Unchanged(model) for _ in range(count)]
         self._backups: dict[int, list[Backup]] = {}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
@@ -150,8 +147,8 @@ class ProcessCrew(Driven):
         spans = [span for stage in stages.values() for span in stage.spans]
         modules = [m for m in modules_of(spans) if id(m) in self._known and id(m) not in known]
         self._modules[worker] += modules
-        self._hooks[worker] += [hooks_of(module) for module in modules]
-        self._watch(worker, modules)
+        number = partial(self._shared.number, worker)
+        self._unchanged[worker].add(modules, lambda tensor: number(tensor) is not None)
         part = replace(way, stages=stages)
         try:
             return AddWay(self._packed(worker), self._outboxes[worker].pack((part, modules)))
@@ -160,43 +157,6 @@ class ProcessCrew(Driven):
                 f"the stages of worker {worker} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
-
-    def _watch(self, worker: int, modules: Sequence[nn.Module]) -> None:
-        """Note where these modules have their tensors."""
-        for module in modules:
-            for registry in (module._parameters, module._buffers):
-                for name, tensor in registry.items():
-                    if self._shared.number(worker, tensor) is not None:
-                        self._places[worker].append((registry, name))
-                        self._tensors[worker].append(id(tensor))
-
-    def _check(self, worker: int) -> None:
-        """Notice tensors of the model that are other ones now.
-
-        Raises:
-            InputError: there is one, which the worker does not have.
-        """
-        now = [id(registry.get(name)) for registry, name in self._places[worker]]
-        if now != self._tensors[worker]:
-            places = zip(self._places[worker], now, self._tensors[worker], strict=True)
-            registry, name = next(place for place, new, old in places if new != old)
-            modules = self._model.named_modules()
-            owner = next(
-                path
-                for path, m in modules
-                if any(registry is r for r in (m._parameters, m._buffers))
-            )
-            raise InputError(
-                f"{f'{owner}.{name}'.lstrip('.')!r} is another tensor than when the pipeline was "
-                "built, and its worker process has the old one. Copy values into it instead "
-                "(load_state_dict without assign=True), or build a new pipeline"
-            )
-        if [hooks_of(module) for module in self._modules[worker]] != self._hooks[worker]:
-            raise InputError(
-                "hooks of a module were registered or removed after the pipeline was built, which "
-                'its worker process does not see; register them before, or use workers="threads"'
-            )
-        self._shared.check(worker)
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -223,7 +183,8 @@ class ProcessCrew(Driven):
 
     def _pass(self, worker: int, order: Order, forgotten: Any) -> RunPass:
         placement = self._plan.placement
-        self._check(worker)
+        self._unchanged[worker].check()
+        self._shared.check(worker)
         gradients = None if order.what == "infer" else self._shared.before(worker)
         training: tuple[bool, ...] | None = tuple(m.training for m in self._modules[worker])
         if training == self._training[worker]:

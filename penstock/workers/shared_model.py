@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from penstock.errors import InputError
 from penstock.links.segment import Place, Segment, fill, place_of
 from penstock.links.shared_memory import Slots
 
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dictionaries, or None
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
 
 Grant = Callable[[int], int]
@@ -96,7 +99,7 @@ class _Part:
     memory: torch.UntypedStorage | None = None  # of that slot
     requires_grad: tuple[bool, ...] = ()
     addresses: list[int] = field(default_factory=list)  # of the tensors
-    hooks: list[Any] = field(default_factory=list)  # that they had
+    hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
 
     def gradients(self) -> list[torch.Tensor]:
@@ -160,8 +163,8 @@ class SharedModel:
             tensor.data = memory
             part.tensors.append(tensor)
             part.addresses.append(memory.data_ptr())
-            part.hooks.append(_hooks_of(tensor))
             self._owners[id(tensor)] = worker, number
+        part.hooks += _hooks_of(new)
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
         part.places, part.size = _consecutive(part.parameters)
         part.let_go()
@@ -190,13 +193,13 @@ class SharedModel:
             InputError: a tensor has other memory, or other hooks, which the worker does not see.
         """
         part = self._parts[worker]
-        if [_hooks_of(tensor) for tensor in part.tensors] != part.hooks:
+        if _hooks_of(part.tensors) != part.hooks:
             raise InputError(
                 "hooks of a parameter were registered or removed after the pipeline was built, "
                 "which its worker process does not see; register them before, or use "
                 'workers="threads"'
             )
-        if [tensor.data_ptr() for tensor in part.tensors] == part.addresses:
+        if list(map(torch.Tensor.data_ptr, part.tensors)) == part.addresses:
             return
         for tensor, address in zip(part.tensors, part.addresses, strict=True):
             if tensor.data_ptr() != address:
@@ -259,10 +262,10 @@ def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[Place], int]:
     return places, size
 
 
-def _hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Which hooks of its gradient a tensor has."""
-    seen, added = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return tuple(seen or ()), tuple(added or ())
+def _hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The hooks of their gradients, by numbers that are never used twice."""
+    registries = chain.from_iterable(map(_HOOKS, tensors))
+    return list(chain.from_iterable(filter(None, registries)))
 
 
 def _described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
