@@ -169,7 +169,7 @@ class Ranks:
     def _disagreement(self, rank: int, what: str) -> InputError:
         return InputError(
             f"rank {rank} is in {what} and rank {self.rank} in {self._what}: under torchrun all "
-            "ranks must call the same methods of a pipeline in the same order"
+            "ranks must call the same methods of a pipeline in the same order, and in the same mode"
         )
 
     # -- waiting --------------------------------------------------------------------------
