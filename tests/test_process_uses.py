@@ -261,6 +261,52 @@ def test_an_exception_arrives_as_it_was_raised() -> None:
     assert (cause.number, cause.args) == (3, ("3 apples",))
 
 
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_groups_that_the_script_edits(kind: Any) -> None:
+    """What is in the groups when a step begins is what it updates, as in a plain optimizer."""
+    model, twin = mlp(6, 6, 6), mlp(6, 6, 6)
+    twin.load_state_dict(model.state_dict())
+    with make(model, kind) as pipe:
+        ours = pipe.optimizer(torch.optim.AdamW, [model[0].weight, model[0].bias], lr=0.1)
+        theirs = torch.optim.AdamW([twin[0].weight, twin[0].bias], lr=0.1)
+        for change in range(3):
+            step(pipe)
+            for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+                other.grad = mine.grad.clone()  # type: ignore[union-attr]
+            for optimizer, module in ((ours, model), (theirs, twin)):
+                if change == 1:
+                    optimizer.param_groups[0]["params"].pop(0)
+                    more = {**optimizer.param_groups[0], "params": [module[2].weight], "lr": 0.3}
+                    optimizer.param_groups.append(more)
+                if change == 2:
+                    optimizer.param_groups[0]["params"].append(module[0].weight)
+                optimizer.step()
+        for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine, other), name
+
+
+def test_workers_forget_optimizers_that_are_gone() -> None:
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        workers = pipe._runner.crew._workers  # type: ignore[attr-defined]
+        kept = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        kept.step()
+        for _ in range(3):
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+            optimizer.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        optimizer.step()
+        del optimizer
+        kept.step()
+        pipe.optimizer(torch.optim.SGD, lr=0.1).step()
+        gc.collect()
+        assert workers.run([_optimizers] * 2) == [[0, 5]] * 2
+        kept.step()
+
+
+def _optimizers(site: Any) -> list[int]:
+    return list(site.optimizers)
+
+
 def test_options_of_an_optimizer_that_cannot_be_sent_leave_the_pipeline_open() -> None:
     with make(mlp(6, 6, 6), "processes") as pipe:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)

@@ -61,6 +61,7 @@ class PipelineOptimizer(Optimizer):
         self._options = options
         self._divide = divide
         self._parts: Parts | None = None
+        self._divided: list[list[int]] = []
         super().__init__(whole.param_groups, whole.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -77,9 +78,14 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        groups = [[id(p) for p in group["params"]] for group in self.param_groups]
+        if self._parts is not None and groups != self._divided:  # the script has edited them
+            self._parts.fetch(self.state)
+            self._parts = None
         if self._parts is None:
             self._parts = self._divide(self._kind, self.param_groups, self._options)
             self._parts.load(self.state)
+            self._divided = groups
         self._parts.step(self.param_groups, self.state)
         return loss
 

@@ -201,7 +201,7 @@ class Ranks:
         at_first = left if self._told_what else min(left, _LONG)
         ready = {found for found, _ in spin(self._poller(fd), at_first)}
         if not ready and at_first < left:
-            # If rank 0 is in another operation, both would wait for each other until it is too late.
+            # If rank 0 is in another operation, both would wait for each other until the timeout.
             self._told_what = True
             if 0 in self._wires:
                 self._send(0, Message(self.number, WAITS, payload=to_bytes(self._what)))

@@ -201,7 +201,7 @@ def failures(rank: int) -> Any:
         after = pipe.state_dict()
         assert [name for name in before if not torch.equal(before[name], after[name])] == []
         loss = step(pipe)
-        # On this the random numbers of a step depend, however many steps failed before it, and where.
+        # Random numbers depend on it, however many steps have failed before it, and where.
         found["number"] = "", str(pipe._runner.batches), "", None
         gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     found["closed"] = raised(lambda: step(pipe))
