@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.workers import process_crew
 from tests.models import mlp
 from tests.pool import drain, pooled
 
@@ -283,6 +284,38 @@ def test_groups_that_the_script_edits(kind: Any) -> None:
                 optimizer.step()
         for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
             assert torch.equal(mine, other), name
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_state_whose_loading_is_interrupted(
+    divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step has it, and not what some workers remembered before."""
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        first = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        step(pipe)
+        first.step()
+        saved = copy.deepcopy(first.state_dict())
+        for values in saved["state"].values():
+            values["momentum_buffer"] *= 3
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        if divided:
+            optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(process_crew._RemoteParts, "load", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.load_state_dict(saved)
+                optimizer.step()
+        optimizer.step()
+        found = optimizer.state_dict()["state"]
+        for number, parameter in enumerate(pipe.parameters()):
+            before = saved["state"][number]["momentum_buffer"]
+            expected = before.mul(0.9).add(parameter.grad)
+            assert torch.equal(found[number]["momentum_buffer"], expected)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_workers_forget_optimizers_that_are_gone() -> None:

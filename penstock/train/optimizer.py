@@ -83,9 +83,9 @@ class PipelineOptimizer(Optimizer):
             self._parts.fetch(self.state)
             self._parts = None
         if self._parts is None:
-            self._parts = self._divide(self._kind, self.param_groups, self._options)
-            self._parts.load(self.state)
-            self._divided = groups
+            parts = self._divide(self._kind, self.param_groups, self._options)
+            parts.load(self.state)
+            self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
         self._parts.step(self.param_groups, self.state)
         return loss
 
@@ -106,5 +106,7 @@ class PipelineOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         if self._kind is MasterWeights:
             restore_float32(self, state_dict)
-        if self._parts is not None:
-            self._parts.load(self.state)
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.load(self.state)  # if that is interrupted, the next step loads all of it
+            self._parts = parts

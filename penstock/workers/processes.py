@@ -186,10 +186,18 @@ class ProcessWorkers(Workers):
         if self._closed_because:  # by another thread
             raise ClosedError(f"the pipeline is closed: {self._closed_because}")
         process = self._processes[worker]
+        begun = process.wire.begun
+        try:
+            self._put(process, worker, job, current)
+        except BaseException:
+            if process.wire.begun == begun:  # nothing has come of it there
+                current.given.discard(worker)
+            raise
+
+    def _put(self, process: _Process, worker: int, job: Job, current: Round) -> None:
         try:
             data, tensors = pack(job)
         except Exception as error:
-            current.given.discard(worker)
             raise InputError(
                 f"worker {worker} is another process, and what it needs cannot be sent there: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
