@@ -27,7 +27,7 @@ from penstock.links.shared_memory import Receiver, Sender
 from penstock.links.wire import Gone, Message, Wire
 from penstock.workers.assembly import STARTING, decode, doing, waits
 from penstock.workers.child import ABORT, COMMAND, ERROR, GRANT, JOB
-from penstock.workers.rounds import Job, Late, Result, Round, Workers
+from penstock.workers.rounds import IN_A_FORK, Job, Late, Result, Round, Workers
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
 _READ = 10.0  # seconds that a worker has to read a short message
@@ -340,6 +340,7 @@ class ProcessWorkers(Workers):
         """In a fork of the driver: let go of everything, so that the driver's end is noticed."""
         if self._finalizer.detach() is None:
             return
+        self._closed_because = IN_A_FORK
         os.close(self._lifeline)
         for process in self._processes:
             process.wire.close()

@@ -22,6 +22,7 @@ from penstock.links.local import Aborted
 from penstock.links.parcel import from_bytes, to_bytes
 from penstock.links.wire import Gone, Message, Wire, spin
 from penstock.workers.child import portable
+from penstock.workers.rounds import IN_A_FORK
 
 WORD, REPORT, ABORT, VERDICT, LEAVE, WAITS = range(6)
 """What is sent: something for everybody; that a rank is done, that an operation is given up, what
@@ -390,6 +391,7 @@ class Ranks:
 
     def disown(self) -> None:
         """In a fork: let go of the sockets, so that the end of the original is noticed."""
+        self._closed_because = self._closed_because or IN_A_FORK
         for wire in self._wires.values():
             wire.close()
 

@@ -26,6 +26,7 @@ class Result(NamedTuple):
     error: BaseException | None
 
 
+IN_A_FORK = "this process is a fork of the one that has built it, which alone can use it"
 _PARTED = "some have done their part, and others not"
 
 
