@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,7 @@ class Forwarding(ModelLike):
             ClosedError: the pipeline is closed.
         """
         graph = torch.is_grad_enabled()
-        with self._runner.crew.together("a call"):
+        with self._together("a call" if graph else "a call without gradients"):
             batch = self._batch(partial(self._split, args, kwargs))
             order, way = self._order("forward" if graph else "infer", batch)
             outcome = self._runner.run(order)
@@ -109,7 +109,7 @@ class Forwarding(ModelLike):
 
     def _enter(self, inputs: Any) -> tuple[Any, Way, Batch]:
         """Start a batch, without gradients."""
-        with self._runner.crew.together("a batch of map"), torch.no_grad():
+        with self._together("a batch of map"), torch.no_grad():
             batch = self._batch(partial(self._split, *arguments(inputs)))
             order, way = self._order("infer", batch)
             return self._runner.start(order), way, batch
@@ -123,6 +123,11 @@ class Forwarding(ModelLike):
         """Wait for a batch whose result nobody wants."""
         with suppress(PenstockError):  # if it failed, the one that failed first has said so
             self._runner.finish(started[0])
+
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        """An operation of all workers; ranks whose models are in different modes disagree on it."""
+        name = what if self.model.training else f"{what} in evaluation mode"
+        return self._runner.crew.together(name)
 
     def _batch(self, make: Callable[[], Batch]) -> Batch:
         """A batch, where its inputs are; elsewhere, what there is to know of it."""

@@ -286,7 +286,7 @@ class Pipeline(Forwarding, Saves):
         self, make: Callable[[], Batch], objective: Objective, by_microbatch: bool = False
     ) -> Any:
         runner = self._runner
-        with runner.crew.together("train_step"):
+        with self._together("train_step"):
             batch, loss = self._batch(make), None
             if runner.crew.has_loss:
                 check_reads("loss", objective.loss_fn, self._left)

@@ -74,7 +74,8 @@ class Runner:
             batch, known = make(), len(ways)
             taken = [ways.taken(part) for part in batch.parts]
             pairs = zip(taken, batch.parts, strict=True)
-            return replace(batch, ways=taken, news={w: part for w, part in pairs if w >= known})
+            news = {w: part for w, part in pairs if w >= known}
+            return replace(batch, ways=taken, news=news, number=self.batches)
 
         batch = self.crew.told(routed)
         for way in sorted(batch.news):  # elsewhere it is recorded now, under the same number
@@ -90,7 +91,8 @@ class Runner:
             tuple(part[value.leaf] for value in ways[way].inputs if isinstance(value, Ref))
             for part, way in zip(batch.parts, taken, strict=False)  # none where it is not fed
         ]
-        number, self.batches = self.batches, self.batches + 1
+        # Of the batch, not this process's own: after a failure ranks may have counted differently.
+        number, self.batches = batch.number, batch.number + 1
         keys = [Key(batch.seed, number, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")

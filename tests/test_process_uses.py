@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.workers import process_crew
 from tests.models import mlp
 from tests.pool import drain, pooled
 
@@ -216,10 +218,16 @@ def test_a_fork_leaves_results_alone() -> None:
         value = output.clone()
         child = os.fork()
         if child == 0:
-            del output
-            gc.collect()
-            os._exit(0)
-        os.waitpid(child, 0)
+            try:
+                del output
+                gc.collect()
+                with pytest.raises(ps.ClosedError, match="this process is a fork"):
+                    pipe(X)
+                pipe.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         pipe(3 * X)
         pipe(4 * X)
         assert torch.equal(output, value)
@@ -259,6 +267,86 @@ def test_an_exception_arrives_as_it_was_raised() -> None:
     cause = caught.value.__cause__
     assert isinstance(cause, Odd)
     assert (cause.number, cause.args) == (3, ("3 apples",))
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_groups_that_the_script_edits(kind: Any) -> None:
+    """What is in the groups when a step begins is what it updates, as in a plain optimizer."""
+    model, twin = mlp(6, 6, 6), mlp(6, 6, 6)
+    twin.load_state_dict(model.state_dict())
+    with make(model, kind) as pipe:
+        ours = pipe.optimizer(torch.optim.AdamW, [model[0].weight, model[0].bias], lr=0.1)
+        theirs = torch.optim.AdamW([twin[0].weight, twin[0].bias], lr=0.1)
+        for change in range(3):
+            step(pipe)
+            for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+                other.grad = mine.grad.clone()  # type: ignore[union-attr]
+            for optimizer, module in ((ours, model), (theirs, twin)):
+                if change == 1:
+                    optimizer.param_groups[0]["params"].pop(0)
+                    more = {**optimizer.param_groups[0], "params": [module[2].weight], "lr": 0.3}
+                    optimizer.param_groups.append(more)
+                if change == 2:
+                    optimizer.param_groups[0]["params"].append(module[0].weight)
+                optimizer.step()
+        for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine, other), name
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_state_whose_loading_is_interrupted(
+    divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step has it, and not what some workers remembered before."""
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        first = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        step(pipe)
+        first.step()
+        saved = copy.deepcopy(first.state_dict())
+        for values in saved["state"].values():
+            values["momentum_buffer"] *= 3
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        if divided:
+            optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(process_crew._RemoteParts, "load", _interrupt)
+            load = partial(optimizer.load_state_dict, saved)
+            if not divided:
+                load()
+            with pytest.raises(KeyboardInterrupt):
+                (load if divided else optimizer.step)()
+        optimizer.step()
+        found = optimizer.state_dict()["state"]
+        for number, parameter in enumerate(pipe.parameters()):
+            before = saved["state"][number]["momentum_buffer"]
+            expected = before.mul(0.9).add(parameter.grad)
+            assert torch.equal(found[number]["momentum_buffer"], expected)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_workers_forget_optimizers_that_are_gone() -> None:
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        workers = pipe._runner.crew._workers  # type: ignore[attr-defined]
+        kept = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        kept.step()
+        for _ in range(3):
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+            optimizer.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        optimizer.step()
+        del optimizer
+        kept.step()
+        pipe.optimizer(torch.optim.SGD, lr=0.1).step()
+        gc.collect()
+        assert workers.run([_optimizers] * 2) == [[0, 5]] * 2
+        kept.step()
+
+
+def _optimizers(site: Any) -> list[int]:
+    return list(site.optimizers)
 
 
 def test_options_of_an_optimizer_that_cannot_be_sent_leave_the_pipeline_open() -> None:

@@ -328,9 +328,14 @@ def test_verify() -> None:
 
 def test_other_memory_is_noticed(pipes: list[ps.Pipeline]) -> None:
     pipe = pipes[1]
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    step(pipe)
+    optimizer.step()
+    optimizer.zero_grad()
     pipe.model[0][0].double()
-    with pytest.raises(ps.InputError, match=r"was given other memory.*build a new pipeline"):
-        step(pipe)
+    for use in (optimizer.step, lambda: step(pipe)):
+        with pytest.raises(ps.InputError, match=r"was given other memory.*build a new pipeline"):
+            use()
 
 
 def test_replaced_parameters_are_noticed(pipes: list[ps.Pipeline]) -> None:

@@ -32,6 +32,7 @@ class Batch:
         ways: the number of the way that each takes through the model, once it is known.
         news: the leaves of inputs that are the first to take a way, by its number.
         seed: of random numbers.
+        number: of the batch, on which random numbers depend, too.
     """
 
     parts: list[list[Any]]
@@ -39,6 +40,7 @@ class Batch:
     ways: Sequence[int] = ()
     news: Mapping[int, list[Any]] = field(default_factory=dict)
     seed: int = field(default_factory=torch.initial_seed)
+    number: int = -1
 
     @classmethod
     def split(cls, program: Program, leaves: Sequence[Any], most: int) -> Batch:

@@ -52,6 +52,7 @@ class Wire:
     Attributes:
         busy: whether it is in the midst of a message. If it is interrupted then, nobody knows
             where the next message begins.
+        begun: how many messages it has begun to send.
         close: closes this end; the other one notices.
     """
 
@@ -63,6 +64,7 @@ class Wire:
         self._outgoing = select.poll()
         self._outgoing.register(sock, select.POLLOUT)
         self.busy = False
+        self.begun = 0
         self.close = weakref.finalize(self, sock.close)
         self.close.atexit = False
 
@@ -82,6 +84,7 @@ class Wire:
         numbers = (message.round, message.kind, message.slot, message.layout, message.size)
         data = _HEADER.pack(*numbers, len(message.payload)) + message.payload
         fds = [] if message.fd < 0 else [message.fd]
+        self.begun += 1
         self.busy = True
         try:
             sent = self._send(data, fds, timeout)

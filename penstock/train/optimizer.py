@@ -61,6 +61,7 @@ class PipelineOptimizer(Optimizer):
         self._options = options
         self._divide = divide
         self._parts: Parts | None = None
+        self._divided: list[list[int]] = []
         super().__init__(whole.param_groups, whole.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -77,9 +78,14 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        groups = [[id(p) for p in group["params"]] for group in self.param_groups]
+        if self._parts is not None and groups != self._divided:  # the script has edited them
+            self._parts.fetch(self.state)
+            self._parts = None
         if self._parts is None:
-            self._parts = self._divide(self._kind, self.param_groups, self._options)
-            self._parts.load(self.state)
+            parts = self._divide(self._kind, self.param_groups, self._options)
+            parts.load(self.state)
+            self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
         self._parts.step(self.param_groups, self.state)
         return loss
 
@@ -100,5 +106,7 @@ class PipelineOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         if self._kind is MasterWeights:
             restore_float32(self, state_dict)
-        if self._parts is not None:
-            self._parts.load(self.state)
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.load(self.state)  # if that is interrupted, the next step loads all of it
+            self._parts = parts

@@ -207,15 +207,18 @@ class MakePart:
         number: of the optimizer.
         packages: tensors that it needs and the worker does not have.
         part: the optimizer's class, groups and options, packed.
+        used: the numbers of earlier ones that somebody still has; others are let go.
     """
 
     number: int
     packages: Sequence[Package]
     part: bytes
+    used: Sequence[int] = ()
 
     def __call__(self, site: Site) -> None:
         """Make it."""
         take(site, self.packages)
+        site.optimizers = {k: part for k, part in site.optimizers.items() if k in self.used}
         with loading():
             kind, groups, options = site.inbox.unpack(self.part)
         site.optimizers[self.number] = kind(groups, **options)

@@ -162,6 +162,7 @@ class ProcessCrew(Driven):
 
     def start(self, order: Order) -> tuple[Order, Round]:
         """Tell all workers to run a pass."""
+        self._workers.check_open()
         if order.loss is not None:
             _check_loss(order.loss)
         backward = order.what in ("train", "backward")
@@ -242,20 +243,27 @@ class ProcessCrew(Driven):
         """An optimizer whose parts are in the workers."""
         _check_sent("the optimizer's options", (kind, dict(options), settings_of(groups)))
         number, self._optimizers = self._optimizers, self._optimizers + 1
+        used = [parts.number for parts in self._parts]
         jobs = []
         try:
             for worker, owned in enumerate(owners):
                 self._share(worker, owned)
                 own = own_groups(groups, owned)
                 packed = self._outboxes[worker].pack((kind, own, dict(options)))
-                jobs.append(MakePart(number, self._packed(worker), packed))
+                jobs.append(MakePart(number, self._packed(worker), packed, used))
             self._prepare(jobs)
         except BaseException as error:  # as above
             self._workers.close(f"{type(error).__name__} came as an optimizer was being divided")
             raise
-        parts = _RemoteParts(number, owners, self._shared, self._run)
+        parts = _RemoteParts(number, owners, self._shared, self._run, self._ready)
         self._parts.add(parts)
         return parts
+
+    def _ready(self) -> None:
+        """Raise if the workers are gone, or would update memory that the model has left."""
+        self._workers.check_open()
+        for worker in range(self._count):
+            self._shared.check(worker)
 
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
@@ -296,7 +304,9 @@ class _RemoteParts:
         owners: Sequence[Sequence[nn.Parameter]],
         shared: SharedModel,
         run: Callable[..., list[Any]],
+        ready: Callable[[], None],
     ) -> None:
+        self._ready = ready
         self.number = number
         self._owners = owners
         self._shared = shared
@@ -312,6 +322,7 @@ class _RemoteParts:
     def step(self, groups: Groups, state: State) -> None:
         """Update every parameter."""
         settings, workers = settings_of(groups), range(len(self._owners))
+        self._ready()
         self._run([Step(self.number, settings, self._shared.before(w)) for w in workers], True)
 
     def fetch(self, state: State) -> None:

@@ -27,7 +27,7 @@ from penstock.links.shared_memory import Receiver, Sender
 from penstock.links.wire import Gone, Message, Wire
 from penstock.workers.assembly import STARTING, decode, doing, waits
 from penstock.workers.child import ABORT, COMMAND, ERROR, GRANT, JOB
-from penstock.workers.rounds import Job, Late, Result, Round, Workers
+from penstock.workers.rounds import IN_A_FORK, Job, Late, Result, Round, Workers
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
 _READ = 10.0  # seconds that a worker has to read a short message
@@ -186,10 +186,18 @@ class ProcessWorkers(Workers):
         if self._closed_because:  # by another thread
             raise ClosedError(f"the pipeline is closed: {self._closed_because}")
         process = self._processes[worker]
+        begun = process.wire.begun
+        try:
+            self._put(process, worker, job, current)
+        except BaseException:
+            if process.wire.begun == begun:  # nothing has come of it there
+                current.given.discard(worker)
+            raise
+
+    def _put(self, process: _Process, worker: int, job: Job, current: Round) -> None:
         try:
             data, tensors = pack(job)
         except Exception as error:
-            current.given.discard(worker)
             raise InputError(
                 f"worker {worker} is another process, and what it needs cannot be sent there: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
@@ -332,6 +340,7 @@ class ProcessWorkers(Workers):
         """In a fork of the driver: let go of everything, so that the driver's end is noticed."""
         if self._finalizer.detach() is None:
             return
+        self._closed_because = IN_A_FORK
         os.close(self._lifeline)
         for process in self._processes:
             process.wire.close()

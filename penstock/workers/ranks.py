@@ -22,12 +22,14 @@ from penstock.links.local import Aborted
 from penstock.links.parcel import from_bytes, to_bytes
 from penstock.links.wire import Gone, Message, Wire, spin
 from penstock.workers.child import portable
+from penstock.workers.rounds import IN_A_FORK
 
-WORD, REPORT, ABORT, VERDICT, LEAVE = range(5)
+WORD, REPORT, ABORT, VERDICT, LEAVE, WAITS = range(6)
 """What is sent: something for everybody; that a rank is done, that an operation is given up, what
-has come of it; that a rank closes its pipeline."""
+has come of it; that a rank closes its pipeline; in which operation a rank has waited for long."""
 
 _GRACE = 5.0  # seconds that ranks have to stop when an operation is given up
+_LONG = 1.0  # seconds of waiting, after which rank 0 is told what for
 
 T = TypeVar("T")
 
@@ -90,6 +92,7 @@ class Ranks:
         self._reports: dict[int, _Report] = {}
         self._verdict: _Verdict | None = None
         self._given_up = False
+        self._told_what = self.rank == 0  # or rank 0 knows in which operation this rank is
 
     def __len__(self) -> int:
         return len(self.names)
@@ -140,8 +143,13 @@ class Ranks:
             value if rank == self.rank else from_bytes(found) for rank, found in enumerate(values)
         ]
 
-    def tell(self, teller: int, make: Callable[[], T]) -> T:
+    def tell(self, teller: int, make: Callable[[], T], of: str = "the batch") -> T:
         """What one rank makes, for all of them.
+
+        Args:
+            teller: the one that makes it.
+            make: makes it.
+            of: what that is, for the message of a timeout.
 
         Raises:
             Aborted: the operation failed elsewhere.
@@ -153,7 +161,7 @@ class Ranks:
                 self._send(rank, word)
             return value
         while self._word is None:
-            self._listen(None, "waiting for the batch")
+            self._listen(None, f"waiting for {of} of {self.names[teller]}")
         what, value = from_bytes(self._word)
         if what != self._what:
             raise self._disagreement(teller, what)
@@ -162,7 +170,7 @@ class Ranks:
     def _disagreement(self, rank: int, what: str) -> InputError:
         return InputError(
             f"rank {rank} is in {what} and rank {self.rank} in {self._what}: under torchrun all "
-            "ranks must call the same methods of a pipeline in the same order"
+            "ranks must call the same methods of a pipeline in the same order, and in the same mode"
         )
 
     # -- waiting --------------------------------------------------------------------------
@@ -190,7 +198,15 @@ class Ranks:
         fd = -1 if wire is None else wire.fileno()
         if not self._wires and wire is None:
             raise Aborted
-        ready = {found for found, _ in spin(self._poller(fd), self.left())}
+        left = self.left()
+        at_first = left if self._told_what else min(left, _LONG)
+        ready = {found for found, _ in spin(self._poller(fd), at_first)}
+        if not ready and at_first < left:
+            # If rank 0 is in another operation, both would wait for each other until the timeout.
+            self._told_what = True
+            if 0 in self._wires:
+                self._send(0, Message(self.number, WAITS, payload=to_bytes(self._what)))
+            return
         if not ready:
             doing = doing if isinstance(doing, str) else doing()
             raise WorkerTimeout(
@@ -228,6 +244,10 @@ class Ranks:
             self._word = message.payload
             for other in list(self._wires.keys() - {rank}):
                 self._send(other, message)
+        elif message.kind == WAITS:
+            what: str = from_bytes(message.payload)
+            if what != self._what:
+                self._reports[rank] = _Report(what, error=self._disagreement(rank, what))
         elif message.kind == REPORT:
             report: _Report = from_bytes(message.payload)
             if report.what != self._what and report.error is None:
@@ -285,6 +305,7 @@ class Ranks:
         if mine.error is not None:
             error = portable(self._as_others_see(mine.error), self.names[self.rank])
             mine = mine._replace(error=error)
+        self._told_what = True
         if 0 in self._wires:
             self._send(0, Message(self.number, REPORT, payload=to_bytes(mine)))
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
@@ -370,6 +391,7 @@ class Ranks:
 
     def disown(self) -> None:
         """In a fork: let go of the sockets, so that the end of the original is noticed."""
+        self._closed_because = self._closed_because or IN_A_FORK
         for wire in self._wires.values():
             wire.close()
 

@@ -26,6 +26,7 @@ class Result(NamedTuple):
     error: BaseException | None
 
 
+IN_A_FORK = "this process is a fork of the one that has built it, which alone can use it"
 _PARTED = "some have done their part, and others not"
 
 
@@ -86,6 +87,15 @@ class Workers(ABC):
         """Whether there are jobs that were started, and neither finished nor given up."""
         return bool(self._open)
 
+    def check_open(self) -> None:
+        """Raise if they cannot work any more.
+
+        Raises:
+            ClosedError: they were closed.
+        """
+        if self._closed_because:
+            raise ClosedError(f"the pipeline is closed: {self._closed_because}")
+
     def run(
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
     ) -> list[Any]:
@@ -107,8 +117,7 @@ class Workers(ABC):
             ClosedError: the workers were closed.
             WorkerTimeout: one does not read its job.
         """
-        if self._closed_because:
-            raise ClosedError(f"the pipeline is closed: {self._closed_because}")
+        self.check_open()
         current = self._round(self._rounds)
         current.timeout, current.whole = timeout, whole
         self._rounds += 1

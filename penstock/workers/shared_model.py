@@ -206,8 +206,9 @@ class SharedModel:
                 raise InputError(
                     f"a parameter or buffer of shape {tuple(tensor.shape)}, {tensor.dtype} on "
                     f"{tensor.device}, was given other memory after the pipeline was built (by "
-                    "model.to(), .half(), or .data = ...), which its worker process does not see. "
-                    "Copy values into it instead (tensor.data.copy_(...)), or build a new pipeline"
+                    "model.to(), .half(), .data = ..., or another pipeline of it), which its "
+                    "worker process does not see. Copy values into it instead "
+                    "(tensor.data.copy_(...)), or build a new pipeline"
                 )
 
     def before(self, worker: int) -> Gradients:

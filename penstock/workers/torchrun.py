@@ -290,7 +290,7 @@ class TorchrunCrew:
 
     def agreed(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, for all."""
-        return self._ranks.tell(0, make)
+        return self._ranks.tell(0, make, of="the decision")
 
     def everyones(self, value: T) -> list[T]:
         """What every rank has of something, in the order of workers."""

@@ -192,10 +192,17 @@ def failures(rank: int) -> Any:
         found["no inputs"] = raised(lambda: pipe.train_step(target=Y, loss_fn=F.mse_loss))
         found["no loss"] = raised(lambda: pipe.train_step(X))
         found["mixed"] = raised((lambda: step(pipe)) if rank == 0 else pipe.state_dict)
+        pipe.train(rank == 1)
+        found["modes"] = raised(lambda: step(pipe))
+        pipe.train()
+        with torch.set_grad_enabled(rank == 1):
+            found["gradients"] = raised(lambda: pipe(X))
         assert all(p.grad is None for p in pipe.parameters())
         after = pipe.state_dict()
         assert [name for name in before if not torch.equal(before[name], after[name])] == []
         loss = step(pipe)
+        # Random numbers depend on it, however many steps have failed before it, and where.
+        found["number"] = "", str(pipe._runner.batches), "", None
         gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     found["closed"] = raised(lambda: step(pipe))
     with trapped(2, timeout=30) as pipe:

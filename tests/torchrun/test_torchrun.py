@@ -184,6 +184,9 @@ def test_failures(launcher: Launcher, tmp_path: Path) -> None:
     assert "this rank that needs the inputs" in found["no inputs"][1]
     assert "loss_fn=None is not a function" in found["no loss"][1]
     assert "rank 1 is in state_dict and rank 0 in train_step" in found["mixed"][1]
+    for name, words in (("modes", "in evaluation mode"), ("gradients", "without gradients")):
+        assert words in found[name][1]
+        assert "rank 0 is in" in found[name][1]
     assert found["closed"][0] == "ClosedError"
     assert "rank 1 (process" in found["exit"][1]
     assert "which was ended by SystemExit during train_step" in found["exit"][1]

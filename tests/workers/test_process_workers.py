@@ -146,6 +146,23 @@ def test_jobs_that_belong_together_are_done_in_spite_of_ctrl_c(
     assert_usable(team)
 
 
+class _Interrupted:
+    """Is being packed when the user presses Ctrl-C."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_ctrl_c_before_anything_is_sent(team: ProcessWorkers, worker: int) -> None:
+    """Nobody waits for what a worker was not given, until it is taken for a busy one."""
+    jobs = returning(_Interrupted())
+    jobs[1 - worker] = returning(0)[0]
+    with pytest.raises(KeyboardInterrupt):
+        team.run(jobs, 60.0)
+    assert_usable(team)
+
+
 def test_jobs_that_belong_together_are_not_parted(
     fresh: ProcessWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

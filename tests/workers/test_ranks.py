@@ -203,6 +203,39 @@ def test_different_operations(company: Company) -> None:
     assert company.do(settled) == [[0, 1, 2]] * 3
 
 
+@pytest.mark.parametrize("apart", [0, 1])
+def test_different_operations_that_would_wait_for_each_other(
+    company: Company, apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has done its part, and waits for the others, who wait for its word."""
+    monkeypatch.setattr(module, "_LONG", 0.1)
+
+    def work(ranks: Ranks) -> Any:
+        ranks.timeout = 600.0
+        if ranks.rank == apart:
+            with ranks.together("state_dict"):
+                return ranks.settle(None)
+        with ranks.together("train_step"):
+            ranks.tell(apart, lambda: 1)
+            return ranks.settle(None)
+
+    for found in company.do(work):
+        assert type(found) is ps.InputError
+        assert {"rank 0", "state_dict", "train_step"} <= set(_words(str(found)))
+    assert company.do(settled) == [[0, 1, 2]] * 3
+
+
+def test_what_is_waited_for_is_said(company: Company) -> None:
+    def work(ranks: Ranks) -> Any:
+        ranks.timeout = 0.2
+        with ranks.together("save"):
+            return ranks.tell(0, lambda: time.sleep(1), of="the decision")
+
+    for found in company.do(work)[1:]:
+        assert type(found) is ps.WorkerTimeout
+        assert "it is waiting for the decision of rank 0 (a thread)" in str(found)
+
+
 def _words(text: str) -> list[str]:
     return [w for w in ("rank 0", "rank 1", "rank 2", "state_dict", "train_step") if w in text]
 
