@@ -217,6 +217,7 @@ class Experts(nn.Module):
             num_experts_per_tok=2,
             max_position_embeddings=16,
             use_cache=False,
+            experts_implementation="eager",  # one after the other, those that were chosen
         )
         self.whole = MixtralForCausalLM(config)
 
