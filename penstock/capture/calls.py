@@ -71,7 +71,7 @@ class Size(Leaf):
     """
 
     terms: tuple[tuple[int, tuple[str, ...]], ...]
-    kind: type[int] | type[float] = int
+    kind: type[int] | type[float] = field(default=int, repr=False)  # fingerprints stay
 
     def at(self, sizes: Sizes) -> Any:
         """The number, of its kind, for inputs that are this large."""
