@@ -341,7 +341,7 @@ class Pipeline(Forwarding, Saves):
         """
         crew = self._runner.crew
         home = self._runner.loss_device
-        return PipelineScaler(home, crew.together, crew.everywhere, **options)
+        return PipelineScaler(home, crew.together, crew.everyones, **options)
 
     def state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
         """The model's state, under the model's names: it loads into the plain model.

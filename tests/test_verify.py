@@ -149,6 +149,32 @@ def test_parameters_are_in_the_order_of_the_forward() -> None:
     assert report.place.last == "last.weight (call 1)"
 
 
+def with_norms() -> nn.Module:
+    """BatchNorm in both halves."""
+    norms = [nn.BatchNorm1d(6) for _ in range(2)]
+    return nn.Sequential(nn.Linear(6, 6), norms[0], nn.Linear(6, 6), norms[1], nn.Linear(6, 6))
+
+
+def test_running_statistics_that_are_put_off() -> None:
+    report = verify(with_norms(), batchnorm="deferred")
+    assert report.ok, str(report)
+    assert "BatchNorm deferred" in report.subject
+    assert "buffers after 3 steps" in [comparison.what for comparison in report.comparisons]
+
+
+def test_rounded_boundaries_differ_by_design() -> None:
+    report = verify(layered(nn.Tanh()), boundary_dtype=torch.bfloat16)
+    assert not report.ok
+    assert (report.place, report.boundary_dtype) == (None, "bfloat16")
+    assert "boundaries in bfloat16" in report.subject
+    assert "is rounded to bfloat16, on its way and back: that changes" in str(report)
+    assert 0 < report.comparisons[0].largest < 0.1
+    both = verify(layered(Drifting()), boundary_dtype=torch.bfloat16)
+    assert both.place is not None  # which rounding does not explain
+    assert both.place.call == 2
+    assert verify(layered(nn.Tanh())).boundary_dtype is None
+
+
 def sum_of_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target, reduction="sum")
 
@@ -193,6 +219,8 @@ def test_processes_are_named_and_exact() -> None:
         ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the model several times"),
         ({"clip_norm": 0.0}, "is no norm"),
         ({"weight": "tokens"}, "weight='tokens' is unknown"),
+        ({"batchnorm": "later"}, "batchnorm='later' is unknown"),
+        ({"boundary_dtype": torch.int8}, "can travel in bfloat16 or float16"),
     ],
 )
 def test_mistakes(options: dict[str, Any], words: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from penstock.loading import tolerate_missing_torchvision_operators
 
 WIDTH = 8
 
@@ -18,8 +21,9 @@ class Chain(nn.Sequential):
 
     def stages(self) -> list[nn.Module]:
         """The two halves."""
-        parts = list(self)
-        return [nn.Sequential(*parts[: self.middle]), nn.Sequential(*parts[self.middle :])]
+        parts = list(self.named_children())  # whose names they keep, as checkpoints need them
+        halves = parts[: self.middle], parts[self.middle :]
+        return [nn.Sequential(OrderedDict(half)) for half in halves]
 
 
 def linear() -> nn.Module:
@@ -192,6 +196,94 @@ class Flat(nn.Module):
 def transposed() -> nn.Module:
     """What crosses the cut is not contiguous."""
     return Apart(Turned(), Flat())
+
+
+class Experts(nn.Module):
+    """Mixtral of two layers; gives logits, and the loss that balances its experts."""
+
+    def __init__(self) -> None:
+        tolerate_missing_torchvision_operators()  # transformers imports it
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        super().__init__()
+        config = MixtralConfig(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            max_position_embeddings=16,
+            use_cache=False,
+            experts_implementation="eager",  # one after the other, those that were chosen
+        )
+        self.whole = MixtralForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        result = self.whole(tokens, output_router_logits=True)
+        return result.logits, result.aux_loss
+
+    def stages(self) -> list[nn.Module]:
+        """The two halves: a layer each."""
+        return [ExpertsBegin(self.whole), ExpertsEnd(self.whole)]
+
+
+class ExpertsLayer(nn.Module):
+    """A layer of Mixtral that also gives what its router has said."""
+
+    def __init__(self, whole: Any, number: int) -> None:
+        super().__init__()
+        self.config, self.rotary = whole.config, whole.model.rotary_emb
+        self.layer = whole.model.layers[number]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        from transformers.masking_utils import create_causal_mask
+
+        said: list[Tensor] = []
+        places = torch.arange(hidden.shape[1])[None]
+        mask = create_causal_mask(
+            self.config, hidden, attention_mask=None, past_key_values=None, position_ids=places
+        )
+        gate = self.layer.mlp.gate
+        handle = gate.register_forward_hook(lambda module, given, got: said.append(got[0]))
+        turned = self.rotary(hidden, position_ids=places)
+        hidden = self.layer(hidden, attention_mask=mask, position_embeddings=turned)
+        handle.remove()
+        return hidden, said[0]
+
+
+class ExpertsBegin(nn.Module):
+    """The first half of Mixtral."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.table, self.layer = whole.model.embed_tokens, ExpertsLayer(whole, 0)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, said = self.layer(self.table(tokens))
+        return hidden, said
+
+
+class ExpertsEnd(nn.Module):
+    """The second half, with the loss of both routers; of one dimension, to be put together."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.layer, self.config = ExpertsLayer(whole, 1), whole.config
+        self.norm, self.head = whole.model.norm, whole.lm_head
+
+    def forward(self, hidden: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        hidden, second = self.layer(hidden)
+        config = self.config
+        balance = load_balancing_loss_func(
+            (first, second), config.num_local_experts, config.num_experts_per_tok
+        )
+        assert isinstance(balance, Tensor)
+        return self.head(self.norm(hidden)), balance.reshape(1)
 
 
 def dictionary_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ Results = Mapping[Case, Mapping[str, Verdict]]
 _HEAD = """# What stays exact
 
 Written by `python -m benchmarks.contract`, with torch {torch}, on two CPU workers each. Every case
-is a small training script, a function in `benchmarks/contract/cases.py`. One device runs it in
+is a small training script, a function in `benchmarks/contract/cases`. One device runs it in
 plain PyTorch and accumulates the micro-batches in order; then Penstock runs it, and two that come
 with PyTorch. Everything that is there in the end is compared: gradients, parameters, buffers,
 losses and results. *Exact* is the same bits; otherwise the largest absolute difference, and where
@@ -33,6 +33,10 @@ it is.
   ranks is that of the batch. It sums in another order than one device, so small differences
   are rounding; statistics of BatchNorm are those of the rank's own rows.
 - Of dropout, each is compared with itself on one worker, with the same seed.
+- For running statistics that are put off (`deferred`), which plain PyTorch does not have, the one
+  device uses Penstock's own code.
+- What is not exact *by design* was asked to be otherwise: one case rounds what crosses the cut. Its
+  bits depend on the cut alone, whatever workers and schedule.
 
 """
 

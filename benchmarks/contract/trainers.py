@@ -6,15 +6,18 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 import penstock as ps
 from benchmarks.flat import uniform_plan
 from penstock.capture.trees import flatten, unflatten
+from penstock.engine.batchnorm import BatchNormMode, Norms, closed_norms
 from penstock.workers.hiring import Workers
 
 Found = dict[str, Tensor]
@@ -22,6 +25,7 @@ Found = dict[str, Tensor]
 
 Loss = Callable[..., Tensor]
 Weight = Callable[[Any], Any] | Literal["rows"] | None
+Metrics = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Setup:
         unused: whether parameters may get no gradient, which DistributedDataParallel must be told.
         left_alone: leave peers as they come: without the settings that an expert would choose.
         schedule: what torch.distributed.pipelining runs.
+        batchnorm: when running statistics are updated, as a `Pipeline` is told.
+        boundary_dtype: what values travel in from stage to stage, if not in their own.
     """
 
     model: Callable[[], nn.Module]
@@ -46,6 +52,8 @@ class Setup:
     unused: bool = False
     left_alone: bool = False
     schedule: str = "1F1B"
+    batchnorm: BatchNormMode = "microbatch"
+    boundary_dtype: torch.dtype | None = None
 
 
 class Trainer(ABC):
@@ -54,6 +62,13 @@ class Trainer(ABC):
     Args:
         setup: what it is made for.
         seed: of the model's weights.
+
+    Attributes:
+        setup: what it is made for.
+        model: all of it.
+        losses: of every step.
+        metrics: of every micro-batch of every step that was asked for them.
+        outputs: the model's result of the last step that was asked for it.
     """
 
     def __init__(self, setup: Setup, seed: int = 1) -> None:
@@ -61,17 +76,33 @@ class Trainer(ABC):
         self.setup = setup
         self.model = setup.model()
         self.losses: list[Tensor] = []
+        self.metrics: list[Tensor] = []
+        self.outputs: Tensor | None = None
         torch.manual_seed(5)
 
     @abstractmethod
     def step(
-        self, inputs: Any, target: Any, loss: Loss = F.mse_loss, weight: Weight = "rows"
+        self,
+        inputs: Any,
+        target: Any,
+        loss: Loss = F.mse_loss,
+        weight: Weight = "rows",
+        metrics: Metrics | None = None,
+        outputs: bool = False,
     ) -> None:
-        """Forward and backward of a batch; gradients add up, and the loss is noted."""
+        """Forward and backward of a batch; gradients add up, and the loss is noted.
+
+        So are `metrics(output, target)` of every micro-batch and the model's results, if asked for.
+        """
 
     @abstractmethod
     def evaluate(self, inputs: Any) -> Tensor | None:
         """The result of a batch in evaluation mode, where it is known."""
+
+    @property
+    def part(self) -> nn.Module:
+        """What is trained in this process."""
+        return self.model
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
@@ -83,7 +114,7 @@ class Trainer(ABC):
         """The buffers that are updated in this process, by name."""
         return dict(self.model.named_buffers())
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    def optimizer(self, kind: type[Optimizer], **options: Any) -> Any:
         """An optimizer of everything that is trained."""
         return kind(self.own.values(), **options)
 
@@ -112,6 +143,19 @@ class Trainer(ABC):
                 tensor.copy_(state[name])
         return other
 
+    @abstractmethod
+    def saved_and_alone(
+        self, inputs: Any, optimizer: Any, kind: type[Optimizer], **options: Any
+    ) -> tuple[Trainer, Any]:
+        """Save everything to a folder; another one, on one worker, that goes on from there.
+
+        Args:
+            inputs: an example of them.
+            optimizer: what has trained the model.
+            kind: its class.
+            **options: its arguments.
+        """
+
     def found(self, **more: Tensor | None) -> Found:
         """Everything that this process has in the end."""
         result = {f"loss {k}": loss.detach() for k, loss in enumerate(self.losses)}
@@ -127,20 +171,42 @@ class Trainer(ABC):
 
 
 class OneDevice(Trainer):
-    """Plain PyTorch that accumulates micro-batches in order: what is exact."""
+    """Plain PyTorch that accumulates micro-batches in order: what is exact.
+
+    Running statistics that are put off are Penstock's own doing, as plain PyTorch does not do it.
+    """
+
+    def __init__(self, setup: Setup, seed: int = 1) -> None:
+        super().__init__(setup, seed)
+        self._norms = Norms()
+        if setup.batchnorm == "deferred":
+            self._norms.add(self.model.modules())
 
     def step(
-        self, inputs: Any, target: Any, loss: Loss = F.mse_loss, weight: Weight = "rows"
+        self,
+        inputs: Any,
+        target: Any,
+        loss: Loss = F.mse_loss,
+        weight: Weight = "rows",
+        metrics: Metrics | None = None,
+        outputs: bool = False,
     ) -> None:
         self.model.train()
         m, total = self.setup.microbatches, torch.zeros(())
-        for x, y, share in zip(
-            split(inputs, m), split(target, m), shares(target, m, weight), strict=True
-        ):
-            part = loss(self.model(*x), y) * share
-            part.backward()
-            total = total + part.detach()
+        results: list[Any] = []
+        parts = zip(split(inputs, m), split(target, m), shares(target, m, weight), strict=True)
+        with self._norms.during_a_pass():
+            for k, (x, y, share) in enumerate(parts):
+                with self._norms.during(k):
+                    output = self.model(*x)
+                part = loss(output, y) * share
+                part.backward()
+                total = total + part.detach()
+                results.append(output)
+                if metrics is not None:
+                    self.metrics.append(metrics(output.detach(), y))
         self.losses.append(total)
+        self.outputs = torch.cat(results) if outputs else None
 
     def evaluate(self, inputs: Any) -> Tensor | None:
         self.model.eval()
@@ -151,6 +217,12 @@ class OneDevice(Trainer):
     def restarted(self) -> Trainer:
         """It goes on: nothing has happened."""
         return self
+
+    def saved_and_alone(
+        self, inputs: Any, optimizer: Any, kind: type[Optimizer], **options: Any
+    ) -> tuple[Trainer, Any]:
+        """It goes on: nothing has happened."""
+        return self, optimizer
 
 
 class Penstock(Trainer):
@@ -165,13 +237,15 @@ class Penstock(Trainer):
 
     def _pipeline(self, inputs: Any) -> ps.Pipeline:
         if self._pipe is None:
-            program = ps.capture(self.model, inputs)
+            setup = self.setup
+            closed = closed_norms(self.model, setup.batchnorm, ())
+            program = ps.capture(self.model, inputs, keep_closed=closed)
             plan = uniform_plan(
                 program,
                 len(self.devices),
-                self.setup.microbatches,
-                cuts=list(self.setup.cuts) or None if len(self.devices) > 1 else None,
-                recompute="all" if self.setup.recompute else "none",
+                setup.microbatches,
+                cuts=list(setup.cuts) or None if len(self.devices) > 1 else None,
+                recompute="all" if setup.recompute else "none",
             )
             self._pipe = ps.Pipeline(
                 self.model,
@@ -180,22 +254,38 @@ class Penstock(Trainer):
                 program=program,
                 plan=plan,
                 workers=self.workers,
+                batchnorm=setup.batchnorm,
+                boundary_dtype=setup.boundary_dtype,
             )
         return self._pipe
 
     def step(
-        self, inputs: Any, target: Any, loss: Loss = F.mse_loss, weight: Weight = "rows"
+        self,
+        inputs: Any,
+        target: Any,
+        loss: Loss = F.mse_loss,
+        weight: Weight = "rows",
+        metrics: Metrics | None = None,
+        outputs: bool = False,
     ) -> None:
         self.model.train()
         pipe = self._pipeline(inputs)
-        self.losses.append(pipe.train_step(*inputs, target=target, loss_fn=loss, weight=weight))
+        result = pipe.train_step(
+            *inputs, target=target, loss_fn=loss, weight=weight, metrics=metrics, outputs=outputs
+        )
+        if isinstance(result, Tensor):
+            self.losses.append(result)
+        else:
+            self.losses.append(result.loss)
+            self.metrics += result.metrics or ()
+            self.outputs = result.outputs
 
     def evaluate(self, inputs: Any) -> Tensor | None:
         with torch.no_grad():
             result: Tensor = self._pipeline(inputs).eval()(*inputs)
         return result
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    def optimizer(self, kind: type[Optimizer], **options: Any) -> Any:
         if self._pipe is None:
             return kind(self.own.values(), **options)
         return self._pipe.optimizer(kind, **options)
@@ -203,6 +293,20 @@ class Penstock(Trainer):
     def clip(self, norm: float) -> Tensor:
         assert self._pipe is not None
         return self._pipe.clip_grad_norm_(norm)
+
+    def saved_and_alone(
+        self, inputs: Any, optimizer: Any, kind: type[Optimizer], **options: Any
+    ) -> tuple[Trainer, Any]:
+        assert self._pipe is not None
+        with TemporaryDirectory() as folder:
+            self._pipe.save(folder, optimizer=optimizer)
+            self.close()
+            other = type(self)(self.setup, seed=9)
+            other.devices = self.devices[:1]
+            pipe = other._pipeline(inputs)
+            again = pipe.optimizer(kind, **options)
+            ps.load(folder).restore(pipe, optimizer=again)
+        return other, again
 
     def close(self) -> None:
         if self._pipe is not None:

@@ -63,24 +63,29 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Size(Leaf):
-    """An integer that grows with what varies in the inputs: a sum of products, `2B·length+1`.
+    """A whole number that grows with what varies in the inputs: a sum of products, `2B·length+1`.
 
     Attributes:
         terms: every product's factor, and the names that are multiplied; none for a constant.
+        kind: whether Python has it as an `int`, or as a `float`, to divide by for instance.
     """
 
     terms: tuple[tuple[int, tuple[str, ...]], ...]
+    kind: type[int] | type[float] = field(default=int, repr=False)  # fingerprints stay
 
-    def at(self, sizes: Sizes) -> int:
-        """The integer for inputs that are this large."""
-        return sum(factor * prod(sizes[n] for n in names) for factor, names in self.terms)
+    def at(self, sizes: Sizes) -> Any:
+        """The number, of its kind, for inputs that are this large."""
+        return self.kind(
+            sum(factor * prod(sizes[n] for n in names) for factor, names in self.terms)
+        )
 
     def grows_with(self, name: str) -> bool:
         """Whether it is another integer for another number of these."""
         return any(name in names for _, names in self.terms)
 
     def __str__(self) -> str:
-        return "+".join(map(_term, *zip(*self.terms, strict=True))).replace("+-", "-")
+        text = "+".join(map(_term, *zip(*self.terms, strict=True))).replace("+-", "-")
+        return text if self.kind is int else f"float({text})"
 
 
 def _term(factor: int, names: tuple[str, ...]) -> str:

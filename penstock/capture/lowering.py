@@ -228,7 +228,10 @@ class _Lowering:
     def _size(self, size: Size) -> fx.Node:
         if size not in self._nodes:
             terms = [self._term(factor, names) for factor, names in size.terms]
-            self._nodes[size] = reduce(self._added, terms)
+            whole = reduce(self._added, terms)
+            if size.kind is float:
+                whole = self.graph.call_function(float, (whole,))
+            self._nodes[size] = whole
         return self._nodes[size]
 
     def _term(self, factor: int, names: Sequence[str]) -> Any:

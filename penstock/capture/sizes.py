@@ -1,8 +1,8 @@
 """Generalising a recording to any size of the inputs, by recording at several and comparing.
 
-An integer that differs between recordings is a sum of products of what varies, `k * rows + d` in
-the simplest case; one more recording checks it. Anything else that differs cannot be generalised,
-and closes the module whose Python made it.
+A whole number that differs between recordings is a sum of products of what varies, `k * rows + d`
+in the simplest case; one more recording checks it. Python may have it as a float. Anything else
+that differs cannot be generalised, and closes the module whose Python made it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def generalise(traces: Sequence[Trace], points: Sequence[Sizes]) -> Trace:
         points: how large the inputs were, in the order of `Varying.attempts`.
 
     Raises:
-        Unrecordable: the recordings differ in more than integers that grow with the inputs.
+        Unrecordable: the recordings differ in more than whole numbers that grow with the inputs.
     """
     first = traces[0]
     _check_same_decisions(traces)
@@ -150,7 +150,7 @@ class _Adapter:
 
     def leaf(self, general: Any, one: Any) -> Any:
         if isinstance(general, Size):
-            _demand(type(one) is int and general.at(self.sizes) == one)
+            _demand(type(one) is general.kind and general.at(self.sizes) == one)
             return general
         if isinstance(general, TensorInfo) and isinstance(one, TensorInfo):
             _demand(general.dynamic == one.dynamic)
@@ -287,11 +287,13 @@ class _Merge:
             return first
         if all(type(g) is int for g in group):
             return self._size(group, path, what)
+        if all(type(g) is float and g.is_integer() for g in group):
+            return replace(self._size([int(g) for g in group], path, what), kind=float)
         other = next(k for k, g in enumerate(group) if not same_constant(g, first))
         raise Unrecordable(
             path,
             f"{what} is {first!r} with {shown(self.points[0])}, {group[other]!r} with "
-            f"{shown(self.points[other])}, and that is not an integer that grows with them",
+            f"{shown(self.points[other])}, and that is no whole number that grows with them",
         )
 
     def _dimension(self, group: Sequence[int], path: str, what: str) -> int | Size | Irregular:

@@ -51,6 +51,18 @@ from penstock.cli.options import (
     show_default=True,
     help="The optimizer's learning rate.",
 )
+@click.option(
+    "--batchnorm",
+    type=click.Choice(["microbatch", "deferred"]),
+    default="microbatch",
+    show_default=True,
+    help="When running statistics move: with every micro-batch, or once with the whole batch.",
+)
+@click.option(
+    "--boundary-dtype",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="Round what crosses a cut to this, and see how much that changes.",
+)
 @click.option("--clip", type=float, metavar="NORM", help="Clip gradients to this norm.")
 @reported
 def command(
@@ -66,6 +78,8 @@ def command(
     weight: str,
     optimizer: str,
     lr: float,
+    batchnorm: Literal["microbatch", "deferred"],
+    boundary_dtype: str | None,
     clip: float | None,
     as_json: bool,
     **pipeline: Any,
@@ -75,6 +89,8 @@ def command(
     Where it does not, the first call of the forward that gives something else is named.
     """
     from dataclasses import asdict
+
+    import torch
 
     from penstock.cli.arguments import (
         asked,
@@ -114,6 +130,8 @@ def command(
             optimizer=load_optimizer(optimizer),
             optimizer_options={"lr": lr},
             clip_norm=clip,
+            batchnorm=batchnorm,
+            boundary_dtype=getattr(torch, boundary_dtype) if boundary_dtype else None,
             **asked(**pipeline),
             progress=progress,
         )

@@ -9,7 +9,8 @@ the micro-batches are combined pairwise exactly (Chan, Golub and LeVeque 1979).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -70,6 +71,25 @@ class Norms:
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Watch those of these modules that are BatchNorms, too."""
         self._modules |= {m: None for m in modules if isinstance(m, _BatchNorm)}
+
+    @contextmanager
+    def during_a_pass(self) -> Iterator[None]:
+        """A pass of one device: watch, and move the running statistics at its end."""
+        self.begin()
+        try:
+            yield
+            self.fold()
+        finally:
+            self.clear()
+
+    @contextmanager
+    def during(self, microbatch: int) -> Iterator[None]:
+        """The forward of a micro-batch."""
+        self.microbatch = microbatch
+        try:
+            yield
+        finally:
+            self.microbatch = None
 
     def begin(self) -> None:
         """A pass begins."""

@@ -15,6 +15,7 @@ from penstock.capture.calls import Ambient, ambient
 from penstock.capture.trees import flatten, unflatten
 from penstock.cores import use_threads
 from penstock.engine.batch import Weight, weights
+from penstock.engine.batchnorm import Norms
 from penstock.engine.microbatch import merge, split, split_rows
 
 
@@ -29,6 +30,7 @@ class Reference:
         num_microbatches: how many.
         args: positional arguments of the batch.
         kwargs: keyword arguments of the batch.
+        deferred: whether BatchNorms are moved once per batch, as `batchnorm="deferred"` does.
     """
 
     def __init__(
@@ -38,8 +40,12 @@ class Reference:
         num_microbatches: int,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        deferred: bool = False,
     ) -> None:
         self.model = model
+        self._norms = Norms()
+        if deferred:
+            self._norms.add(model.modules())
         self.program = program
         leaves, structure = flatten((tuple(args), dict(kwargs)))
         rows = program.varying.sizes(leaves)[ROWS]
@@ -69,42 +75,40 @@ class Reference:
         targets = self._targets(target)
         given = [() if part is None else (part,) for part in targets]
         share = weights(weight, given, self._rows)
-        for microbatch, part in enumerate(targets):
-            loss = call_loss(loss_fn, self._forward(step, microbatch), part)
-            with ambient().without_autocast().autocasting():
-                (loss * share[microbatch]).backward()
-            total = total + loss.detach() * share[microbatch]
+        with self._norms.during_a_pass():
+            for microbatch, part in enumerate(targets):
+                loss = call_loss(loss_fn, self._forward(step, microbatch), part)
+                with ambient().without_autocast().autocasting():
+                    (loss * share[microbatch]).backward()
+                total = total + loss.detach() * share[microbatch]
         result: torch.Tensor = total
         return result
 
     def call(self, step: int) -> Any:
         """The result of the whole batch."""
-        outputs = [self._forward(step, i) for i in range(len(self._rows))]
-        return self._merged(outputs)
+        with self._norms.during_a_pass():
+            return self._merged(self._forwards(step))
 
     def call_and_backward(
         self, step: int, loss_fn: Callable[..., torch.Tensor], target: Any
     ) -> Any:
         """The result of the batch; one loss of all of it, and its backward by micro-batch."""
-        outputs = [self._forward(step, i) for i in range(len(self._rows))]
-        leaves, structure = flatten(self._merged(outputs))
-        leaves = [_as_leaf(leaf) for leaf in leaves]
-        call_loss(loss_fn, unflatten(structure, leaves), target).backward()
-        done = [0] * len(leaves)
-        for output in outputs:
-            pairs = []
-            for k, (own, whole) in enumerate(zip(flatten(output)[0], leaves, strict=True)):
-                if isinstance(own, torch.Tensor) and own.requires_grad and whole.grad is not None:
-                    dim = _varying(own, whole)
-                    pairs.append((own, whole.grad.narrow(dim, done[k], own.shape[dim])))
-                    done[k] += own.shape[dim]
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        with self._norms.during_a_pass():
+            outputs = self._forwards(step)
+            leaves, structure = flatten(self._merged(outputs))
+            leaves = [_as_leaf(leaf) for leaf in leaves]
+            call_loss(loss_fn, unflatten(structure, leaves), target).backward()
+            _back(outputs, leaves)
         return unflatten(structure, leaves)
+
+    def _forwards(self, step: int) -> list[Any]:
+        return [self._forward(step, i) for i in range(len(self._rows))]
 
     def _forward(self, step: int, microbatch: int) -> Any:
         args, kwargs = self._batches[microbatch]
         key = Key(torch.initial_seed(), step, microbatch)
-        return self.program.reference(args, kwargs, key, self.model)
+        with self._norms.during(microbatch):
+            return self.program.reference(args, kwargs, key, self.model)
 
     def _targets(self, target: Any) -> list[Any]:
         if target is None:
@@ -177,6 +181,19 @@ def _as_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
         return leaf.detach().requires_grad_()
     return leaf
+
+
+def _back(outputs: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """The backward of every micro-batch's output, from the gradients of what they make together."""
+    done = [0] * len(leaves)
+    for output in outputs:
+        pairs = []
+        for k, (own, whole) in enumerate(zip(flatten(output)[0], leaves, strict=True)):
+            if isinstance(own, torch.Tensor) and own.requires_grad and whole.grad is not None:
+                dim = _varying(own, whole)
+                pairs.append((own, whole.grad.narrow(dim, done[k], own.shape[dim])))
+                done[k] += own.shape[dim]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
 def _varying(part: torch.Tensor, whole: torch.Tensor) -> int:

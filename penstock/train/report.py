@@ -90,16 +90,19 @@ class VerifyReport:
         workers: the kind of workers that ran the stages.
         place: where the first difference in the order of the forward arises; `None` if there is
             none, or nothing in the program uses what differs.
+        boundary_dtype: what values were rounded to at every cut, `"bfloat16"` for instance, which
+            makes a difference by itself; `None` if they were not.
     """
 
     subject: str
     comparisons: tuple[Comparison, ...]
     workers: str = "threads"
     place: Place | None = None
+    boundary_dtype: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether everything is bitwise equal."""
+        """Whether everything is bitwise equal, to what nothing has rounded."""
         return all(comparison.ok for comparison in self.comparisons)
 
     def __str__(self) -> str:
@@ -107,6 +110,9 @@ class VerifyReport:
         lines = [f"  {'=' if c.ok else '!'} {c}" for c in self.comparisons]
         if self.place is not None:
             lines.append(f"  it arises in {self.place}")
+        if self.boundary_dtype is not None and not self.ok:
+            rounded = f"what crosses a cut is rounded to {self.boundary_dtype}, on its way and back"
+            lines.append(f"  {rounded}: that changes results by design")
         return "\n".join([f"{self.subject}: {verdict}", *lines])
 
 

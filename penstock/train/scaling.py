@@ -25,7 +25,7 @@ class PipelineScaler(torch.amp.GradScaler):
     Args:
         device: of the pipeline's last stage; the scale is there.
         together: the pipeline's operation of all workers.
-        everywhere: what all workers have found, from what was found here.
+        everyones: what every process has found, from what was found here.
         **options: those of `torch.amp.GradScaler`, `init_scale` and so on.
 
     Raises:
@@ -36,7 +36,7 @@ class PipelineScaler(torch.amp.GradScaler):
         self,
         device: torch.device,
         together: Callable[[str], AbstractContextManager[None]],
-        everywhere: Callable[[Found], Found],
+        everyones: Callable[[list[torch.Tensor]], list[list[torch.Tensor]]],
         **options: Any,
     ) -> None:
         try:
@@ -50,7 +50,7 @@ class PipelineScaler(torch.amp.GradScaler):
                 "growth_factor above 1, backoff_factor below 1, growth_interval and enabled"
             ) from error
         self._together = together
-        self._everywhere = everywhere
+        self._everyones = everyones
 
     def begin(self) -> float | None:
         """The scale of the next backward; `None` if scaling is off."""
@@ -70,7 +70,9 @@ class PipelineScaler(torch.amp.GradScaler):
         with self._together("unscale_"):
             _check_dtype(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            return self._everywhere(found)
+            everyones = self._everyones([*found.values()])
+        scalars = [scalar.to(self._home) for part in everyones for scalar in part]
+        return {self._home: torch.stack(scalars).sum()} if scalars else {}
 
 
 def _check_dtype(optimizer: Optimizer) -> None:

@@ -94,9 +94,6 @@ class Crew(Protocol):
     def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are."""
 
-    def everywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
-        """What all workers have found, as scalars by device, from what was found here."""
-
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of the model, or of a copy of it, wherever its tensors are."""
 
@@ -108,7 +105,10 @@ class Crew(Protocol):
         """What the leading process makes, for all; in the midst of an operation."""
 
     def everyones(self, value: T) -> list[T]:
-        """What every process has of something; this ends the operation."""
+        """What every process has of something, in the order of workers; this ends the operation.
+
+        Tensors of other processes are on the CPU.
+        """
 
     @property
     def place(self) -> int:
@@ -156,10 +156,6 @@ class Driven:
     def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
         return clipping.clip(parameters)
-
-    def everywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
-        """The driver has all gradients."""
-        return found
 
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of the model, or of a copy of it."""

@@ -250,12 +250,6 @@ class TorchrunCrew:
         nn.utils.clip_grads_with_norm_(mine.values(), clipping.max_norm, total, foreach)
         return total
 
-    def everywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
-        """The sum of what all ranks have found, on this rank's device."""
-        with self.together("unscale_"):
-            parts = self._ranks.settle(sum(scalar.item() for scalar in found.values()))
-        return {self._device: torch.tensor(float(sum(parts)), device=self._device)}
-
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of the model, or of a copy of it, on every rank.
 

@@ -39,6 +39,17 @@ def test_what_is_compared() -> None:
         assert "missing" in str(compared(changed, whole))
 
 
+def test_what_differs_by_design_says_so() -> None:
+    case = BY_NAME["narrow_boundaries"]
+    verdict = compared(run(case, Penstock), run(case, OneDevice))
+    chosen = dataclasses.replace(verdict, by_design=case.by_design)
+    assert str(chosen) == f"{verdict}, by design: what crosses the cut is rounded"
+    promised = [v.is_as_promised for v in (Verdict(0.0), chosen, verdict)]
+    assert promised == [True, True, False]
+    for broken in (Verdict(reason="not supported"), Verdict(float("inf"), "a")):
+        assert not dataclasses.replace(broken, by_design=case.by_design).is_as_promised
+
+
 def test_errors_in_a_few_words() -> None:
     text = "x: 'run' failed\nrank 1 raised:\nTraceback:\nRuntimeError: Connection closed by peer\n"
     text += "rank 0 of 2 raised:\nTraceback:\nValueError: not this way\n"

@@ -153,6 +153,32 @@ def test_padding_at_the_end_of_a_length_that_varies() -> None:
         assert torch.equal(program(ids, mask), program.model(ids, mask))
 
 
+def test_a_count_in_floating_point_grows_too() -> None:
+    """As in the loss that balances a mixture of experts, which divides by it."""
+
+    def mean_over_rows(model: Odd, x: torch.Tensor) -> torch.Tensor:
+        rows = 0.0
+        for _ in range(2):
+            rows = rows + x.shape[0] * x.shape[1]
+        return x * (x.sum() / rows)
+
+    model = Odd(mean_over_rows)
+    program = ps.capture(model, (torch.randn(6, 8, 4),), dynamic=LENGTH)
+    assert not program.closed
+    assert "float(2B·length)" in [str(a) for call in program.train.calls for a in call.args]
+    for rows, length in [(2, 8), (7, 5)]:
+        x = torch.randn(rows, length, 4)
+        assert torch.equal(program(x), model(x))
+
+
+def test_a_fraction_that_varies_closes_its_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Odd(lambda _, x: x * (1 / x.shape[0])))
+    program = ps.capture(model, (torch.randn(6, 8, 4),))
+    assert list(program.closed) == ["1"]
+    x = torch.randn(5, 8, 4)
+    assert torch.equal(program(x), model(x))
+
+
 def test_not_a_number_is_the_same_constant_every_time() -> None:
     def marked(model: Odd, x: torch.Tensor) -> torch.Tensor:
         x = x.masked_fill(x < -1, float("nan"))

@@ -226,6 +226,16 @@ def test_verify_with_an_optimizer_clipping_and_a_sum() -> None:
     assert "Adagrad" in json.loads(result.stdout)["subject"]
 
 
+def test_verify_with_batchnorm_and_rounded_boundaries() -> None:
+    result = run("verify", *SMALL, "--batchnorm", "deferred", "--devices", "cpu,cpu")
+    assert result.exit_code == 0, result.output
+    assert "BatchNorm deferred: exact" in result.stdout
+    result = run("verify", *SMALL, "--boundary-dtype", "float16", "--devices", "cpu,cpu")
+    assert result.exit_code == 1
+    assert "boundaries in float16: NOT exact" in result.stdout
+    assert "that changes results by design" in result.stdout
+
+
 def test_verify_that_fails() -> None:
     result = run("verify", f"{HERE}:unstable", "--input", "6x4", "--json")
     assert result.exit_code == 1

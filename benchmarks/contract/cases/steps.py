@@ -1,76 +1,14 @@
-"""The cases: a function each, which is given a trainer and returns what it has in the end.
-
-A line of the table is the first line of the function's docstring.
-"""
+"""What a step leaves: losses, gradients, buffers, and what a model gives in evaluation mode."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.contract import models
-from benchmarks.contract.models import WIDTH
-from benchmarks.contract.trainers import Found, Setup, Trainer
-
-Script = Callable[[Trainer], Found]
-
-_GENERATOR = torch.Generator().manual_seed(3)
-X, Y = (torch.randn(12, WIDTH, generator=_GENERATOR) for _ in range(2))
-TOKENS = torch.randint(16, (12, 5), generator=_GENERATOR)
-LABELS = torch.tensor([1, -100, -100, -100, 2, 3, 4, 5, 6, -100, -100, 7])
-
-
-@dataclass(frozen=True)
-class Case:
-    """A line of the table.
-
-    Attributes:
-        script: what everybody does.
-        setup: what for.
-        of_itself: compared with what the same tool has with one worker, for what is defined by
-            where it draws from a generator.
-        without: who cannot be asked this, and why.
-    """
-
-    script: Script
-    setup: Setup
-    of_itself: bool = False
-    without: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Of the function."""
-        return self.script.__name__
-
-    @property
-    def title(self) -> str:
-        """The line's first words."""
-        return (self.script.__doc__ or self.name).splitlines()[0].rstrip(".")
-
-
-CASES: list[Case] = []
-
-
-def case(
-    model: Callable[[], Any] = models.linear,
-    *,
-    of_itself: bool = False,
-    without: dict[str, str] | None = None,
-    **setup: Any,
-) -> Callable[[Script], Script]:
-    """Add a case: what the decorated function does, with this model."""
-
-    def added(script: Script) -> Script:
-        reasons = tuple((without or {}).items())
-        CASES.append(Case(script, Setup(model, **setup), of_itself, reasons))
-        return script
-
-    return added
+from benchmarks.contract.cases.case import LABELS, TOKENS, X, Y, case
+from benchmarks.contract.trainers import Found, Trainer
 
 
 @case()
@@ -162,6 +100,15 @@ def accumulation_by_default(trainer: Trainer) -> Found:
     return trainer.found()
 
 
+@case(models.batchnorm)
+def accumulation_around_an_evaluation(trainer: Trainer) -> Found:
+    """Gradients accumulated over two steps, with an evaluation between, and BatchNorm."""
+    trainer.step((X,), Y)
+    result = trainer.evaluate((X + 1,))
+    trainer.step((X + 2,), Y)
+    return trainer.found(result=result)
+
+
 @case()
 def tensor_hooks(trainer: Trainer) -> Found:
     """`register_hook` on parameters: each micro-batch's gradient is clamped."""
@@ -185,29 +132,14 @@ def accumulation_hooks(trainer: Trainer) -> Found:
     return trainer.found()
 
 
-def trained(trainer: Trainer, kind: Any, steps: int = 3, **options: Any) -> Any:
-    """Some steps; returns the optimizer."""
+@case()
+def module_hooks(trainer: Trainer) -> Found:
+    """Hooks of modules, of the forward and of the backward, that change values and gradients."""
+    first, last = (trainer.model.get_submodule(name) for name in ("0", "4"))
+    first.register_forward_hook(lambda module, args, output: output * 1.5)
+    last.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    last.register_full_backward_hook(lambda module, given, got: (given[0] * 3,))
     trainer.step((X,), Y)
-    optimizer = trainer.optimizer(kind, **options)
-    optimizer.step()
-    for k in range(1, steps):
-        optimizer.zero_grad()
-        trainer.step((X + k,), Y)
-        optimizer.step()
-    return optimizer
-
-
-@case()
-def sgd(trainer: Trainer) -> Found:
-    """SGD with momentum, three steps."""
-    trained(trainer, torch.optim.SGD, lr=0.1, momentum=0.9)
-    return trainer.found()
-
-
-@case()
-def adamw(trainer: Trainer) -> Found:
-    """AdamW, three steps."""
-    trained(trainer, torch.optim.AdamW, lr=0.01)
     return trainer.found()
 
 
@@ -291,6 +223,22 @@ def batchnorm_by_default(trainer: Trainer) -> Found:
     return trainer.found()
 
 
+@case(
+    models.batchnorm,
+    batchnorm="deferred",
+    without={
+        "torch.distributed.pipelining": "not supported: nothing in it puts off running statistics",
+        "data parallelism": "not supported: SyncBatchNorm normalises by other statistics, and "
+        "not on CPUs",
+    },
+)
+def batchnorm_deferred(trainer: Trainer) -> Found:
+    """BatchNorm whose running statistics are those of the whole batch (`deferred`)."""
+    trainer.step((X,), Y)
+    trainer.step((X + 1,), Y)
+    return trainer.found(result=trainer.evaluate((X,)))
+
+
 @case(models.batchnorm)
 def evaluation(trainer: Trainer) -> Found:
     """A result in evaluation mode after a step, with BatchNorm."""
@@ -370,6 +318,30 @@ def dictionary(trainer: Trainer) -> Found:
     return trainer.found()
 
 
+@case(models.Experts)
+def mixture_of_experts(trainer: Trainer) -> Found:
+    """Mixtral: experts that are called as the data say, and a loss that balances them."""
+
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        logits, balance = output
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + 0.02 * balance.sum()
+
+    trainer.step((TOKENS,), TOKENS.roll(-1, 1), loss)
+    return trainer.found()
+
+
+@case(
+    cuts=("2",),
+    boundary_dtype=torch.bfloat16,
+    by_design="what crosses the cut is rounded",
+    without={"data parallelism": "does not apply: it cuts nothing"},
+)
+def narrow_boundaries(trainer: Trainer) -> Found:
+    """Boundaries that travel in bfloat16, compared with one device that rounds nothing."""
+    trainer.step((X,), Y)
+    return trainer.found()
+
+
 @case(models.tokens_over_a_boundary)
 def integers_over_a_boundary(trainer: Trainer) -> Found:
     """Integers (tokens) that a later stage needs."""
@@ -396,21 +368,3 @@ def skip_connection(trainer: Trainer) -> Found:
     """A skip connection over the cut."""
     trainer.step((X,), Y)
     return trainer.found()
-
-
-@case()
-def resumed(trainer: Trainer) -> Found:
-    """Stopped and resumed from a file: AdamW, two steps and two more."""
-    optimizer = trained(trainer, torch.optim.AdamW, 2, lr=0.01)
-    state = optimizer.state_dict()
-    other = trainer.restarted()
-    again = optimizer if other is trainer else other.optimizer(torch.optim.AdamW, lr=0.01)
-    if other is not trainer:
-        again.load_state_dict(state)
-    for k in (2, 3):
-        again.zero_grad()
-        other.step((X + k,), Y)
-        again.step()
-    found = other.found()
-    other.close()
-    return {name: tensor for name, tensor in found.items() if not name.startswith("loss")}
