@@ -64,13 +64,18 @@ class Reference:
         target: Any,
         weight: Weight = "rows",
     ) -> torch.Tensor:
-        """Accumulate the gradients of a batch, weighted as `Pipeline.train_step` does."""
+        """Accumulate the gradients of a batch, weighted as `Pipeline.train_step` does.
+
+        A micro-batch of weight 0 runs its forward, for what that does to buffers, and is left out.
+        """
         total: Any = 0.0
         targets = self._targets(target)
         given = [() if part is None else (part,) for part in targets]
         share = weights(weight, given, self._rows)
         for microbatch, part in enumerate(targets):
             loss = call_loss(loss_fn, self._forward(step, microbatch), part)
+            if not share[microbatch]:  # nothing counts in it, so its mean may be no number
+                continue
             with ambient().without_autocast().autocasting():
                 (loss * share[microbatch]).backward()
             total = total + loss.detach() * share[microbatch]
