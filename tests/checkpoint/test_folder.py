@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,18 @@ def test_errors_of_a_writer(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
             with pytest.raises(ps.CheckpointError, match="No space left"):
                 run.pipe.close()
     assert number_of(tmp_path) == 2
+
+
+def test_a_disk_that_is_full_of_what_optimizers_remember(tmp_path: Path) -> None:
+    """torch.save says `unexpected pos 704 vs 598`."""
+    one = Part(str(tmp_path), 1, 0, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        one.save({}, {"optimizer": {"a": torch.zeros(10_000)}}, background=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the disk may be full, or a quota reached. A checkpoint before" in one.note.read_text()
 
 
 def test_a_worker_that_never_writes(
