@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -223,6 +224,11 @@ def test_a_worker_that_never_writes(
         monkeypatch.setattr("penstock.checkpoint.saver._STALLED", 0.1)
         with pytest.raises(ps.CheckpointError, match=r"nothing was written .* workers \[0, 1\]"):
             run.save(tmp_path, background=True).wait()
+        with monkeypatch.context() as patch:
+            gone = "penstock.checkpoint.saver._size_of"
+            patch.setattr(gone, lambda part: shutil.rmtree(tmp_path, ignore_errors=True))
+            with pytest.raises(ps.CheckpointError, match="the folder was removed before the parts"):
+                run.save(tmp_path, background=True).wait()
         monkeypatch.setattr(run.pipe._runner.crew, "all_alive", lambda: False)
         with pytest.raises(ps.CheckpointError, match="a worker has ended before the parts"):
             run.save(tmp_path, background=True).wait()
