@@ -15,7 +15,7 @@ from penstock.errors import InputError
 
 _INPUT = re.compile(
     r"^(?:(?P<name>[A-Za-z_]\w*)=)?"
-    r"(?:(?P<dtype>[a-z0-9]+)\[(?P<inner>[\d,\s]+)\](?:<(?P<below>\d+))?|(?P<plain>\d+(?:x\d+)*))$"
+    r"(?:(?P<dtype>[a-z0-9]+)\[(?P<inner>[\d,\s]+)\](?:<(?P<below>\d+)>?)?|(?P<plain>\d+(?:x\d+)*))$"
 )
 _KEPT: list[torch.library.Library] = []  # torch forgets operators whose library is collected
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from penstock.capture import Key, Program, Ref
+from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.engine.batch import Batch
 from penstock.engine.ends import Loss
@@ -72,7 +73,12 @@ class Runner:
 
         def routed() -> Batch:
             batch, known = make(), len(ways)
-            taken = [ways.taken(part) for part in batch.parts]
+            try:
+                taken = [ways.taken(part) for part in batch.parts]
+            except Exception as error:  # at a new size, the model's own forward runs
+                if (clearer := lone_row(error, batch.rows)) is not None:
+                    raise clearer from error
+                raise
             pairs = zip(taken, batch.parts, strict=True)
             news = {w: part for w, part in pairs if w >= known}
             return replace(batch, ways=taken, news=news, number=self.batches)

@@ -295,3 +295,37 @@ def test_norms_that_were_frozen_when_the_model_was_recorded(workers: str) -> Non
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
     assert int(model[1].num_batches_tracked) == 3
     assert int(model[3].num_batches_tracked) == 0
+
+
+def of_rows(count: int) -> nn.Module:
+    """A norm inside a part, of `count` channels."""
+    inner = nn.Sequential(nn.Linear(6, count), nn.BatchNorm1d(count), nn.ReLU())
+    return nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(count, 6))
+
+
+@pytest.mark.parametrize("mode", ["microbatch", "deferred"])
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_a_micro_batch_of_one_row(workers: Any, mode: Any) -> None:
+    """At first the model's own forward refuses it; and where its size is known, the worker's."""
+    with pipeline(of_rows(8), m=8, workers=workers, batchnorm=mode) as pipe:
+        before = buffers_of(pipe.model)
+        words = r"'1\.1' \(BatchNorm1d\).* given the shape \[1, 8\], one value per channel"
+        fewer = "11 rows is in 8 micro-batches, .* with num_microbatches=5 or fewer"
+        with pytest.raises(ps.InputError, match=f"{words}.* {fewer}"):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        norm = pipe.model.get_submodule("1.1")
+        norm.eval()
+        assert pipe(X).shape == (11, 6)
+        norm.train()
+        with pytest.raises(ps.InputError, match=f"{words}.* {fewer}"):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        with pytest.raises(ps.InputError, match=f"{words}.* 1 row is in 1 .* row; leave out"):
+            pipe(X[:1])
+        assert_equal(buffers_of(pipe.model), before)
+        pipe.train_step(torch.cat([X, X]), target=torch.cat([Y, Y]), loss_fn=F.mse_loss)
+
+
+def test_so_many_micro_batches_that_they_have_one_row() -> None:
+    """It is found out when they are measured."""
+    with pytest.raises(ps.InputError, match=r"'1\.1' .* with num_microbatches=5 or fewer"):
+        ps.Pipeline(of_rows(8), (X,), devices=["cpu"] * 2, num_microbatches=11)

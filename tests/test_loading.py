@@ -36,13 +36,14 @@ def test_models_that_are_not_there(target: str, words: str) -> None:
         ("float64[2, 3]", None, torch.float64, (2, 3)),
         ("int64[8,4]<5", None, torch.int64, (8, 4)),
         ("ids=int32[8]<3", "ids", torch.int32, (8,)),
+        ("int64[8,4]<5>", None, torch.int64, (8, 4)),
     ],
 )
 def test_inputs(spec: str, name: str | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     found, tensor = parse_input(spec)
     assert (found, tensor.dtype, tuple(tensor.shape)) == (name, dtype, shape)
     if "<" in spec:
-        assert 0 <= tensor.min() <= tensor.max() < int(spec.split("<")[1])
+        assert 0 <= tensor.min() <= tensor.max() < int(spec.split("<")[1].strip(">"))
 
 
 @pytest.mark.parametrize("spec", ["", "8xx3", "int64[8", "float99[2]", "a-b=3x3", "3x3<2"])

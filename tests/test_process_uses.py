@@ -65,6 +65,19 @@ class Recurrent(nn.Module):
         return self.b(self.a(x[:, None])[0])[0][:, 0]
 
 
+def test_training_after_inference_mode() -> None:
+    """The first batches that are so large come in that mode, and their memory is used again."""
+    x, y = X.repeat(2000, 1), Y.repeat(2000, 1)
+
+    def use(pipe: ps.Pipeline) -> Any:
+        with torch.inference_mode():
+            found = [pipe(x), *pipe.map([x, x])]
+        loss = pipe.train_step(x, target=y, loss_fn=F.mse_loss)
+        return [loss, *(f.clone() for f in found)]
+
+    alike(nn.Sequential(*mlp(6, 6, 6)), use)
+
+
 def test_recurrent_layers() -> None:
     alike(Recurrent(), lambda pipe: [step(pipe), step(pipe)])
 

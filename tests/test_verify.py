@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.train.report import compare
 from tests.models import cases, mlp
 
 X, Y = torch.randn(7, 6), torch.randn(7, 6)
@@ -190,6 +191,37 @@ def test_sums_and_weighted_means() -> None:
         weight=lambda t: (t != -100).sum(),
     )
     assert counted.ok, str(counted)
+
+
+def test_a_micro_batch_in_which_nothing_counts() -> None:
+    """Its mean is no number, on one device as well, and is left out there, too."""
+    labels = torch.tensor([-100, -100, -100, 2, 3, 4, 1])
+    report = verify(
+        layered(nn.BatchNorm1d(6)),
+        target=labels,
+        loss_fn=F.cross_entropy,
+        weight=lambda t: (t != -100).sum(),
+    )
+    assert report.ok, str(report)
+    assert not any(comparison.undefined for comparison in report.comparisons)
+
+
+def no_number(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target) * float("nan")
+
+
+def test_nans_in_the_same_places_are_equal_and_are_said() -> None:
+    report = verify(layered(nn.Tanh()), loss_fn=no_number)
+    assert report.ok, str(report)
+    assert "losses: 3 compared, all equal, but 3 have a nan in the same places" in str(report)
+    assert "result of a call: 1 compared, all bitwise equal" in str(report)
+
+
+def test_nans_in_other_places_differ() -> None:
+    ours, theirs = torch.tensor([1.0, float("nan"), 2.0]), torch.tensor([1.0, 2.0, float("nan")])
+    found = compare("results", {"a": ours, "b": ours}, {"a": theirs, "b": ours})
+    assert (found.different, found.undefined, found.largest) == (("a",), ("b",), float("inf"))
+    assert compare("results", {"b": ours}, {"b": ours + 1}).different == ("b",)
 
 
 def test_processes_are_named_and_exact() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from penstock.errors import InputError
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _ROOT = "the model itself"
 _OF_THE_MODEL = f"in {_ROOT}"
+_ONE_VALUE = re.compile(
+    r"Expected more than 1 value per channel when training, got input size torch\.Size\((.*)\)"
+)
 
 
 def where(error: BaseException, model: nn.Module) -> str:
@@ -48,6 +55,37 @@ def hint(error: BaseException, model: nn.Module, leaves: Sequence[Any]) -> str:
     if len(devices) > 1:
         return f"; the inputs and the model are on several devices, {' and '.join(devices)}"
     return ""
+
+
+def lone_row(error: BaseException, rows: Sequence[int]) -> InputError | None:
+    """If a BatchNorm, or what normalises like one, was given a micro-batch of one row: say so.
+
+    Args:
+        error: what was raised while a forward ran.
+        rows: of every micro-batch of the batch.
+    """
+    raised = error.__cause__ or error  # what recording raises has it as its cause
+    found = _ONE_VALUE.match(str(raised))
+    selves = [f.f_locals.get("self") for f, _ in traceback.walk_tb(raised.__traceback__)]
+    modules = [each for each in selves if isinstance(each, nn.Module)]
+    if found is None or not modules or 1 not in rows:
+        return None
+    paths = {id(module): path for path, module in modules[0].named_modules()}
+    inner = modules[-1]
+    name = repr(paths.get(id(inner), "")) if paths.get(id(inner)) else _ROOT
+    total = sum(rows)
+    fewer = f"with num_microbatches={total // 2} or fewer each has two at least. Otherwise "
+    evaluated = ", or put that module into evaluation mode, where it takes its running statistics"
+    has_none = isinstance(inner, _NormBase) and inner.running_mean is None
+    return InputError(
+        f"{name} ({type(inner).__name__}) normalises by the statistics of a micro-batch, and was "
+        f"given the shape {found[1]}, one value per channel, which has no variance. The batch of "
+        f"{total} row{'s' * (total > 1)} is in {len(rows)} micro-batch{'es' * (len(rows) > 1)}, "
+        f"the smallest of one row; {fewer if total > 1 else ''}leave out a batch that is so small "
+        f"(drop_last=True of a DataLoader){'' if has_none else evaluated}. "
+        'batchnorm="deferred" does not help: micro-batches are normalised by themselves all the '
+        "same"
+    )
 
 
 def _is_foreign(frame: FrameType) -> bool:

@@ -18,6 +18,9 @@ import torch
 
 from penstock.capture.trees import flatten
 
+LOSS, METRICS = -1, -2
+"""The numbers of what comes behind the calls of a program."""
+
 _MASK = (1 << 64) - 1
 
 # The generators are process-wide, so is what guards them. Reentrant: a closed module that draws
@@ -134,6 +137,35 @@ def draw(
             return function(*args, **kwargs)
         finally:
             generator.set_state(state)
+
+
+class Watched:
+    """A function of the user's, with random numbers of its own if it draws any.
+
+    Its first call is seeded, like a call of the program, and watched. If that drew none, the others
+    go without the lock, so that they keep no other stage waiting.
+
+    Args:
+        function: which one.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._draws = True
+
+    def __call__(self, key: Key, call: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Call it, as this call of this micro-batch."""
+        if not self._draws:
+            return self._function(*args, **kwargs)
+        generator = default_generator(_device_of((args, kwargs)))
+        with _GENERATOR_LOCK:
+            state = generator.get_state()
+            start = generator.manual_seed(key.for_call(call)).get_state()
+            try:
+                return self._function(*args, **kwargs)
+            finally:
+                self._draws = not torch.equal(start, generator.get_state())
+                generator.set_state(state)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -21,6 +21,7 @@ from penstock.checkpoint.contents import (
     STATE,
     groups_of,
     names_of,
+    unlike,
     use_generators,
 )
 from penstock.checkpoint.saver import Saves
@@ -247,6 +248,13 @@ class Checkpoint:
             raise InputError(
                 f"{name}= has other groups than in {self.path}: of {sizes[0]} parameters, there of "
                 f"{sizes[1]}. Make it with the groups that it had, of the same parameters"
+            )
+        missing, other = unlike(optimizer, groups)
+        if missing and other:
+            raise InputError(
+                f"{name}= is of another class than in {self.path}: it needs {', '.join(missing)}, "
+                f"which are not there, and does not know {', '.join(other)}, which are. Make one "
+                "of the class that was saved"
             )
         return _numbered(groups, self._remembered(name), own)
 

@@ -25,6 +25,9 @@ OPTIMIZER, STATE, GENERATOR, DATA = "optimizer", "state", "generator", "data"
 """What the user may give: a `torch.optim` optimizer, anything with `state_dict()`, a
 `torch.Generator`, plain data."""
 
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""What schedulers leave in the groups of optimizers."""
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -122,6 +125,19 @@ def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, 
     return found
 
 
+def unlike(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """What an optimizer's class has settings for and saved groups have not, and the reverse.
+
+    Another version of the same class may have more settings, or fewer; another class has both.
+    """
+    known = set(optimizer.defaults)
+    saved = {setting for group in groups for setting in group} - {"params"}
+    scheduled = _OF_SCHEDULERS | {setting for g in optimizer.param_groups for setting in g}
+    return sorted(known - saved), sorted(saved - known - scheduled)
+
+
 def _places(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:
     """Names of all its parameters; those that are not the model's are numbered."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -214,7 +230,7 @@ def _packed(training: Any, saved: Mapping[str, Any]) -> bytes:
         return data
     culprit = next((f"{name}=" for name, thing in saved.items() if _attempt(thing)[1]), "the model")
     raise InputError(
-        f"{culprit} cannot be saved, as it is, or its state_dict() has, more than plain data "
+        f"{culprit} cannot be saved, because it, or its state_dict(), is more than plain data "
         f"(numbers, texts, tensors, and lists, tuples and dictionaries of them): {error}"
     )
 

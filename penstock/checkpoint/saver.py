@@ -193,8 +193,10 @@ class Saver:
                 return [notes[part.index] for part in parts]
             if (now := _size_of(parts[0])) != size:
                 size, grown = now, time.monotonic()
-            if not alive or time.monotonic() > grown + _STALLED:
+            is_there = os.path.isdir(parts[0].folder)
+            if not (alive and is_there) or time.monotonic() > grown + _STALLED:
                 why = f"nothing was written for {_STALLED:.0f} s" if alive else "a worker has ended"
+                why = why if is_there else "the folder was removed"
                 raise CheckpointError(
                     f"the checkpoint {parts[0].folder} is not complete: {why} before the parts of "
                     f"workers {missing} were there. A checkpoint before it is untouched"

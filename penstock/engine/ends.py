@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.capture.randomness import LOSS, METRICS, Key, Watched
 from penstock.capture.trees import map_leaves
 from penstock.engine.span import Gradients, Roots, Values, edges
 from penstock.errors import InputError
@@ -72,20 +73,24 @@ class Outlet:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self.begin(None, {})
+        self.begin(None, {}, ())
 
-    def begin(self, loss: Loss | None, gradients: Mapping[int, Gradients]) -> None:
+    def begin(
+        self, loss: Loss | None, gradients: Mapping[int, Gradients], keys: Sequence[Key]
+    ) -> None:
         """From now on collect results, or turn them into losses if there is a loss.
 
         Args:
             loss: the step's.
             gradients: of results that were collected before, for their backward.
+            keys: where the random numbers of every micro-batch are.
         """
         self.results: dict[int, Values] = {}
         self.gradients: dict[int, Gradients] = dict(gradients)
         self.losses: dict[int, torch.Tensor] = {}
         self.metrics: dict[int, Any] = {}
         self._loss = loss
+        self._keys = keys
 
     def send(self, microbatch: int, results: Values) -> Roots:
         """Keep the results, or the loss of them."""
@@ -93,9 +98,11 @@ class Outlet:
             self.results[microbatch] = tuple(_without_history(r) for r in results)
         if self._loss is None:
             return edges(results)
-        loss, weight = self._loss.of(microbatch, results, self._assemble)
+        key = self._keys[microbatch]
+        loss, weight = self._loss.of(microbatch, key, results, self._assemble)
         if self._loss.metrics is not None:
-            self.metrics[microbatch] = self._loss.measured(microbatch, results, self._assemble)
+            found = self._loss.measured(microbatch, key, results, self._assemble)
+            self.metrics[microbatch] = found
         self.losses[microbatch] = loss.detach()
         self.gradients[microbatch] = [weight]
         return edges((loss,))
@@ -133,6 +140,8 @@ class Loss:
         self.weights = weights
         self.more = dict(more or {})
         self.metrics = metrics
+        self._of = Watched(function)
+        self._measured = None if metrics is None else Watched(metrics)
         self.keeps_outputs = keeps_outputs
         self.scale = scale
 
@@ -142,7 +151,7 @@ class Loss:
         return list(self.function.buffers()) if isinstance(self.function, nn.Module) else []
 
     def of(
-        self, microbatch: int, results: Values, assemble: Assemble
+        self, microbatch: int, key: Key, results: Values, assemble: Assemble
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of a micro-batch, and its weight, scaled, as the gradient to start from.
 
@@ -154,14 +163,14 @@ class Loss:
         """
         try:
             output = assemble(microbatch, results)
-            loss = self.function(output, *self.targets[microbatch], **self.more)
+            loss = self._of(key, LOSS, output, *self.targets[microbatch], **self.more)
             _check_scalar(loss)
         except BaseException as error:  # a sys.exit() as well
             raise LossFailed("loss") from error
         weight = self.weights[microbatch]
         return loss, self._start(loss, weight) if weight else None
 
-    def measured(self, microbatch: int, results: Values, assemble: Assemble) -> Any:
+    def measured(self, microbatch: int, key: Key, results: Values, assemble: Assemble) -> Any:
         """What the metrics function says of a micro-batch.
 
         Raises:
@@ -170,7 +179,8 @@ class Loss:
         try:
             with torch.no_grad():
                 output = assemble(microbatch, results)
-                found = self.metrics(output, *self.targets[microbatch])  # type: ignore[misc]
+                target = self.targets[microbatch]
+                found = self._measured(key, METRICS, output, *target)  # type: ignore[misc]
             return map_leaves(_without_history, found)
         except BaseException as error:
             raise LossFailed("metrics") from error

@@ -10,8 +10,9 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +20,26 @@ ALIGNMENT = 64
 """Bytes to which tensors are aligned, as torch's own allocator does."""
 
 _HEADER = ALIGNMENT  # its first byte says whether the segment is lent
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _ordinary(make: Callable[P, T]) -> Callable[P, T]:
+    """Tensors as they are outside of `torch.inference_mode()`, wherever they are made.
+
+    Memory is used again, for training too, and what was made in that mode could not be filled then.
+    """
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return make(*args, **kwargs)
+        with torch.inference_mode(False):
+            return make(*args, **kwargs)
+
+    return made
 
 
 class Segment:
@@ -35,6 +56,7 @@ class Segment:
         close: closes it, when no other process needs it any more; the memory stays.
     """
 
+    @_ordinary
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = size
         self.fd = _anonymous(_HEADER + size) if fd is None else fd
@@ -56,6 +78,7 @@ class Segment:
         """Mark the content as used; whoever borrows it marks it as free again."""
         self._whole[0] = 1
 
+    @_ordinary
     def borrow(self) -> torch.Tensor:
         """The content, as bytes; marked as free when no tensor uses this memory any more."""
         memory = self._whole[_HEADER:]
@@ -101,6 +124,7 @@ class Place(NamedTuple):
         """The first byte behind it."""
         return self.offset + _span(self.shape, self.stride) * self.dtype.itemsize
 
+    @_ordinary
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, in this memory."""
         first = self.offset // self.dtype.itemsize
@@ -166,6 +190,7 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
 
 
+@_ordinary
 def _alone(whole: memoryview, place: Place) -> torch.Tensor:
     """The tensor, with a storage that has nothing else in it."""
     start, stop = _HEADER + place.offset, _HEADER + place.end

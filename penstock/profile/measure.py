@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.capture import ROWS, Program, Sizes, TensorInfo
+from penstock.capture.blame import lone_row
 from penstock.capture.explain import weight_bytes
 from penstock.capture.preserve import own_generators_kept
 from penstock.capture.randomness import generators_kept
@@ -86,7 +87,12 @@ def profile(
 
     own = own_generators_kept(program.model.modules())
     with own, generators_kept(torch.device(kind) for kind in teams):
-        timings = _measured(teams, agenda, batch_of, progress)
+        try:
+            timings = _measured(teams, agenda, batch_of, progress)
+        except Exception as error:
+            if (clearer := lone_row(error, _rows(batch_size, asked or 1))) is not None:
+                raise clearer from error
+            raise
         most = max(timings[devices[0]])
         saved = teams[devices[0]].saved_bytes(*batch_of(most))
     return Profile(
@@ -102,6 +108,12 @@ def profile(
         outputs=_outputs(program),
         capacity=_capacity(teams),
     )
+
+
+def _rows(batch_size: int, count: int) -> list[int]:
+    """Of every micro-batch."""
+    smaller, larger = divmod(batch_size, count)
+    return [smaller + 1] * larger + [smaller] * (count - larger)
 
 
 def _copies(kind: str, devices: Sequence[str]) -> int:

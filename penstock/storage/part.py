@@ -76,7 +76,7 @@ class Part:
         except Exception as error:
             note = {
                 "error": f"part {self.index + 1} of {self.count} of the checkpoint {self.folder} "
-                f"cannot be written: {type(error).__name__}: {error}. A checkpoint before it is "
+                f"cannot be written: {_reason(error)}. A checkpoint before it is "
                 "untouched"
             }
             for path in (weights, optimizers):  # if the disk is full, the note needs room
@@ -101,6 +101,13 @@ class Part:
             "weights": dict.fromkeys(tensors, weights.name),
             "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
         }
+
+
+def _reason(error: Exception) -> str:
+    """Why a file cannot be written, in words."""
+    if "inline_container" in str(error):  # torch.save keeps what the system said to itself
+        return "torch.save could not write all of it; the disk may be full, or a quota reached"
+    return f"{type(error).__name__}: {error}"
 
 
 def copied(value: Any) -> Any:

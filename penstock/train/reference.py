@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.capture import ROWS, Key, Program
 from penstock.capture.calls import Ambient, ambient
+from penstock.capture.randomness import LOSS, draw
 from penstock.capture.trees import flatten, unflatten
 from penstock.cores import use_threads
 from penstock.engine.batch import Weight, weights
@@ -70,14 +71,21 @@ class Reference:
         target: Any,
         weight: Weight = "rows",
     ) -> torch.Tensor:
-        """Accumulate the gradients of a batch, weighted as `Pipeline.train_step` does."""
+        """Accumulate the gradients of a batch, weighted as `Pipeline.train_step` does.
+
+        A micro-batch of weight 0 runs its forward, for what that does to buffers, and is left out.
+        """
         total: Any = 0.0
         targets = self._targets(target)
         given = [() if part is None else (part,) for part in targets]
         share = weights(weight, given, self._rows)
         with self._norms.during_a_pass():
             for microbatch, part in enumerate(targets):
-                loss = call_loss(loss_fn, self._forward(step, microbatch), part)
+                output = self._forward(step, microbatch)
+                key = self._key(step, microbatch)
+                loss = draw(key, LOSS, call_loss, loss_fn, output, part)
+                if not share[microbatch]:  # nothing counts in it, so its mean may be no number
+                    continue
                 with ambient().without_autocast().autocasting():
                     (loss * share[microbatch]).backward()
                 total = total + loss.detach() * share[microbatch]
@@ -106,9 +114,11 @@ class Reference:
 
     def _forward(self, step: int, microbatch: int) -> Any:
         args, kwargs = self._batches[microbatch]
-        key = Key(torch.initial_seed(), step, microbatch)
         with self._norms.during(microbatch):
-            return self.program.reference(args, kwargs, key, self.model)
+            return self.program.reference(args, kwargs, self._key(step, microbatch), self.model)
+
+    def _key(self, step: int, microbatch: int) -> Key:
+        return Key(torch.initial_seed(), step, microbatch)
 
     def _targets(self, target: Any) -> list[Any]:
         if target is None:

@@ -18,12 +18,15 @@ class Comparison:
         different: the names of those that are not the same bits; those of parameters in the order
             in which the forward uses them.
         largest: the largest absolute difference among all elements.
+        undefined: the names of those that have a nan, in the same places on both sides. They count
+            as equal, but one nan is like any other, so they prove little.
     """
 
     what: str
     count: int
     different: tuple[str, ...]
     largest: float
+    undefined: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -31,6 +34,11 @@ class Comparison:
         return self.count > 0 and not self.different
 
     def __str__(self) -> str:
+        if self.ok and self.undefined:
+            return (
+                f"{self.what}: {self.count} compared, all equal, but {len(self.undefined)} have a "
+                f"nan in the same places on both sides; the first is {self.undefined[0]}"
+            )
         if self.ok:
             return f"{self.what}: {self.count} compared, all bitwise equal"
         if not self.count:
@@ -131,17 +139,34 @@ def gap(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
 
 def compare(what: str, ours: Named, theirs: Named) -> Comparison:
     """Compare two sets of tensors by name; a tensor that only one side has is a difference."""
-    different, largest, count = [], 0.0, 0
+    different: list[str] = []
+    undefined: list[str] = []
+    largest, count = 0.0, 0
     for name in theirs:
         mine, other = ours.get(name), theirs[name]
         if mine is None and other is None:
             continue
         count += 1
-        if mine is not None and other is not None and torch.equal(mine, other.to(mine.device)):
-            continue
+        if mine is not None and other is not None:
+            other = other.to(mine.device)
+            if torch.equal(mine, other):
+                continue
+            if _equal_but_for_nans(mine, other):
+                undefined.append(name)
+                continue
         different.append(name)
         largest = max(largest, gap(mine, other))
-    return Comparison(what, count, tuple(different), largest)
+    return Comparison(what, count, tuple(different), largest, tuple(undefined))
+
+
+def _equal_but_for_nans(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether they are equal where they are numbers, and have nans in the same places."""
+    if ours.shape != theirs.shape or not (ours.is_floating_point() or ours.is_complex()):
+        return False
+    places = ours.isnan()
+    if not torch.equal(places, theirs.isnan()):
+        return False
+    return torch.equal(ours.masked_fill(places, 0), theirs.masked_fill(places, 0))
 
 
 def compare_leaves(what: str, ours: Sequence[object], theirs: Sequence[object]) -> Comparison:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.capture.calls import Ambient
+from penstock.capture.blame import lone_row
+from penstock.capture.calls import ROWS, Ambient
 from penstock.capture.lowering import assembled
 from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Feed, LossFailed, Outlet
@@ -101,7 +102,7 @@ class Assembly:
             runs = recorded(compiled.runs, compiled.actions, worker, outcome.events)
             compiled = compiled._replace(runs=runs)
         self._begin(own, order)
-        _run(worker, compiled, order.modes, position)
+        _run(worker, compiled, order, position)
         self._end(own, order, outcome)
         return outcome
 
@@ -126,7 +127,8 @@ class Assembly:
             if stage.index == 0:
                 self.feed.values = list(order.values)
             if stage.index == self._last:
-                self.outlet.begin(order.loss, order.gradients)
+                keys = [m.key for m in order.microbatches]
+                self.outlet.begin(order.loss, order.gradients, keys)
             stage.norms.begin()
             if order.what == "backward":
                 stage.held = self._waiting.pop((order.number, stage.index))
@@ -201,12 +203,12 @@ def waits(code: int) -> bool:
     return code > 0 and bool(code & 2)
 
 
-def _run(worker: int, compiled: _Compiled, modes: Ambient, position: Position) -> None:
+def _run(worker: int, compiled: _Compiled, order: Order, position: Position) -> None:
     """Run a worker's callables, and say at any time which."""
     actions, runs, codes = compiled
     at = 0
     try:
-        with torch.set_grad_enabled(modes.grad), _autocasting(modes):
+        with torch.set_grad_enabled(order.modes.grad), _autocasting(order.modes):
             for at, run in enumerate(runs):
                 position[0] = codes[at]
                 run()
@@ -218,6 +220,7 @@ def _run(worker: int, compiled: _Compiled, modes: Ambient, position: Position) -
         what = "forward" if action.kind is Kind.FORWARD else "backward"
         if isinstance(error, LossFailed):
             cause, what = error.__cause__ or error, error.what
+        cause = lone_row(cause, [sizes[ROWS] for sizes, _, _ in order.microbatches]) or cause
         raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
         position[0] = 0

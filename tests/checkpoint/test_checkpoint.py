@@ -271,6 +271,12 @@ def test_things_that_do_not_fit(saved: Path) -> None:
         checkpoint.restore(model, optimizer=None, data={}, **none)
     with pytest.raises(ps.InputError, match=r"other groups .*: of 15 parameters, there of \d, \d"):
         checkpoint.restore(model, optimizer=torch.optim.AdamW(model.parameters()), **none)
+    weights = [p for n, p in model.named_parameters() if n.endswith(".weight")]
+    others = [p for n, p in model.named_parameters() if not n.endswith(".weight")]
+    groups = [{"params": weights}, {"params": others}]
+    words = "of another class .*: it needs dampening, momentum, nesterov, .* not know amsgrad, bet"
+    with pytest.raises(ps.InputError, match=words):
+        checkpoint.restore(model, optimizer=torch.optim.SGD(groups, lr=0.1), **none)
     with pytest.raises(ps.InputError, match=r"optimizer= is a Linear, .*state of an optimizer"):
         checkpoint.restore(model, optimizer=nn.Linear(1, 1), **none)
     with pytest.raises(ps.InputError, match="give a Pipeline, or the plain model"):
@@ -292,8 +298,9 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
             run.pipe.save(tmp_path / "a", optimizer=torch.optim.SGD(small().parameters()))
         assert not (tmp_path / "a").exists()
         (tmp_path / "file").write_text("")
-        with pytest.raises(ps.CheckpointError, match="cannot save a checkpoint to"):
-            run.save(tmp_path / "file" / "b")
+        for path in (tmp_path / "file", tmp_path / "file" / "b"):
+            with pytest.raises(ps.CheckpointError, match=r"file is a file, and not a folder"):
+                run.save(path)
     with pytest.raises(ps.ClosedError):
         run.save(tmp_path / "a")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +204,18 @@ def test_errors_of_a_writer(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     assert number_of(tmp_path) == 2
 
 
+def test_a_disk_that_is_full_of_what_optimizers_remember(tmp_path: Path) -> None:
+    """torch.save says `unexpected pos 704 vs 598`."""
+    one = Part(str(tmp_path), 1, 0, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        one.save({}, {"optimizer": {"a": torch.zeros(10_000)}}, background=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the disk may be full, or a quota reached. A checkpoint before" in one.note.read_text()
+
+
 def test_a_worker_that_never_writes(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +224,11 @@ def test_a_worker_that_never_writes(
         monkeypatch.setattr("penstock.checkpoint.saver._STALLED", 0.1)
         with pytest.raises(ps.CheckpointError, match=r"nothing was written .* workers \[0, 1\]"):
             run.save(tmp_path, background=True).wait()
+        with monkeypatch.context() as patch:
+            gone = "penstock.checkpoint.saver._size_of"
+            patch.setattr(gone, lambda part: shutil.rmtree(tmp_path, ignore_errors=True))
+            with pytest.raises(ps.CheckpointError, match="the folder was removed before the parts"):
+                run.save(tmp_path, background=True).wait()
         monkeypatch.setattr(run.pipe._runner.crew, "all_alive", lambda: False)
         with pytest.raises(ps.CheckpointError, match="a worker has ended before the parts"):
             run.save(tmp_path, background=True).wait()
