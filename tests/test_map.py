@@ -146,15 +146,15 @@ def test_a_batch_that_cannot_be_started_leaves_those_before_it_alone(
         ) as pipe,
     ):
         crew = pipe._runner.crew
-        check, calls = crew._check, []
+        check, calls = crew._shared.check, []
 
-        def refuse(worker: int) -> None:
-            check(worker)
+        def refuse(worker: int) -> Any:
             calls.append(worker)
             if len(calls) == 4:  # the second batch, on the last worker
                 raise ps.InputError("no")
+            return check(worker)
 
-        monkeypatch.setattr(crew, "_check", refuse)
+        monkeypatch.setattr(crew._shared, "check", refuse)
         before = pipe._enter((X,))
         with pytest.raises(ps.InputError, match="no"):
             pipe._enter((2 * X,))

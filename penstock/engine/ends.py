@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,10 +74,13 @@ class Outlet:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self.begin(None, {}, ())
+        self.begin(None)
 
     def begin(
-        self, loss: Loss | None, gradients: Mapping[int, Gradients], keys: Sequence[Key]
+        self,
+        loss: Loss | None,
+        gradients: Mapping[int, Gradients] = MappingProxyType({}),
+        keys: Sequence[Key] = (),
     ) -> None:
         """From now on collect results, or turn them into losses if there is a loss.
 

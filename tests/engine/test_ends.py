@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.capture import Key
 from penstock.engine.ends import Feed, Loss, LossFailed, Outlet
 from penstock.errors import InputError
 
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 
 def outlet(function: Callable[..., Any], target: tuple[Any, ...] = ()) -> Outlet:
     found = Outlet(lambda number, results: {"output": results[0], "number": number})
-    found.begin(Loss(function, [target], [0.25]), {})
+    found.begin(Loss(function, [target], [0.25]), {}, [Key(0, 0, 0)])
     return found
 
 

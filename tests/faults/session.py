@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ class Session:
             timeout=timeout,
         )
         self.optimizer = self.pipe.optimizer(Touchy, lr=0.1)
-        self.output = torch.zeros(())
+        self.output: torch.Tensor | None = torch.zeros(())
         self.tell("ready")
 
     @property
@@ -136,8 +137,10 @@ class Session:
         if operation == "step":
             self.pipe.train_step(X, target=Y, loss_fn=self.loss)
         elif operation == "forward":
+            self.output = None
             self.output = F.mse_loss(self.pipe(X), Y)
         elif operation == "backward":
+            assert self.output is not None
             self.output.backward()
         elif operation == "update":
             self.optimizer.step()
@@ -150,12 +153,13 @@ class Session:
         Raises:
             Exception: what an operation raises; `operation`, `before` and `after` say where.
         """
-        for self.at in range(start, rounds * len(OPERATIONS)):
-            self.operation = OPERATIONS[self.at % len(OPERATIONS)]
-            self.before = state_of(self.reference.model)
-            self.momentum = copy.deepcopy(self.reference.optimizer.state_dict())
-            self.reference.do(self.operation)
-            self.after = state_of(self.reference.model)
+        for at in range(start, rounds * len(OPERATIONS)):
+            with uninterrupted():
+                self.at, self.operation = at, OPERATIONS[at % len(OPERATIONS)]
+                self.before = state_of(self.reference.model)
+                self.momentum = copy.deepcopy(self.reference.optimizer.state_dict())
+                self.reference.do(self.operation)
+                self.after = state_of(self.reference.model)
             self.do(self.operation)
             self.compare(self.after, f"after {self.operation}")
 
@@ -245,7 +249,8 @@ class Session:
         if undone:
             self._put_reference_back()
         again = undone and self.operation != "backward"  # whose activations are gone
-        left = self.at + (0 if again else 1)
+        is_lost = self.operation == "forward" and self.output is None  # a Ctrl-C came just after it
+        left = self.at + (0 if again else 2 if is_lost else 1)
         try:
             self.go(2 + left // len(OPERATIONS), left)
         except Exception as error:
@@ -299,6 +304,19 @@ class Session:
 
         self._later = threading.Thread(target=wait)  # no daemon: they do not survive an exit
         self._later.start()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A Ctrl-C in here comes at the end: what is expected must not be half done itself."""
+    came: list[int] = []
+    usual = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if came:
+        raise KeyboardInterrupt
 
 
 def said(error: BaseException) -> str:

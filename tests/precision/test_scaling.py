@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.capture import Key
 from penstock.engine.ends import Loss
 from penstock.verification import run_with_threads
 from tests.precision.steps import SCALE, X, Y, island, pipe_of
@@ -125,7 +126,8 @@ def test_the_gradient_to_start_from_is_autograds(dtype: torch.dtype, scale: floa
     """Overflow included: in float16 a scale of 65536 is infinite before it is weighted."""
     loss = torch.ones((), dtype=dtype, requires_grad=True)
     (start,) = torch.autograd.grad((loss * 0.3) * torch.tensor(scale), loss)
-    _, found = Loss(lambda output: loss * 1, [()], [0.3], scale=scale).of(0, (), lambda m, v: None)
+    scaled = Loss(lambda output: loss * 1, [()], [0.3], scale=scale)
+    _, found = scaled.of(0, Key(0, 0, 0), (), lambda m, v: None)
     assert torch.equal(found, start)
     assert found.dtype is dtype
 
