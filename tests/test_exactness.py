@@ -28,7 +28,7 @@ COVERING = [
     for k in (0, 4)
 ]
 # By default the larger models are tried with these only.
-LARGER = {"vit": {(1, 3), (3, 5), (4, 8)}, "resnet50": {(3, 5)}}
+LARGER: dict[str, set[tuple[int, int]]] = {"vit": {(1, 3), (3, 5), (4, 8)}, "resnet50": set()}
 RECOMPUTED = list(itertools.product(("all", "boundaries"), ("1f1b", "zero-bubble", "interleaved")))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from tests.models import mlp
+from tests.models import mlp, uniform_plan
 from tests.pool import pooled
 
 X = torch.randn(6, 6)
@@ -47,18 +47,14 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def make(kind: str, *modules: nn.Module) -> ps.Pipeline:
-    names = [str(k) for k in range(len(modules))]
-    return ps.Pipeline(
-        nn.Sequential(*modules),
-        (X,),
-        devices=["cpu"] * len(modules),
-        num_microbatches=1,
-        schedule="gpipe",
-        cuts=names[1:],
-        keep_closed=names,
-        workers=kind,  # type: ignore[arg-type]
-    )
+def make(kind: Any, *modules: nn.Module) -> ps.Pipeline:
+    """A stage for every module, and one micro-batch."""
+    count, model = len(modules), nn.Sequential(*modules)
+    program = ps.capture(model, (X,), keep_closed=[str(k) for k in range(count)])
+    plan = uniform_plan(program, count, 1, "gpipe")
+    assert len(program) == count
+    devices = ["cpu"] * count
+    return ps.Pipeline(model, (X,), devices=devices, program=program, plan=plan, workers=kind)
 
 
 def test_results_are_those_of_calls(kind: str) -> None:
