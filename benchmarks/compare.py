@@ -97,15 +97,21 @@ class Penstock:
 
 
 class Cut(nn.Module):
-    """A stage of a Penstock program, as a module of tensors for another pipeline to run."""
+    """A stage of a Penstock program, as a module of tensors for another pipeline to run.
 
-    def __init__(self, stage: nn.Module) -> None:
+    Args:
+        stage: which one.
+        rows: of every micro-batch. They cannot be told from the values: some have no rows.
+    """
+
+    def __init__(self, stage: nn.Module, rows: int) -> None:
         super().__init__()
         self.stage = stage
+        self.rows = rows
 
     def forward(self, *values: torch.Tensor) -> Any:
         """The stage's results; alone if there is only one."""
-        results = self.stage({ROWS: len(values[0])}, None, *values)
+        results = self.stage({ROWS: self.rows}, None, *values)
         return results if len(results) > 1 else results[0]
 
 
@@ -118,7 +124,8 @@ def penstock_cut(profile: ps.Profile, num_microbatches: int, schedule: str) -> l
     changed = {value for call in program.train.calls for value in call.mutates}
     while any(changed.intersection(program.cuts.boundary(cut)) for cut in cuts):
         cuts = tuple(cut + 1 for cut in cuts)
-    return [Cut(stage.module) for stage in program.stages(cuts, training=True)]
+    rows = profile.batch_size // num_microbatches
+    return [Cut(stage.module, rows) for stage in program.stages(cuts, training=True)]
 
 
 Start = Callable[[], peers.Peer]

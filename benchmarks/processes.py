@@ -110,7 +110,8 @@ def penstock_cut(subject: Subject, costs: ps.Profile, count: int, schedule: str)
     changed = {value for call in program.train.calls for value in call.mutates}
     while any(changed.intersection(program.cuts.boundary(cut)) for cut in cuts):
         cuts = tuple(cut + 1 for cut in cuts)
-    return [Cut(stage.module) for stage in program.stages(cuts, training=True)]
+    rows = costs.batch_size // count
+    return [Cut(stage.module, rows) for stage in program.stages(cuts, training=True)]
 
 
 def torchs(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Start]]:
