@@ -27,7 +27,7 @@ from penstock.checkpoint.contents import (
 from penstock.checkpoint.saver import Saves
 from penstock.errors import CheckpointError, InputError
 from penstock.plan import Plan
-from penstock.storage.folder import INDEX, VERSION, checked, read_index
+from penstock.storage.folder import INDEX, VERSION, checked, is_begun, read_index
 
 _MANY = 5  # differences that a message lists
 
@@ -294,7 +294,7 @@ def _index_at(path: Path) -> dict[str, Any]:
     if not (path / INDEX).is_file():
         what = "there is no such folder"
         if path.is_dir():
-            begun = any(path.glob("training-*.pt")) or any(path.glob("model-*.safetensors"))
+            begun = is_begun(path)
             what = "no save to it has come to its end" if begun else f"it has no {INDEX}"
         raise CheckpointError(f"there is no checkpoint {path}: {what}")
     index = read_index(path / INDEX)

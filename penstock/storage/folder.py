@@ -105,8 +105,7 @@ class Folder:
         if (self.path / INDEX).exists():
             kept |= read_index(self.path / INDEX)["penstock"]["files"].keys()
         for path in list(self.path.iterdir()):
-            is_ours = _OURS.fullmatch(path.name) or _SCRATCH.fullmatch(path.name)
-            if is_ours and path.name not in kept:
+            if _is_ours(path.name) and path.name not in kept:
                 path.unlink(missing_ok=True)
 
     def commit(self, index: dict[str, Any]) -> None:
@@ -133,6 +132,16 @@ class Folder:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)  # forks have it as well
             os.close(self._lock)
             self._lock = -1
+
+
+def is_begun(path: Path) -> bool:
+    """Whether a folder has what a save leaves that is killed: some of its files, or none yet."""
+    names = [file.name for file in path.iterdir()]
+    return not names or any(map(_is_ours, names))
+
+
+def _is_ours(name: str) -> bool:
+    return bool(_OURS.fullmatch(name) or _SCRATCH.fullmatch(name))
 
 
 def read_index(path: Path) -> dict[str, Any]:

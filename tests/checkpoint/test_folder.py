@@ -109,6 +109,13 @@ def test_the_first_save_is_killed(
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ps.CheckpointError, match=r"no checkpoint .*/a: there is no such folder"):
         ps.load(tmp_path / "a")
+    for name in ("", ".part-000001-0", "random-000001.pt"):  # killed before or after its first file
+        (folder := tmp_path / f"begun{name}").mkdir()
+        if name:
+            (folder / name).write_text("")
+        with pytest.raises(ps.CheckpointError, match="no save to it has come to its end"):
+            ps.load(folder)
+    (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ps.CheckpointError, match=f"it has no {INDEX}"):
         ps.load(tmp_path)
     (tmp_path / INDEX).write_text("[1]")
