@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from penstock.capture import capture
 from penstock.capture.dims import BatchDim, Dynamic
+from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten
 from penstock.engine.batch import Weight
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
@@ -189,7 +190,10 @@ class _Both:
         """The plain style: call, loss, backward."""
         target, loss_fn = self.training.target, self.training.loss_fn
         output = self.pipe(*self.args, **self.kwargs)
-        call_loss(loss_fn, output, target).backward()
+        devices = [torch.device(device) for device in self.pipe.plan.devices]
+        with generators_kept(devices):  # so that both losses draw the same
+            loss = call_loss(loss_fn, output, target)
+        loss.backward()
         expected = self._alone(partial(self.reference.call_and_backward, 0, loss_fn, target))
         return [
             compare_leaves("result of a call", flatten(output)[0], flatten(expected)[0]),

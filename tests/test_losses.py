@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -185,6 +186,24 @@ def test_a_loss_and_metrics_that_draw_have_the_random_numbers_of_one_device() ->
     for results, grads in found:
         assert_same(grads, plain.gradients)
         assert_same(results, {**found[0][0], "loss": loss})
+
+
+def test_a_loss_that_draws_for_some_micro_batches() -> None:
+    def sometimes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return dropped(output, target) if target.mean() > 0 else F.mse_loss(output, target)
+
+    target = torch.tensor([1.0] * 4 + [-1.0] * 4 + [1.0] * 3)[:, None].expand(11, 5).contiguous()
+    with make(mlp(6, 6, 5)) as pipe:
+        plain = Reference(copy.deepcopy(pipe.model), pipe.program, 3, (X,), {})
+        before = torch.get_rng_state()
+        loss = pipe.train_step(X, target=target, loss_fn=sometimes)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.equal(loss, plain.train_step(0, sometimes, target))
+
+
+def test_verify_with_a_loss_that_draws() -> None:
+    report = ps.verify(mlp(6, 6, 5), (X,), target=Y, loss_fn=dropped, devices=["cpu"] * 2)
+    assert report.ok, str(report)
 
 
 def test_a_loss_that_draws_leaves_other_stages_their_masks() -> None:
@@ -375,6 +394,16 @@ def test_late_hooks_of_a_module_that_is_looked_into_are_refused(kind: Any) -> No
                 use()
         handle.remove()
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+
+
+def test_late_hooks_after_all_were_taken_away() -> None:
+    """By a new dictionary, as scripts do it."""
+    model = nn.Sequential(mlp(6, 6), nn.Linear(6, 5))
+    with make(model) as pipe:
+        model[0]._forward_hooks = OrderedDict()
+        model[0].register_forward_hook(lambda *_: None)
+        with pytest.raises(ps.InputError, match="came after the pipeline was built"):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
 
 
 def test_late_hooks_of_a_whole_module() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value, ambient
+from penstock.capture.calls import ROWS, Ref, Size, Sizes, TensorInfo, Trace, Value, ambient
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Axis, Varying
 from penstock.capture.explain import Explanation, explain
@@ -349,14 +349,15 @@ class _Way:
     `casting` is the autocast that it was recorded under.
 
     Rows between those seen are taken to be like them. Other dimensions often are padded to
-    multiples of something, so each of their sizes is a matter of its own.
+    multiples of something, so each of their sizes is a matter of its own; and so are the rows where
+    a float grew with them, which may have been whole by chance.
     """
 
     def __init__(
         self, model: nn.Module, trace: Trace, varying: Varying, points: Sequence[Sizes]
     ) -> None:
         self.trace = trace
-        self._names = varying.names[1:]
+        self._names = varying.names if _has_floats(trace) else varying.names[1:]
         self._rows = min(p[ROWS] for p in points), max(p[ROWS] for p in points)
         self._others = {self._named(p) for p in points}
         self.casting = ambient().casting
@@ -394,6 +395,13 @@ class _Way:
         with torch.no_grad():
             answers = self._asked(sizes, None, *values)
         return tuple(answers) == self.trace.answers
+
+
+def _has_floats(trace: Trace) -> bool:
+    """Whether sizes are there that Python has as floats."""
+    arguments = [leaf for call in trace.calls for leaf in flatten((call.args, call.kwargs))[0]]
+    leaves = (*arguments, *trace.outputs)
+    return any(isinstance(leaf, Size) and leaf.kind is float for leaf in leaves)
 
 
 def _input(value: Value) -> int:

@@ -143,7 +143,7 @@ class Watched:
     """A function of the user's, with random numbers of its own if it draws any.
 
     Its first call is seeded, like a call of the program, and watched. If that drew none, the others
-    go without the lock, so that they keep no other stage waiting.
+    go without, so that they keep no other stage waiting; otherwise all are seeded.
 
     Args:
         function: which one.
@@ -151,11 +151,11 @@ class Watched:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._draws = True
+        self._draws: bool | None = None
 
     def __call__(self, key: Key, call: int, /, *args: Any, **kwargs: Any) -> Any:
         """Call it, as this call of this micro-batch."""
-        if not self._draws:
+        if self._draws is False:
             return self._function(*args, **kwargs)
         generator = default_generator(_device_of((args, kwargs)))
         with _GENERATOR_LOCK:
@@ -164,7 +164,8 @@ class Watched:
             try:
                 return self._function(*args, **kwargs)
             finally:
-                self._draws = not torch.equal(start, generator.get_state())
+                if self._draws is None:
+                    self._draws = not torch.equal(start, generator.get_state())
                 generator.set_state(state)
 
 

@@ -7,33 +7,30 @@ before keeps its module closed.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+from operator import itemgetter
 from typing import Any
-
-from torch import nn
 
 from penstock.capture import Program
 from penstock.capture.watching import with_owners
 from penstock.errors import InputError
 
-_KINDS = (
+_REGISTRIES = itemgetter(
     *("_forward_pre_hooks", "_forward_hooks"),
     *("_backward_pre_hooks", "_backward_hooks"),
 )
 
 
-def registries(module: nn.Module) -> list[dict[int, Any]]:
-    """Where a module has its hooks, by numbers that are never used twice.
-
-    torch changes these dictionaries and does not replace them, so they need be found only once.
-    """
-    own = vars(module)
-    return [own[kind] for kind in _KINDS]
+def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:
+    """The numbers of the hooks of modules, given by their `vars`; none is ever used twice."""
+    return list(chain.from_iterable(chain.from_iterable(map(_REGISTRIES, modules))))
 
 
 class Opened:
     """The modules whose forward is a part of a program: none may have hooks.
 
-    They are looked at before every batch, so their registries of hooks are gathered once.
+    They are looked at before every batch, so what is looked at is gathered once.
     """
 
     def __init__(self, program: Program) -> None:
@@ -46,7 +43,7 @@ class Opened:
             for path in sorted(paths)
             if path in modules and program.is_open(path)
         }
-        self._hooks = [hooks for m in self._modules.values() for hooks in registries(m)]
+        self._vars = [vars(module) for module in self._modules.values()]
 
     def check(self) -> None:
         """Raise if one of them has a hook.
@@ -54,9 +51,9 @@ class Opened:
         Raises:
             InputError: it has.
         """
-        if not any(self._hooks):
+        if not hooks_of(self._vars):
             return
-        path = next(path for path, module in self._modules.items() if any(registries(module)))
+        path = next(path for path, module in self._modules.items() if hooks_of([vars(module)]))
         kind = type(self._modules[path]).__name__
         before = f"register them before, or build it with keep_closed=[{path!r}], or "
         raise InputError(

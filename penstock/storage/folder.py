@@ -70,7 +70,8 @@ class Folder:
                 self.end()
                 raise
         except OSError as error:
-            file = next((path for path in (self.path, *self.path.parents) if path.is_file()), None)
+            above = (self.path, *self.path.parents)
+            file = next((path for path in above if os.path.isfile(path)), None)
             why = error.strerror if file is None else f"{file} is a file, and not a folder"
             raise CheckpointError(f"cannot save a checkpoint to {self.path}: {why}") from error
         numbers = [int(found[1]) for name in names if (found := _OURS.fullmatch(name))]

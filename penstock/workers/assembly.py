@@ -220,7 +220,8 @@ def _run(worker: int, compiled: _Compiled, order: Order, position: Position) -> 
         what = "forward" if action.kind is Kind.FORWARD else "backward"
         if isinstance(error, LossFailed):
             cause, what = error.__cause__ or error, error.what
-        cause = lone_row(cause, [sizes[ROWS] for sizes, _, _ in order.microbatches]) or cause
+        else:
+            cause = lone_row(cause, [sizes[ROWS] for sizes, _, _ in order.microbatches]) or cause
         raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
         position[0] = 0

@@ -90,6 +90,7 @@ class Ranks:
     def _begin(self) -> None:
         self._word: bytes | None = None
         self._reports: dict[int, _Report] = {}
+        self._apart: dict[int, InputError] = {}  # of ranks that wait in another operation
         self._verdict: _Verdict | None = None
         self._given_up = False
         self._told_what = self.rank == 0  # or rank 0 knows in which operation this rank is
@@ -216,9 +217,13 @@ class Ranks:
         for rank, other in list(self._wires.items()):
             if rank in self._wires and other.fileno() in ready:
                 self._hear(rank)
-        failed = any(report.error is not None for report in self._reports.values())
-        if self._given_up or failed or self._verdict is not None:
+        if self._given_up or self._has_failed() or self._verdict is not None:
             raise Aborted
+
+    def _has_failed(self) -> bool:
+        """Whether some rank has, as far as this one knows."""
+        errors = (report.error for report in self._reports.values())
+        return bool(self._apart) or any(error is not None for error in errors)
 
     def _poller(self, fd: int) -> select.poll:
         """Looks at a socket, and at those to other ranks."""
@@ -247,16 +252,21 @@ class Ranks:
         elif message.kind == WAITS:
             what: str = from_bytes(message.payload)
             if what != self._what:
-                self._reports[rank] = _Report(what, error=self._disagreement(rank, what))
+                self._apart[rank] = self._disagreement(rank, what)
         elif message.kind == REPORT:
-            report: _Report = from_bytes(message.payload)
-            if report.what != self._what and report.error is None:
-                report = _Report(report.what, error=self._disagreement(rank, report.what))
-            self._reports[rank] = report
+            self._reports[rank] = self._read(rank, from_bytes(message.payload))
         elif message.kind == ABORT:
             self._given_up = True
         elif message.kind == VERDICT:
             self._verdict = from_bytes(message.payload)
+
+    def _read(self, rank: int, report: _Report) -> _Report:
+        """A rank's report; with an error if it was in another operation."""
+        if isinstance(report.error, Aborted) and rank in self._apart:
+            return report._replace(error=self._apart[rank])
+        if report.what != self._what and report.error is None:
+            return _Report(report.what, error=self._disagreement(rank, report.what))
+        return report
 
     def _lost(self, rank: int, how: str) -> None:
         """A rank is gone."""
@@ -328,7 +338,7 @@ class Ranks:
         self._reports[0] = mine
         warned = False
         while missing := sorted(set(range(len(self))) - self._reports.keys()):
-            if not warned and any(r.error is not None for r in self._reports.values()):
+            if not warned and self._has_failed():
                 warned, self._deadline = True, time.monotonic() + _GRACE
                 for rank in missing:
                     self._send(rank, Message(self.number, ABORT))

@@ -127,7 +127,8 @@ class Workers(ABC):
                 current.given.add(worker)
                 self._give(worker, job, current)
         except BaseException as interruption:  # the user's Ctrl-C, or a job that cannot be sent
-            parted = whole and not isinstance(interruption, Exception)
+            begun = bool(current.given)
+            parted = whole and begun and not isinstance(interruption, Exception)
             self._give_up(interruption)
             if parted:
                 self.close(f"{type(interruption).__name__} came as jobs were given out: {_PARTED}")

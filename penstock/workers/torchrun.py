@@ -346,7 +346,11 @@ class _RankPart:
     def fetch(self, state: State) -> None:
         """Bring what the others remember here."""
         numbers = {id(parameter): k for k, parameter in enumerate(self._all)}
-        mine = {numbers[id(p)]: values for p, values in state.items() if id(p) in self._owned}
+        mine = {
+            numbers[id(p)]: values
+            for p, values in state.items()
+            if id(p) in self._owned and id(p) in numbers  # it may have left the groups
+        }
         for part in self._crew.gathered("the optimizer's state_dict", mine):
             for k, values in part.items():
                 state[self._all[k]] = values

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from operator import is_
 from typing import Any
 
 from torch import nn
 
-from penstock.engine.hooks import registries
+from penstock.engine.hooks import hooks_of
 from penstock.errors import InputError
 
 
@@ -27,15 +26,14 @@ class Unchanged:
         self._registries: list[dict[str, Any]] = []  # where each of these tensors is,
         self._names: list[str] = []  # by its name there
         self._tensors: list[Any] = []
-        self._hooks: list[dict[int, Any]] = []
-        self._numbers: list[int] = []
+        self._vars: list[dict[str, Any]] = []
+        self._hooks: list[int] = []  # of them all
 
     def add(self, modules: Iterable[nn.Module], is_shared: Callable[[Any], bool]) -> None:
         """Watch these modules too, and those of their tensors that the process shares."""
         for module in modules:
-            hooks = registries(module)
-            self._hooks += hooks
-            self._numbers += chain.from_iterable(hooks)
+            self._vars.append(vars(module))
+            self._hooks += hooks_of([vars(module)])
             for registry in (module._parameters, module._buffers):
                 for name, tensor in registry.items():
                     if is_shared(tensor):
@@ -58,7 +56,7 @@ class Unchanged:
                 "built, and its worker process has the old one. Copy values into it instead "
                 "(load_state_dict without assign=True), or build a new pipeline"
             )
-        if list(chain.from_iterable(self._hooks)) != self._numbers:
+        if hooks_of(self._vars) != self._hooks:
             raise InputError(
                 "hooks of a module were registered or removed after the pipeline was built, which "
                 'its worker process does not see; register them before, or use workers="threads"'
@@ -66,9 +64,10 @@ class Unchanged:
 
     def _name_of(self, number: int) -> str:
         registry = self._registries[number]
-        owner = next(
+        owners = (
             path
             for path, module in self._model.named_modules()
             if registry is module._parameters or registry is module._buffers
         )
+        owner = next(owners, "(of a module that was removed)")
         return f"{owner}.{self._names[number]}".lstrip(".")

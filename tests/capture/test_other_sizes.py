@@ -153,6 +153,27 @@ def test_padding_at_the_end_of_a_length_that_varies() -> None:
         assert torch.equal(program(ids, mask), program.model(ids, mask))
 
 
+def test_a_float_that_is_whole_by_chance() -> None:
+    """At the rows of the recording, and at these: 7 * 0.3 / 0.3 is not 7."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.second(x * (x.shape[0] * 0.3 / 0.3))
+
+    model = Scaled().double()
+    program = ps.capture(model, (torch.randn(16, 4).double(),))
+    for rows in (1, 64, 6):
+        x = torch.randn(rows, 4).double()
+        assert torch.equal(program(x), model(x))
+    with pytest.raises(ps.CaptureError, match="with B=7 the model does something else"):
+        program(torch.randn(7, 4).double())
+
+
 def test_a_count_in_floating_point_grows_too() -> None:
     """As in the loss that balances a mixture of experts, which divides by it."""
 

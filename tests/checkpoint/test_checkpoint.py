@@ -301,6 +301,8 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         for path in (tmp_path / "file", tmp_path / "file" / "b"):
             with pytest.raises(ps.CheckpointError, match=r"file is a file, and not a folder"):
                 run.save(path)
+        with pytest.raises(ps.CheckpointError, match="File name too long"):
+            run.save(tmp_path / ("a" * 300))
     with pytest.raises(ps.ClosedError):
         run.save(tmp_path / "a")
 

@@ -153,13 +153,13 @@ class _Interrupted:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("worker", [0, 1])
-def test_ctrl_c_before_anything_is_sent(team: ProcessWorkers, worker: int) -> None:
+@pytest.mark.parametrize(("worker", "whole"), [(0, False), (1, False), (0, True)])
+def test_ctrl_c_before_anything_is_sent(team: ProcessWorkers, worker: int, whole: bool) -> None:
     """Nobody waits for what a worker was not given, until it is taken for a busy one."""
     jobs = returning(_Interrupted())
     jobs[1 - worker] = returning(0)[0]
     with pytest.raises(KeyboardInterrupt):
-        team.run(jobs, 60.0)
+        team.run(jobs, 60.0, whole)
     assert_usable(team)
 
 

@@ -225,6 +225,40 @@ def test_different_operations_that_would_wait_for_each_other(
     assert company.do(settled) == [[0, 1, 2]] * 3
 
 
+def test_nobody_goes_on_before_the_one_in_another_operation(
+    company: Company, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they send then would be taken for what it waits for."""
+    monkeypatch.setattr(module, "_LONG", 0.1)
+    order: list[str] = []
+    late = company.ranks[1]
+    listen, ask = late._listen, late._asked
+
+    def slowly(*args: Any) -> None:
+        listen(*args)
+        if late._told_what:
+            time.sleep(0.2)  # it computes, say
+
+    def reported(mine: Any) -> Any:
+        order.append("reported")
+        monkeypatch.setattr(late, "_listen", listen)
+        return ask(mine)
+
+    monkeypatch.setattr(late, "_listen", slowly)
+    monkeypatch.setattr(late, "_asked", reported)
+
+    def work(ranks: Ranks) -> None:
+        try:
+            with ranks.together("train_step" if ranks is late else "state_dict"):
+                if ranks is late:
+                    ranks.tell(0, lambda: 1)
+        finally:
+            order.append(f"rank {ranks.rank}")
+
+    assert all(type(found) is ps.InputError for found in company.do(work))
+    assert order[0] == "reported", order
+
+
 def test_what_is_waited_for_is_said(company: Company) -> None:
     def work(ranks: Ranks) -> Any:
         ranks.timeout = 0.2
