@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -20,7 +21,7 @@ from penstock.capture.trees import flatten
 from penstock.engine.backup import Backup
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError, PenstockError
+from penstock.errors import ClosedError, InputError, PenstockError
 from penstock.links.parcel import Outbox, pack
 from penstock.plan import Plan
 from penstock.storage.part import Part
@@ -86,6 +87,9 @@ class ProcessCrew(Driven):
         self._backups: dict[int, list[Backup]] = {}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
+        self._lock = threading.RLock()  # a signal's handler may close, too
+        self._starter: int | None = None  # the thread that gave the last jobs
+        self._closer: int | None = None  # the one that closes
         self._parts: weakref.WeakSet[_RemoteParts] = weakref.WeakSet()
         try:
             self._build(Modes.here(threads, count, allocator_kept))
@@ -170,7 +174,8 @@ class ProcessCrew(Driven):
         try:
             self._backups[order.number] = [self.holdings.backup(w, backward) for w in workers]
             jobs = [self._pass(w, order, tuple(self._forgotten)) for w in workers]
-            current = self._workers.start(jobs, self._timeout)
+            with self._starting():
+                current = self._workers.start(jobs, self._timeout)
             for _ in jobs[0].forgotten:
                 self._forgotten.popleft()
         except BaseException:
@@ -282,15 +287,34 @@ class ProcessCrew(Driven):
         self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None
     ) -> list[Any]:
         try:
-            return self._workers.run(jobs, timeout or self._timeout, whole)
+            with self._starting():
+                current = self._workers.start(jobs, timeout or self._timeout, whole)
+            return self._workers.finish(current, timeout or self._timeout)
         except BaseException:
             self._doubt()
             raise
 
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """While open, no other thread closes.
+
+        Raises:
+            ClosedError: one does.
+        """
+        with self._lock:
+            if self._closer not in (None, threading.get_ident()):
+                raise ClosedError("the pipeline is closed: close() was called")
+            self._starter = threading.get_ident()
+            yield
+
     def close(self) -> None:
         """Dismiss the workers, and wait until they are gone."""
+        me = threading.get_ident()
+        with self._lock:
+            self._closer = me
+            is_used = self._workers.under_way and self._starter != me  # that thread hears of it
         with suppress(PenstockError):  # if they are gone already, so is what they remember
-            for parts in self._parts:
+            for parts in () if is_used else self._parts:
                 parts.keep()
         self._workers.close()
 

@@ -160,9 +160,9 @@ class Workers(ABC):
             raise
         failures = current.failures()
         if failures:
-            late = current.waits_for
+            late, closed = current.waits_for, self._closed_because
             self._give_up(failures[0])
-            raise self._fault(current, late)
+            raise self._fault(current, late, closed)
         self._open.remove(current)
         return [current.results[worker].value for worker in range(self._count)]
 
@@ -205,15 +205,18 @@ class Workers(ABC):
         ]
         return WorkerTimeout("\n".join(lines), culprit, *where)
 
-    def _fault(self, current: Round, late: Sequence[int]) -> BaseException:
+    def _fault(self, current: Round, late: Sequence[int], closed: str | None) -> BaseException:
         """What is to be raised for a round that failed.
 
         Args:
             current: the round.
             late: the workers that had not answered when that was noticed.
+            closed: why the workers had been closed by then, by another thread, if they had.
         """
         error = current.failures()[0]
-        if isinstance(error, Aborted):  # because of one that never said why it broke off
+        if isinstance(error, Aborted) and closed:
+            error = ClosedError(f"the pipeline is closed: {closed}")
+        elif isinstance(error, Aborted):  # because of one that never said why it broke off
             numbers = ", ".join(map(str, late)) or "one"
             error = WorkerTimeout(f"the link to worker {numbers} broke, and it did not say why")
         return error

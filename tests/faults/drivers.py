@@ -33,6 +33,7 @@ def _interrupted(session: Session) -> None:
         session.go(ROUNDS)
     session.tell("over")
     undone = session.is_undone(maybe_done=True)
+    session.disarm()  # it may have come before the trap was sprung
     with suppress(ps.ClosedError):
         if not session.is_closed():
             session.goes_on(undone)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from penstock.errors import ClosedError, InputError, WorkerDied, WorkerTimeout
+from penstock.links.local import Aborted
 from penstock.links.wire import Wire
 from penstock.workers import processes, rounds
 from penstock.workers.processes import ProcessWorkers
@@ -151,6 +152,27 @@ class _Interrupted:
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
+
+
+def _breaks_off(site: Any) -> None:
+    raise Aborted
+
+
+def test_a_link_that_breaks_as_another_thread_closes(
+    team: ProcessWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect = team._collect
+
+    def closing(*arguments: Any, **options: Any) -> None:
+        collect(*arguments, **options)
+        team._closed_because = "I said so"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(team, "_collect", closing)
+        with pytest.raises(ClosedError, match="the pipeline is closed: I said so"):
+            team.run([_breaks_off, returning(0)[0]], 60.0)
+    team._closed_because = None
+    assert_usable(team)
 
 
 @pytest.mark.parametrize(("worker", "whole"), [(0, False), (1, False), (0, True)])
