@@ -157,6 +157,14 @@ def test_a_loss_that_remembers_and_learns(kind: Any, scaled: bool) -> None:
             assert torch.equal(loss.scale.grad, other.scale.grad)  # type: ignore[union-attr]
 
 
+def test_a_loss_that_normalises_one_row_is_no_fault_of_the_model() -> None:
+    norm = nn.BatchNorm1d(5)
+    with make(mlp(6, 6, 5)) as pipe, pytest.raises(ps.WorkerError) as caught:
+        pipe.train_step(X[:3], target=Y[:3], loss_fn=lambda out, y: F.mse_loss(norm(out), y))
+    assert "the loss of micro-batch 0" in str(caught.value)
+    assert "the model itself" not in str(caught.value)
+
+
 def test_a_step_that_fails_leaves_the_loss_as_it_was() -> None:
     model, loss = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5)), Centred(scaled=True)
     with make(model, "threads", schedule="gpipe") as pipe:

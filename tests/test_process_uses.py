@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -338,6 +339,30 @@ def test_a_state_whose_loading_is_interrupted(
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_another_thread_closes_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are busy for one thread are not asked for anything by the other."""
+    fetched: list[Any] = []
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        step(pipe)
+        optimizer.step()
+        monkeypatch.setattr(process_crew._RemoteParts, "fetch", lambda *a: fetched.append(a))
+        workers = pipe._runner.crew._workers  # type: ignore[attr-defined]
+        finish = workers.finish
+
+        def closed_meanwhile(*arguments: Any) -> Any:
+            other = threading.Thread(target=pipe.close)
+            other.start()
+            other.join()
+            return finish(*arguments)
+
+        monkeypatch.setattr(workers, "finish", closed_meanwhile)
+        with pytest.raises((ps.ClosedError, ps.WorkerError)):
+            step(pipe)
+        assert not fetched
+    drain()  # these workers may still be busy
 
 
 def test_workers_forget_optimizers_that_are_gone() -> None:

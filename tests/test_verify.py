@@ -222,6 +222,8 @@ def test_nans_in_other_places_differ() -> None:
     found = compare("results", {"a": ours, "b": ours}, {"a": theirs, "b": ours})
     assert (found.different, found.undefined, found.largest) == (("a",), ("b",), float("inf"))
     assert compare("results", {"b": ours}, {"b": ours + 1}).different == ("b",)
+    small = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)  # which know few operations
+    assert compare("results", {"c": small}, {"c": small[[1, 0]]}).different == ("c",)
 
 
 def test_processes_are_named_and_exact() -> None:

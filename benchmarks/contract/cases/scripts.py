@@ -74,6 +74,17 @@ def outputs(trainer: Trainer) -> Found:
     return trainer.found(outputs=trainer.outputs)
 
 
+def gone_on(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Found:
+    """Two more steps, and the end; losses from before are not there to compare."""
+    for k in (2, 3):
+        optimizer.zero_grad()
+        trainer.step((X + k,), Y)
+        optimizer.step()
+    found = trainer.found()
+    trainer.close()
+    return {name: tensor for name, tensor in found.items() if not name.startswith("loss")}
+
+
 @case()
 def resumed(trainer: Trainer) -> Found:
     """Stopped and resumed from a file: AdamW, two steps and two more."""
@@ -83,13 +94,7 @@ def resumed(trainer: Trainer) -> Found:
     again = optimizer if other is trainer else other.optimizer(torch.optim.AdamW, lr=0.01)
     if other is not trainer:
         again.load_state_dict(state)
-    for k in (2, 3):
-        again.zero_grad()
-        other.step((X + k,), Y)
-        again.step()
-    found = other.found()
-    other.close()
-    return {name: tensor for name, tensor in found.items() if not name.startswith("loss")}
+    return gone_on(other, again)
 
 
 @case()
@@ -97,10 +102,4 @@ def resumed_elsewhere(trainer: Trainer) -> Found:
     """Saved to a folder with two workers, resumed with one: AdamW, two steps and two more."""
     optimizer = trained(trainer, torch.optim.AdamW, 2, lr=0.01)
     other, again = trainer.saved_and_alone((X,), optimizer, torch.optim.AdamW, lr=0.01)
-    for k in (2, 3):
-        again.zero_grad()
-        other.step((X + k,), Y)
-        again.step()
-    found = other.found()
-    other.close()
-    return {name: tensor for name, tensor in found.items() if not name.startswith("loss")}
+    return gone_on(other, again)
