@@ -123,6 +123,7 @@ def _planned(
 
     from penstock.capture import capture
     from penstock.cli.arguments import described_hardware, device_list
+    from penstock.engine.allocator import keep_freed_memory
     from penstock.observe.progress import callback
     from penstock.plan import plans
     from penstock.planning import TUNED, profile_for, tuned
@@ -134,6 +135,7 @@ def _planned(
         raise InputError(
             f"--tune measures plans on devices that are here; --devices {devices} describes others"
         )
+    keep_freed_memory()  # as the pipeline that is planned for will
     names = device_list(devices) if hardware is None else hardware.measured
     here = existing_devices(names)
     if hardware is not None:

@@ -69,6 +69,7 @@ def command(
 
     from penstock.capture import capture
     from penstock.cli.arguments import device_list, load_example, microbatch_count
+    from penstock.engine.allocator import keep_freed_memory
     from penstock.observe.progress import callback
     from penstock.profile.cache import cached_profile
     from penstock.profile.measure import SECONDS
@@ -81,6 +82,7 @@ def command(
         make_directory(output.parent)
     there = existing_devices(device_list(devices))
     count = microbatch_count(microbatches)
+    keep_freed_memory()  # as the pipelines that it is for will
     with callback("capturing") as progress:
         costs, was_kept = cached_profile(
             capture(module, args, kwargs),

@@ -6,6 +6,7 @@ _MOST_DOUBLINGS = 6  # to 64 micro-batches
 _FEWEST_SIZES = 2
 _PROMISING = 1.1  # estimates up to this much longer than the best are worth measuring
 _WORTH_AGAIN = 1.3  # and measured ones up to this much longer, a second time
+_DOUBTFUL = 0.05  # sizes that take so much longer than the others promise as well
 
 
 class Agenda:
@@ -14,8 +15,9 @@ class Agenda:
     How long a row takes depends on the size of the micro-batch in jumps (matrix and convolution
     kernels work in blocks), so that only a measured size is a safe choice. First come the sizes
     of 1, 2, 4, ... micro-batches, smallest first; then those that split the batch evenly and whose
-    estimate is near the best. What is left of the time goes into measuring the best a second time,
-    later: something else that was running meanwhile must not decide.
+    estimate is near the best. What is left of the time goes into measuring sizes a second time,
+    later: something else that was running meanwhile must not decide. Those that took longer than
+    the others let expect come before those that are best.
 
     Args:
         batch_size: rows of the batch.
@@ -54,6 +56,13 @@ class Agenda:
                 if self._asked or len(self._costs) < _FEWEST_SIZES or self._affordable(rows):
                     return rows
                 break
+        doubtful = [
+            rows
+            for rows in self._costs
+            if self._excess(rows) > _DOUBTFUL and rows not in self._again and self._affordable(rows)
+        ]
+        if doubtful:
+            return max(doubtful, key=self._excess)
         best = min(map(self._estimate, self._costs), default=0.0)
         between = [
             rows
@@ -102,11 +111,32 @@ class Agenda:
         count = self._batch_size / rows
         return (count + self._num_devices - 1) * self._cost(rows)
 
+    def _excess(self, rows: int) -> float:
+        """How much longer a size takes than the ones around it let expect, relative.
+
+        A row takes no longer in a larger micro-batch, fewer rows take no longer than more, and a
+        size lies on the line through the two around it, or the two above.
+        """
+        below = sorted(r for r in self._costs if r < rows)[-1:]
+        above = sorted(r for r in self._costs if r > rows)[:2]
+        expected = [self._a_row(r) * rows for r in below] + [self._costs[r] for r in above[:1]]
+        if below and above:
+            expected.append(self._between(rows, below[0], above[0]))
+        elif len(above) > 1:  # a launch is not negative
+            expected.append(max(self._between(rows, *above), self._a_row(above[0]) * rows))
+        return self._costs[rows] / min(expected, default=self._costs[rows]) - 1
+
+    def _a_row(self, rows: int) -> float:
+        """Of a size."""
+        return self._costs[rows] / rows
+
     def _cost(self, rows: int) -> float:
         below = max((r for r in self._costs if r <= rows), default=min(self._costs))
         above = min((r for r in self._costs if r >= rows), default=below)
-        if below == above:
-            return self._costs[below]
+        return self._costs[below] if below == above else self._between(rows, below, above)
+
+    def _between(self, rows: int, below: int, above: int) -> float:
+        """On the line through two measured sizes."""
         share = (rows - below) / (above - below)
         return self._costs[below] + share * (self._costs[above] - self._costs[below])
 

@@ -145,8 +145,8 @@ def _measured(
             agenda.refuse(rows)
             continue
         for kind, passes in new.items():
-            found[kind].setdefault(rows, []).extend(passes)
-        cost = max(sum(_whole(passes)) for passes in new.values())
+            found[kind][rows] = min(found[kind].get(rows, passes), passes, key=_total)
+        cost = max(map(_total, new.values()))
         agenda.learn(rows, cost, time.perf_counter() - start)
     if progress:
         progress(done, done, "profiled")
@@ -159,6 +159,11 @@ def _whole(passes: Sequence[Timing]) -> tuple[float, float]:
     """Seconds of the whole program, forward and backward."""
     forwards, backwards = zip(*(timing.whole for timing in passes), strict=True)
     return statistics.median(forwards), statistics.median(backwards)
+
+
+def _total(passes: Sequence[Timing]) -> float:
+    """Seconds of both."""
+    return sum(_whole(passes))
 
 
 def _device_profile(kind: str, timings: Mapping[int, Sequence[Timing]]) -> DeviceProfile:

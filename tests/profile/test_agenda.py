@@ -95,3 +95,18 @@ def test_what_disturbed_the_first_measurement_does_not_count() -> None:
         told.setdefault(rows, []).append(cost)
         sizes.learn(rows, cost, 0.1)
     assert [len(told[rows]) for rows in (2, 4)] == [2, 2]
+
+
+def test_a_size_that_took_longer_than_the_others_let_expect_is_measured_again_first() -> None:
+    """Also one that is far from the best: its time would be predicted all the same."""
+    first = [1, 2, 4, 8, 16, 32]
+    for disturbed in first:
+        order = asked(32, lambda rows, d=disturbed: (rows + 2.0) * (1.3 if rows == d else 1.0))
+        assert order[: len(first)] == first
+        # one beside it may seem to be in doubt even more
+        assert disturbed in order[len(first) : len(first) + 2]
+
+
+def test_what_takes_as_long_as_the_others_let_expect_is_not_in_doubt() -> None:
+    order = asked(32, lambda rows: rows + 2.0)
+    assert not {1, 2, 32} & set(order[6:])

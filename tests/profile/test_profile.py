@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.profile import measure
+from penstock.profile.timing import Timing
 from tests.models import cases, mlp
 
 
@@ -135,3 +136,30 @@ def test_parameters_that_a_forward_writes_are_not_those_of_the_user() -> None:
     assert program.written == {"0.weight"}
     ps.profile(program, devices=["cpu"], num_microbatches=1)
     assert torch.equal(words.weight, before)
+
+
+def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A size that took longer than the others promise is measured again, and the better counts."""
+    program = ps.capture(mlp(8, 8, 8), (torch.randn(16, 8),))
+    visits: list[int] = []
+
+    class Disturbed:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def measure(self, leaves: object, sizes: dict[str, int]) -> list[Timing]:
+            (rows,) = sizes.values()
+            visits.append(rows)
+            seconds = (1.0 + rows) * (2.0 if rows == 4 and visits.count(4) == 1 else 1.0)
+            calls = [seconds / len(program)] * len(program)
+            return [Timing(calls, calls, [(seconds, seconds)], [0.0] * len(program))]
+
+        def saved_bytes(self, leaves: object, sizes: object) -> list[int]:
+            return [0] * len(program)
+
+    monkeypatch.setattr(measure, "Team", Disturbed)
+    kind = ps.profile(program, devices=["cpu"]).on("cpu")
+    assert visits.count(4) == 2
+    assert [sum(line) for line in kind.forward] == pytest.approx([1.0 + r for r in kind.rows])

@@ -1,0 +1,38 @@
+"""The benchmark of what the planner predicts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from benchmarks.truth import predicted
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v", "fitted"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_plan_is_predicted_again_by_its_own_profile_as_before(schedule: str, count: int) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    program = ps.capture(model, (torch.randn(6, 8),))
+    costs = ps.profile(program, devices=["cpu", "cpu"], num_microbatches=count, seconds=0.1)
+    plan = ps.plan(costs, num_microbatches=count, schedule=schedule)
+    assert predicted(plan, costs) == plan.predicted_step_seconds
+
+
+@pytest.mark.slow
+def test_rounds_and_single_errors_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "truth.json"
+    command = [sys.executable, "-m", "benchmarks.truth", "--models", "mlp", "--counts", "2"]
+    command += ["--schedules", "1f1b", "--rounds", "2", "--json", str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = json.loads(path.read_text())
+    (result,) = found["results"]
+    (row,) = result["plans"]
+    assert found["rounds"] == len(row["errors_of_rounds"]) == len(row["measured_in_rounds"]) == 2
+    assert "single rounds: 2 errors" in done.stdout
