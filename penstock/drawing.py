@@ -5,7 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PenstockError
+from penstock.errors import InputError, PenstockError
+
+
+def require_figure(path: Path) -> None:
+    """Raise if there can be no figure of this name, before the work that it would show.
+
+    Raises:
+        InputError: its ending means no kind of picture that can be drawn.
+        PenstockError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in kinds:
+        raise InputError(
+            f"the figure {path} ends in {path.suffix!r}: give one of .{', .'.join(kinds)}, like "
+            f"{path.with_suffix('.png').name}"
+        )
 
 
 def require_matplotlib() -> None:

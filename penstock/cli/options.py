@@ -106,7 +106,7 @@ optimizer_option = click.option(
 figure_option = click.option(
     "--figure",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw it as a PNG file of this name.",
+    help="Draw it as a file of this name: step.png, step.svg, step.pdf.",
 )
 
 empty_option = click.option(

@@ -76,14 +76,14 @@ def command(
     import msgspec
 
     from penstock.cli.arguments import asked, load_example
-    from penstock.drawing import require_matplotlib
+    from penstock.drawing import require_figure
     from penstock.plan.request import Request
     from penstock.plan.shown import winner
 
     request = Request(**asked(**pipeline), optimizer_state=optimizer_state, any_order=any_order)
-    _check(output, as_json, figure, no_output)
     if figure is not None:
-        require_matplotlib()
+        require_figure(figure)
+    _check(output, as_json, figure, no_output)
     given = load_example(model, inputs, example, seed, empty)
     found, costs = _planned(given, devices, workers, request, tune=tune, fresh=fresh)
     text = _text(found, costs, show_schedule)

@@ -100,9 +100,9 @@ def command(
     plan, profile = _loaded(source, profile_path)
     cases = _cases(plan, profile, options)
     if figure is not None:
-        from penstock.drawing import require_matplotlib
+        from penstock.drawing import require_figure
 
-        require_matplotlib()
+        require_figure(figure)
         make_directory(figure.parent)
     outcomes = _outcomes(plan, profile, cases)
     text = "\n".join(aligned([_HEADING, *map(_row, outcomes)], _LEFT))

@@ -206,6 +206,16 @@ def test_a_file_in_the_way_is_noticed_before_the_work(option: str) -> None:
     assert "profiling" not in result.stderr
 
 
+@pytest.mark.parametrize("name", ["step.badformat", "step"])
+def test_a_figure_of_no_known_kind_is_noticed_before_the_work(name: str) -> None:
+    result = run("plan", *SMALL, "--figure", f"new/{name}")
+    assert result.exit_code == 2
+    assert f"the figure new/{name} ends in" in result.stderr
+    assert "like step.png" in result.stderr
+    assert "capturing" not in result.stderr
+    assert list(Path().glob("*")) == []
+
+
 def test_help_knows_all_schedules_and_ways_to_recompute() -> None:
     for name in ("plan", "verify"):
         command = main.get_command(click.Context(main), name)

@@ -127,6 +127,10 @@ def test_a_figure() -> None:
     result = run("plan.json", "--workers", "1,2", "--figure", "new/sweep.png")
     assert "drew new/sweep.png" in result.stderr
     assert Path("new/sweep.png").read_bytes().startswith(b"\x89PNG")
+    unknown = run("plan.json", "--figure", "sweep.badformat")
+    assert unknown.exit_code == 2
+    assert unknown.stdout == ""
+    assert "ends in '.badformat': give one of" in unknown.stderr
     nothing = run("plan.json", "--memory-limit", "9B", "--recompute", "none", "--figure", "x.png")
     assert nothing.exit_code == 1
     assert "none of what was asked is possible" in nothing.stderr
