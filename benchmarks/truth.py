@@ -1,16 +1,18 @@
 """Predicted against measured: does the planner tell the truth, and does it choose the best?
 
     python -m benchmarks.truth [--models resnet50,vit,gpt2,mlp] [--counts 2,4,8,16]
-        [--schedules gpipe,1f1b,zero-bubble|all] [--rounds 3] [--json FILE]
+        [--schedules gpipe,1f1b,zero-bubble|all] [--turns 6] [--json FILE]
 
-Every schedule is planned for every number of micro-batches, by the profile of the first round. In
-every round each model is profiled anew, all plans are predicted by that profile, and each of them
-and the planner's own choice trains in a process of its own, as it would for a user, on two CPU
-workers. (In one process the memory that a plan leaves behind slows down the next, by up to 20 %
-where micro-batches are small.) The first steps, in which memory settles, do not count. A machine
-does not run equally fast at all times: the medians of all rounds are compared, and single rounds
-beside them. What is measured is a `train_step` without the optimizer; the loss is a mean of
-squares.
+Every model is profiled, as it is for a user, and every schedule is planned for every number of
+micro-batches by that profile. Each of these plans and the planner's own choice trains on two CPU
+workers in a process of its own. (In one process the memory that a plan leaves behind slows down
+the next, by up to 20 % where micro-batches are small.) What is measured is a `train_step` without
+the optimizer; the first steps, in which memory settles, do not count.
+
+A shared machine is 10 to 45 % faster in one minute than in the next. So the plans of one number of
+micro-batches take turns, and before each turn that size is profiled again: `error` compares what
+that profile predicts with the steps of the same turn, in the median of the turns. `before` is the
+error of the prediction that was made when the plan was.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 
@@ -44,9 +48,9 @@ from penstock.tuning import mean_square
 
 COUNTS = (2, 4, 8, 16)
 SCHEDULED = ("gpipe", "1f1b", "zero-bubble")
-ROUNDS = 3
-WARM_UPS, FEWEST_STEPS = 5, 6
-SECONDS = 3.0  # of steps that count, at least
+TURNS = 6
+WARM_UPS = 5
+SECONDS = 0.5  # of steps in a turn, at least
 CLOSE = 0.07  # an error up to which a prediction is good
 DEVICES = [torch.device("cpu")] * 2
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -95,67 +99,145 @@ MODELS: dict[str, Callable[[], Example]] = {
 }
 
 
-class Subject:
-    """A model whose plans are predicted and measured, round by round.
+class Trainer:
+    """A process that follows a plan, a few steps at a time.
 
     Args:
         name: one of `MODELS`.
-        counts: the numbers of micro-batches to plan for.
-        schedules: the schedules to plan, each with every count.
+        plan: for it.
     """
 
-    def __init__(self, name: str, counts: Sequence[int], schedules: Sequence[str]) -> None:
+    def __init__(self, name: str, plan: ps.Plan) -> None:
+        self.plan = plan
+        self._directory = tempfile.TemporaryDirectory()
+        path = Path(self._directory.name) / "plan.json"
+        plan.save(path)
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.truth"]
+        command += ["--models", name, "--train", str(path)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self.steps()  # it is ready, and memory has settled
+
+    def steps(self) -> list[float]:
+        """The seconds of its next steps."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the trainer has no pipes")
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        seconds: list[float] = json.loads(self._process.stdout.readline())
+        return seconds
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._directory.cleanup()
+
+
+def _train(name: str, path: str) -> None:
+    """Follow a plan for some steps whenever a line is read, and print their seconds."""
+    model, args, kwargs = MODELS[name]()
+    with ps.Pipeline(model.train(), args, kwargs, devices=DEVICES, plan=path) as pipe:
+        for turn, _ in enumerate(sys.stdin):
+            taken: list[float] = []
+            while sum(taken) < SECONDS or (turn == 0 and len(taken) < WARM_UPS):
+                pipe.zero_grad()
+                start = time.perf_counter()
+                pipe.train_step(*args, loss_fn=mean_square, **kwargs)
+                taken.append(time.perf_counter() - start)
+            print(json.dumps(taken), flush=True)
+
+
+class Turn(NamedTuple):
+    """What a plan was predicted to take by a new profile, and the steps that it then took."""
+
+    predicted: float
+    steps: list[float]
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative."""
+        return self.predicted / statistics.median(self.steps) - 1
+
+
+class Subject:
+    """A model, its profile, and its plans.
+
+    Args:
+        name: one of `MODELS`.
+        progress: called as the measurement goes on.
+    """
+
+    def __init__(self, name: str, progress: Progress) -> None:
         self.name = name
-        self.asked = [(count, schedule) for count in counts for schedule in schedules]
-        self.plans: list[ps.Plan] = []
-        self.confidence: list[str] = []
-        self.predicted: list[list[float]] = []
-        self.measured: list[list[list[float]]] = []
-
-    def round(self, progress: Progress) -> None:
-        """Profile, predict every plan, and train with each."""
-        costs = self._profiled(progress)
-        if not self.plans:
-            self.plans = [
-                ps.plan(costs, num_microbatches=count, schedule=schedule)
-                for count, schedule in self.asked
-            ]
-            self.plans.append(ps.plan(costs))
-        self.confidence.append(str(costs.confidence))
-        self.predicted.append([predicted(plan, costs) for plan in self.plans])
-        steps = []
-        for number, plan in enumerate(self.plans):
-            about = f"{self.name}: {plan.schedule}, m={plan.num_microbatches}"
-            progress(number, len(self.plans), about)
-            steps.append(_in_a_process_of_its_own(self.name, plan))
-        self.measured.append(steps)
-
-    def _profiled(self, progress: Progress) -> ps.Profile:
-        model, args, kwargs = MODELS[self.name]()
-        program = ps.capture(model.train(), args, kwargs)
-        return profile_for(
-            program, args, kwargs, devices=DEVICES, request=Request(), fresh=True, progress=progress
+        self.progress = progress
+        model, self.args, self.kwargs = MODELS[name]()
+        self.program = ps.capture(model.train(), self.args, self.kwargs)
+        self.costs = profile_for(
+            self.program,
+            self.args,
+            self.kwargs,
+            devices=DEVICES,
+            request=Request(),
+            fresh=True,
+            progress=progress,
         )
 
-    def result(self) -> dict[str, Any]:
-        """All plans, as predicted and as measured until now; the planner's choice at the end."""
-        rows = [
-            _row(plan, foretold, seconds)
-            for plan, foretold, seconds in zip(
-                self.plans,
-                zip(*self.predicted, strict=True),
-                zip(*self.measured, strict=True),
-                strict=True,
-            )
+    def result(self, counts: Sequence[int], schedules: Sequence[str], turns: int) -> dict[str, Any]:
+        """All plans, as predicted and as measured; the planner's choice at the end."""
+        chosen = ps.plan(self.costs)
+        plans = [
+            ps.plan(self.costs, num_microbatches=count, schedule=schedule)
+            for count in counts
+            for schedule in schedules
         ]
+        plans.append(chosen)
+        taken: dict[int, list[Turn]] = {}
+        for count in sorted({plan.num_microbatches for plan in plans}):
+            group = [k for k, plan in enumerate(plans) if plan.num_microbatches == count]
+            found = self._turns([plans[k] for k in group], turns)
+            taken.update(zip(group, found, strict=True))
+        rows = [_row(plan, taken[k]) for k, plan in enumerate(plans)]
         best = min(row["measured_seconds"] for row in rows)
         return {
             "model": self.name,
-            "confidence": self.confidence,
+            "confidence": str(self.costs.confidence),
             "plans": rows[:-1],
             "chosen": rows[-1],
             "chosen_over_best": rows[-1]["measured_seconds"] / best - 1,
         }
+
+    def _turns(self, plans: Sequence[ps.Plan], turns: int) -> list[list[Turn]]:
+        """The turns of plans with the same number of micro-batches."""
+        count = plans[0].num_microbatches
+        found: list[list[Turn]] = [[] for _ in plans]
+        with ExitStack() as stack:
+            trainers = []
+            for plan in plans:
+                self.progress(0, turns, f"{self.name}: {plan.schedule}, m={count}")
+                trainers.append(Trainer(self.name, plan))
+                stack.callback(trainers[-1].close)
+            for turn in range(turns):
+                self.progress(turn, turns, f"{self.name}: m={count}")
+                costs = self._profiled(count)
+                for trainer, own in zip(trainers, found, strict=True):
+                    own.append(Turn(predicted(trainer.plan, costs), trainer.steps()))
+        return found
+
+    def _profiled(self, count: int) -> ps.Profile:
+        """What this number of micro-batches costs now."""
+        costs = ps.profile(
+            self.program,
+            self.args,
+            self.kwargs,
+            devices=list(map(str, DEVICES)),
+            num_microbatches=count,
+            seconds=0,
+        )
+        before = self.costs
+        return msgspec.structs.replace(
+            costs, links=before.links, overhead_seconds=before.overhead_seconds
+        )
 
 
 def predicted(plan: ps.Plan, costs: ps.Profile) -> float:
@@ -165,67 +247,34 @@ def predicted(plan: ps.Plan, costs: ps.Profile) -> float:
     return Layout(costs, plan.num_microbatches).simulated(schedule, stretches).seconds
 
 
-def _in_a_process_of_its_own(name: str, plan: ps.Plan) -> list[float]:
-    """The seconds of some steps."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "plan.json"
-        plan.save(path)
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.truth"]
-        command += ["--models", name, "--train", str(path)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    steps: list[float] = json.loads(done.stdout)
-    return steps
-
-
-def _train(name: str, path: str) -> None:
-    """Follow a plan for some steps, and print their seconds."""
-    model, args, kwargs = MODELS[name]()
-    taken: list[float] = []
-    with ps.Pipeline(model.train(), args, kwargs, devices=DEVICES, plan=path) as pipe:
-        for _ in range(WARM_UPS):
-            pipe.zero_grad()
-            pipe.train_step(*args, loss_fn=mean_square, **kwargs)
-        while len(taken) < FEWEST_STEPS or sum(taken) < SECONDS:
-            pipe.zero_grad()
-            start = time.perf_counter()
-            pipe.train_step(*args, loss_fn=mean_square, **kwargs)
-            taken.append(time.perf_counter() - start)
-    print(json.dumps(taken))
-
-
-def _row(
-    plan: ps.Plan, foretold: Sequence[float], rounds: Sequence[Sequence[float]]
-) -> dict[str, Any]:
-    measured = statistics.median(step for steps in rounds for step in steps)
-    expected = statistics.median(foretold)
-    alone = [p / statistics.median(steps) - 1 for p, steps in zip(foretold, rounds, strict=True)]
+def _row(plan: ps.Plan, turns: Sequence[Turn]) -> dict[str, Any]:
+    measured = statistics.median(step for turn in turns for step in turn.steps)
     return {
         "schedule": plan.schedule,
         "num_microbatches": plan.num_microbatches,
         "cuts": list(plan.cuts),
-        "predicted_seconds": expected,
+        "predicted_seconds": statistics.median(turn.predicted for turn in turns),
         "measured_seconds": measured,
-        "error": expected / measured - 1,
-        "errors_of_rounds": alone,
-        "predicted_in_rounds": list(foretold),
-        "measured_in_rounds": [list(steps) for steps in rounds],
+        "error": statistics.median(turn.error for turn in turns),
+        "before_seconds": plan.predicted_step_seconds,
+        "before": plan.predicted_step_seconds / measured - 1,
+        "turns": [turn._asdict() for turn in turns],
     }
 
 
 def _show(result: dict[str, Any]) -> None:
-    print(f"{result['model']}; profiles: {'; '.join(result['confidence'])}")
+    print(f"{result['model']}; profile: {result['confidence']}")
     print(
         f"  {'schedule':16} {'m':>3} {'predicted':>10} {'measured':>10} "
-        f"{'rounds':>16} {'error':>7}  of single rounds"
+        f"{'turns':>16} {'error':>7} {'before':>7}"
     )
     for row in (*result["plans"], result["chosen"]):
-        medians = [statistics.median(steps) for steps in row["measured_in_rounds"]]
-        alone = " ".join(f"{error:+.1%}" for error in row["errors_of_rounds"])
+        medians = [statistics.median(turn["steps"]) for turn in row["turns"]]
         print(
             f"  {row['schedule']:16} {row['num_microbatches']:3d} "
             f"{1e3 * row['predicted_seconds']:7.0f} ms {1e3 * row['measured_seconds']:7.0f} ms "
-            f"{1e3 * min(medians):5.0f} to {1e3 * max(medians):5.0f} ms {row['error']:+7.1%}"
-            f"  {alone}"
+            f"{1e3 * min(medians):5.0f} to {1e3 * max(medians):5.0f} ms "
+            f"{row['error']:+7.1%} {row['before']:+7.1%}"
         )
     print(f"  the last is the planner's choice: {result['chosen_over_best']:+.1%} over the best")
 
@@ -245,7 +294,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--counts", default=",".join(map(str, COUNTS)))
     parser.add_argument("--schedules", default=",".join(SCHEDULED), help="or all")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--train", metavar="PLAN", help="only follow this plan; prints seconds")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -255,21 +304,17 @@ def main() -> int:
     keep_freed_memory()  # as pipelines do
     counts = [int(count) for count in options.counts.split(",")]
     schedules = list(SCHEDULES) if options.schedules == "all" else options.schedules.split(",")
-    subjects = [Subject(name, counts, schedules) for name in options.models.split(",")]
-    results: list[dict[str, Any]] = []
-    for turn in range(options.rounds):
-        for subject in subjects:
-            with callback(f"round {turn + 1}") as progress:
-                subject.round(progress)
-        results = [subject.result() for subject in subjects]
+    results = []
+    for name in options.models.split(","):
+        with callback(name) as progress:
+            results.append(Subject(name, progress).result(counts, schedules, options.turns))
+        _show(results[-1])
         if options.json:
-            found = {"results": results, "rounds": turn + 1, "machine": machine()}
+            found = {"results": results, "machine": machine()}
             options.json.write_text(json.dumps(found, indent=1) + "\n")
-    for result in results:
-        _show(result)
     rows = [row for result in results for row in result["plans"]]
-    _distribution("medians of all rounds", [row["error"] for row in rows])
-    _distribution("single rounds", [error for row in rows for error in row["errors_of_rounds"]])
+    _distribution("profiled in the same turn", [row["error"] for row in rows])
+    _distribution("profiled before", [row["before"] for row in rows])
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,11 +31,12 @@ class Timing:
 
     @property
     def whole(self) -> tuple[float, float]:
-        """Seconds of the whole program, forward and backward.
+        """Seconds of the whole program, forward and backward: the mean of the runs.
 
-        Of runs in a row the fastest counts: memory that is still new only makes them slower.
+        A step is a sum of many such runs, so what slows down some of them slows it down as well.
         """
-        return min(self.wholes, key=sum)
+        forwards, backwards = zip(*self.wholes, strict=True)
+        return statistics.fmean(forwards), statistics.fmean(backwards)
 
 
 def spread(timings: Sequence[Timing]) -> float:

@@ -26,13 +26,15 @@ def test_a_plan_is_predicted_again_by_its_own_profile_as_before(schedule: str, c
 
 
 @pytest.mark.slow
-def test_rounds_and_single_errors_are_written(tmp_path: Path) -> None:
+def test_turns_and_both_errors_are_written(tmp_path: Path) -> None:
     path = tmp_path / "truth.json"
     command = [sys.executable, "-m", "benchmarks.truth", "--models", "mlp", "--counts", "2"]
-    command += ["--schedules", "1f1b", "--rounds", "2", "--json", str(path)]
+    command += ["--schedules", "1f1b", "--turns", "2", "--json", str(path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = json.loads(path.read_text())
-    (result,) = found["results"]
+    (result,) = json.loads(path.read_text())["results"]
     (row,) = result["plans"]
-    assert found["rounds"] == len(row["errors_of_rounds"]) == len(row["measured_in_rounds"]) == 2
-    assert "single rounds: 2 errors" in done.stdout
+    assert len(row["turns"]) == 2
+    assert all(turn["steps"] for turn in row["turns"])
+    assert row["before"] == row["before_seconds"] / row["measured_seconds"] - 1
+    assert "profiled in the same turn: 1 errors" in done.stdout
+    assert "profiled before: 1 errors" in done.stdout
