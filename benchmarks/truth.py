@@ -1,7 +1,7 @@
 """Predicted against measured: does the planner tell the truth, and does it choose the best?
 
     python -m benchmarks.truth [--models resnet50,vit,gpt2,mlp] [--counts 2,4,8,16]
-        [--schedules gpipe,1f1b,zero-bubble|all] [--turns 6] [--json FILE]
+        [--schedules gpipe,1f1b,zero-bubble|all] [--turns 8] [--json FILE]
 
 Every model is profiled, as it is for a user, and every schedule is planned for every number of
 micro-batches by that profile. Each of these plans and the planner's own choice trains on two CPU
@@ -36,19 +36,21 @@ from torch import nn
 
 import penstock as ps
 from penstock.bench.measure import machine
+from penstock.capture import ROWS
 from penstock.engine.allocator import keep_freed_memory
 from penstock.loading import load_model, tolerate_missing_torchvision_operators
 from penstock.observe.progress import callback
 from penstock.plan.layout import Layout, Stretch
 from penstock.plan.request import Request
 from penstock.planning import profile_for
-from penstock.profile.measure import Progress
+from penstock.profile.measure import Progress, device_profile
+from penstock.profile.team import Team
 from penstock.schedule import SCHEDULES
 from penstock.tuning import mean_square
 
 COUNTS = (2, 4, 8, 16)
 SCHEDULED = ("gpipe", "1f1b", "zero-bubble")
-TURNS = 6
+TURNS = 8
 WARM_UPS = 5
 SECONDS = 0.5  # of steps in a turn, at least
 CLOSE = 0.07  # an error up to which a prediction is good
@@ -171,12 +173,14 @@ class Subject:
     def __init__(self, name: str, progress: Progress) -> None:
         self.name = name
         self.progress = progress
-        model, self.args, self.kwargs = MODELS[name]()
-        self.program = ps.capture(model.train(), self.args, self.kwargs)
+        model, args, kwargs = MODELS[name]()
+        self.program = ps.capture(model.train(), args, kwargs)
+        self.leaves = self.program.flatten_inputs(args, kwargs)
+        self.team = Team(self.program, DEVICES[0], len(DEVICES), threads=1)
         self.costs = profile_for(
             self.program,
-            self.args,
-            self.kwargs,
+            args,
+            kwargs,
             devices=DEVICES,
             request=Request(),
             fresh=True,
@@ -226,18 +230,11 @@ class Subject:
 
     def _profiled(self, count: int) -> ps.Profile:
         """What this number of micro-batches costs now."""
-        costs = ps.profile(
-            self.program,
-            self.args,
-            self.kwargs,
-            devices=list(map(str, DEVICES)),
-            num_microbatches=count,
-            seconds=0,
-        )
-        before = self.costs
-        return msgspec.structs.replace(
-            costs, links=before.links, overhead_seconds=before.overhead_seconds
-        )
+        given = self.program.varying.sizes(self.leaves)
+        sizes = {**given, ROWS: given[ROWS] // count}
+        passes = self.team.measure(self.program.varying.resized(self.leaves, sizes), sizes)
+        kinds = {"cpu": device_profile("cpu", {sizes[ROWS]: passes})}
+        return msgspec.structs.replace(self.costs, kinds=kinds)
 
 
 def predicted(plan: ps.Plan, costs: ps.Profile) -> float:

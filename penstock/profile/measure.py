@@ -99,7 +99,7 @@ def profile(
         fingerprint=program.fingerprint,
         batch_size=batch_size,
         devices=tuple(devices),
-        kinds={kind: _device_profile(kind, found) for kind, found in timings.items()},
+        kinds={kind: device_profile(kind, found) for kind, found in timings.items()},
         labels=program.labels,
         weights=weight_bytes(program),
         boundary=bytes_across(program),
@@ -166,7 +166,8 @@ def _total(passes: Sequence[Timing]) -> float:
     return sum(_whole(passes))
 
 
-def _device_profile(kind: str, timings: Mapping[int, Sequence[Timing]]) -> DeviceProfile:
+def device_profile(kind: str, timings: Mapping[int, Sequence[Timing]]) -> DeviceProfile:
+    """What calls cost on one kind of device, out of the passes over each size, by rows."""
     forward, backward, weight = [], [], []
     least = halving_seconds(torch.device(kind))  # shorter halves are not worth putting off
     for passes in timings.values():
