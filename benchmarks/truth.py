@@ -233,7 +233,8 @@ class Subject:
         given = self.program.varying.sizes(self.leaves)
         sizes = {**given, ROWS: given[ROWS] // count}
         passes = self.team.measure(self.program.varying.resized(self.leaves, sizes), sizes)
-        kinds = {"cpu": device_profile("cpu", {sizes[ROWS]: passes})}
+        halving = self.costs.on("cpu").halving
+        kinds = {"cpu": device_profile("cpu", {sizes[ROWS]: passes}, halving)}
         return msgspec.structs.replace(self.costs, kinds=kinds)
 
 

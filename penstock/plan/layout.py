@@ -120,12 +120,16 @@ class Layout:
         """Bytes of the largest result and its gradient, which are there for a moment."""
         return 2.0 * self.most_rows * max(self.profile.outputs, default=0.0)
 
-    def _table(self, rows: float) -> tuple[Floats, Floats, Floats]:
-        """Seconds of forward, backward and its weight half, (workers, calls), at these rows."""
+    def _table(self, rows: float) -> tuple[Floats, Floats, Floats, Floats]:
+        """Seconds of forward, backward, its weight half, and what halving costs, at these rows.
+
+        Each is (workers, calls).
+        """
         kinds = [self.profile.on(device) for device in self.profile.devices]
         both = [kind.seconds(rows) for kind in kinds]
         forward, backward = np.stack([f for f, _ in both]), np.stack([b for _, b in both])
-        return forward, backward, np.stack([kind.weight_seconds(rows) for kind in kinds])
+        weight = np.stack([kind.weight_seconds(rows) for kind in kinds])
+        return forward, backward, weight, np.stack([k.halving_seconds(rows) for k in kinds])
 
     def hops(self, stretches: Sequence[Stretch]) -> list[Link]:
         """The link between every two neighbouring stages."""
@@ -153,7 +157,7 @@ class Layout:
     def costs(self, stretches: Sequence[Stretch], rows: int | None = None) -> Costs:
         """What the stages take for one micro-batch, by default the largest."""
         rows = rows or self.most_rows
-        forward, backward, weight = self._by_rows[rows]
+        forward, backward, weight, halving = self._by_rows[rows]
 
         def total(table: Floats, worker: int, start: int, stop: int) -> float:
             return float(table[worker, start:stop].sum())
@@ -167,6 +171,7 @@ class Layout:
                 total(backward, *s[:3]) + more for s, more in zip(stretches, again, strict=True)
             ),
             weight=tuple(total(weight, *s[:3]) for s in stretches),
+            halving=tuple(total(halving, *s[:3]) for s in stretches),
             latency=tuple(hop.latency_seconds for hop in hops),
             transfer=tuple(
                 size / hop.bytes_per_second if hop.bytes_per_second else 0.0

@@ -181,6 +181,7 @@ class Option:
                 forward_seconds=costs.forward[s],
                 backward_seconds=costs.backward[s],
                 weight_seconds=costs.weight[s],
+                halving_seconds=costs.halving[s],
                 latency_seconds=costs.latency[s - 1] if s else 0.0,
                 transfer_seconds=costs.transfer[s - 1] if s else 0.0,
                 held_bytes=round(layout.held(stretch)),

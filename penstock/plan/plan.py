@@ -34,6 +34,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         forward_seconds: predicted, per micro-batch.
         backward_seconds: predicted, per micro-batch, recomputing included.
         weight_seconds: the part of it that a schedule with halved backwards puts off (`W`).
+        halving_seconds: what the two halves take longer than the whole.
         latency_seconds: one way from the stage before, for the smallest message.
         transfer_seconds: for which what enters occupies the link.
         held_bytes: what it holds for every micro-batch in flight.
@@ -52,6 +53,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float = 0.0
+    halving_seconds: float = 0.0
     latency_seconds: float = 0.0
     transfer_seconds: float = 0.0
     held_bytes: int = 0
@@ -172,6 +174,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             forward=tuple(stage.forward_seconds for stage in self.stages),
             backward=tuple(stage.backward_seconds for stage in self.stages),
             weight=tuple(stage.weight_seconds for stage in self.stages),
+            halving=tuple(stage.halving_seconds for stage in self.stages),
             latency=tuple(stage.latency_seconds for stage in self.stages[1:]),
             transfer=tuple(stage.transfer_seconds for stage in self.stages[1:]),
         )

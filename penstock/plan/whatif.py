@@ -346,6 +346,7 @@ def _planned_costs(plan: Plan, case: WhatIf) -> Costs:
         forward=tuple(seconds / speed for seconds in costs.forward),
         backward=tuple(seconds / speed for seconds in costs.backward),
         weight=tuple(seconds / speed for seconds in costs.weight),
+        halving=tuple(seconds / speed for seconds in costs.halving),
         latency=latency,
         transfer=transfer,
     )

@@ -16,7 +16,7 @@ from penstock.profile.files import read_whole, readable, save_whole, what_is
 
 Seconds = NDArray[np.float64]
 
-VERSION = 1
+VERSION = 2
 """Of the files that profiles are written to."""
 
 _DIGITS = 6  # of every number in a file; no clock gives more
@@ -47,6 +47,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
             median: the width of the middle half of them.
         weight: `weight[k][i]`, the part of `backward[k][i]` that computes the gradients of weights
             and can be put off (`W`); 0 where a backward cannot be halved. Empty means not measured.
+        halving: how much longer forward and backward take if every backward is halved that can be:
+            0.04 for 4 %.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     backward: tuple[tuple[float, ...], ...]
     spread: float
     weight: tuple[tuple[float, ...], ...] = ()
+    halving: float = 0.0
 
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
@@ -72,6 +75,12 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
             return np.zeros(len(self.forward[0]))
         parts = _at(rows, self.rows, self.weight), _at(rows, self.rows, self.backward)
         return np.minimum(*parts)
+
+    def halving_seconds(self, rows: float) -> Seconds:
+        """The seconds that halves take longer than whole backwards, by call: as weight halves."""
+        weight = self.weight_seconds(rows)
+        total = sum(map(np.sum, self.seconds(rows)))
+        return np.asarray(weight * (self.halving * total / max(weight.sum(), 1e-12)))
 
     @property
     def between(self) -> float:

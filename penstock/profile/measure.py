@@ -28,6 +28,7 @@ _Timings = dict[int, list[Timing]]  # by rows
 SECONDS = 30.0
 """About how long a profile takes, if nobody says otherwise."""
 
+_QUICK = 0.4  # seconds of a forward and backward that can be repeated often
 _MANY = 64  # rows, so many that what does not depend on them does not matter
 
 
@@ -93,13 +94,14 @@ def profile(
             if (clearer := lone_row(error, _rows(batch_size, asked or 1))) is not None:
                 raise clearer from error
             raise
+        halving = {kind: _halving(teams[kind], found, batch_of) for kind, found in timings.items()}
         most = max(timings[devices[0]])
         saved = teams[devices[0]].saved_bytes(*batch_of(most))
     return Profile(
         fingerprint=program.fingerprint,
         batch_size=batch_size,
         devices=tuple(devices),
-        kinds={kind: device_profile(kind, found) for kind, found in timings.items()},
+        kinds={k: device_profile(k, found, halving[k]) for k, found in timings.items()},
         labels=program.labels,
         weights=weight_bytes(program),
         boundary=bytes_across(program),
@@ -166,8 +168,16 @@ def _total(passes: Sequence[Timing]) -> float:
     return sum(_whole(passes))
 
 
-def device_profile(kind: str, timings: Mapping[int, Sequence[Timing]]) -> DeviceProfile:
-    """What calls cost on one kind of device, out of the passes over each size, by rows."""
+def device_profile(
+    kind: str, timings: Mapping[int, Sequence[Timing]], halving: float
+) -> DeviceProfile:
+    """What calls cost on one kind of device.
+
+    Args:
+        kind: its name.
+        timings: the passes over each size, by rows.
+        halving: see `DeviceProfile`.
+    """
     forward, backward, weight = [], [], []
     least = halving_seconds(torch.device(kind))  # shorter halves are not worth putting off
     for passes in timings.values():
@@ -184,7 +194,18 @@ def device_profile(kind: str, timings: Mapping[int, Sequence[Timing]]) -> Device
         backward=tuple(backward),
         weight=tuple(weight),
         spread=statistics.median(spread(passes) for passes in timings.values()),
+        halving=halving if any(map(any, weight)) else 0.0,
     )
+
+
+def _halving(
+    team: Team,
+    timings: Mapping[int, Sequence[Timing]],
+    batch_of: Callable[[int], tuple[list[Any], Sizes]],
+) -> float:
+    """What `Team.halving` says of the largest size that does not take long; it varies little."""
+    quick = [rows for rows, passes in timings.items() if _total(passes) < _QUICK]
+    return team.halving(*batch_of(max(quick, default=min(timings))))
 
 
 def _scaled(passes: Sequence[Sequence[float]], total: float) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from penstock.capture import Program, Ref, Sizes
 from penstock.capture.attributes import named_tensors
+from penstock.capture.halves import Deferral
 from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
 from penstock.profile.halving import halved_calls, trained_weights, weight_share
@@ -25,6 +26,8 @@ class Steps:
 
     Attributes:
         module: the whole program.
+        halving: the same with every backward in halves that can be.
+        deferral: where those leave their weight halves.
         inputs: the values that it is given.
         calls: the nodes of every call.
         last_used: for every call the nodes whose values no later call needs.
@@ -37,7 +40,10 @@ class Steps:
         self.model = model
         self.inputs = program.cuts.boundary(0)
         everything, outputs = range(len(program)), program.cuts.results
-        self.module = lower(model, program.train, everything, self.inputs, outputs, device)
+        parts = model, program.train, everything, self.inputs, outputs, device
+        self.module = lower(*parts)
+        self.deferral = Deferral()
+        self.halving = lower(*parts, self.deferral)
         self.calls = _by_call(self.module, len(program))
         self.last_used = _last_used(self.calls)
         self.mutating = {i for i, c in enumerate(program.train.calls) if c.mutates}

@@ -19,6 +19,8 @@ class Costs:
         backward: of its whole backward.
         weight: of the part of the backward that can be put off as the weight half `W`; the input
             half `I` takes the rest. Empty means that nothing can be put off.
+        halving: what the two halves together take longer than a whole backward; the input half
+            bears it. Empty means nothing.
         latency: `latency[s]` is the one-way seconds between stages `s` and `s+1`, for activations
             and for gradients. Empty means none.
         transfer: `transfer[s]` is the seconds that what crosses from stage `s` to `s+1`, or its
@@ -36,6 +38,7 @@ class Costs:
     weight: tuple[float, ...] = ()
     latency: tuple[float, ...] = ()
     transfer: tuple[float, ...] = ()
+    halving: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -46,9 +49,14 @@ class Costs:
                 f"every stage needs a forward, a backward and a weight half, or no stage a weight "
                 f"half: got {stages}, {len(self.backward)} and {len(self.weight)}"
             )
+        if len(self.halving) not in (0, stages):
+            raise InputError(f"{stages} stages, but halving has {len(self.halving)} entries")
         for name in ("latency", "transfer"):
             check_hops(name, getattr(self, name), stages)
-        times = (*self.forward, *self.backward, *self.weight, *self.latency, *self.transfer)
+        times = (
+            *(*self.forward, *self.backward, *self.weight),
+            *(*self.latency, *self.transfer, *self.halving),
+        )
         if min(times) < 0:
             raise InputError(f"times are seconds and cannot be negative, got {min(times)}")
         for stage, weight in enumerate(self.weight):
@@ -77,7 +85,9 @@ class Costs:
     @cached_property
     def inputs(self) -> tuple[float, ...]:
         """The seconds of every input half."""
-        return tuple(b - w for b, w in zip(self.backward, self.weights, strict=True))
+        halving = self.halving or (0.0,) * self.num_stages
+        parts = zip(self.backward, self.weights, halving, strict=True)
+        return tuple(backward - weight + more for backward, weight, more in parts)
 
     @cached_property
     def by_kind(self) -> dict[Kind, tuple[float, ...]]:

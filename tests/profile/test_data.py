@@ -165,3 +165,24 @@ def test_what_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path) -
     with pytest.raises(InputError, match="cannot write the profile to"):
         profile(device((1,), 1.0)).save(taken)
     assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_what_halving_costs_lies_where_weight_halves_are() -> None:
+    found = DeviceProfile(
+        kind="cpu",
+        rows=(1, 2),
+        forward=((1.0, 1.0, 1.0), (2.0, 2.0, 2.0)),
+        backward=((2.0, 3.0, 2.0), (4.0, 6.0, 4.0)),
+        spread=0.0,
+        weight=((1.0, 0.0, 1.5), (2.0, 0.0, 3.0)),
+        halving=0.05,
+    )
+    for rows, total in ((1, 10.0), (2, 20.0)):
+        extra = found.halving_seconds(rows)
+        assert extra.sum() == pytest.approx(0.05 * total)
+        assert extra[1] == 0
+        assert extra[2] == pytest.approx(1.5 * extra[0])
+    whole = DeviceProfile(
+        kind="cpu", rows=(1,), forward=((1.0,),), backward=((1.0,),), spread=0.0, halving=0.05
+    )
+    assert whole.halving_seconds(1).tolist() == [0.0]

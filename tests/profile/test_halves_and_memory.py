@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.profile import measure
 from penstock.profile.halving import halving_seconds, weight_share
 from penstock.profile.saving import Saved
-from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _Pace
+from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _is_steady, _Pace
 from penstock.profile.timing import Timing, spread
 from tests.models import cases
 
@@ -222,7 +222,7 @@ def timing(seconds: float) -> Timing:
 def passes(of: Callable[[int], float]) -> int:
     """How many there are when pass `k` takes `of(k)` seconds."""
     results: list[list[Timing]] = [[], []]
-    pace = _Pace(results)
+    pace = _Pace(results, 1.0, _MOST_PASSES, _is_steady)
     for k in range(100):
         pace.next()
         if not pace.goes_on:
@@ -240,3 +240,13 @@ def test_passes_until_they_agree() -> None:
 
 def test_spread_is_the_middle_half_of_the_passes() -> None:
     assert spread([timing(s) for s in (1.0, 2.0, 3.0, 4.0, 100.0)]) == pytest.approx(2 / 3)
+
+
+def test_what_halving_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiny layers by far the most is the graph that each half needs; of none it is nothing."""
+    monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)  # however small
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    program = ps.capture(layers, (torch.randn(4, 2),))
+    assert ps.profile(program, devices=["cpu"], seconds=0).on("cpu").halving > 0.1
+    norms = ps.capture(nn.Sequential(*(nn.LayerNorm(2) for _ in range(3))), (torch.randn(4, 2),))
+    assert ps.profile(norms, devices=["cpu"], seconds=0).on("cpu").halving == 0.0

@@ -156,6 +156,9 @@ def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
             calls = [seconds / len(program)] * len(program)
             return [Timing(calls, calls, [(seconds, seconds)], [0.0] * len(program))]
 
+        def halving(self, leaves: object, sizes: object) -> float:
+            return 0.0
+
         def saved_bytes(self, leaves: object, sizes: object) -> list[int]:
             return [0] * len(program)
 

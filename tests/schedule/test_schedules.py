@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
-from penstock.schedule import SCHEDULES, Action, Kind, build, check, placement_of
+from penstock.errors import InputError, ScheduleError
+from penstock.schedule import SCHEDULES, Action, Costs, Kind, build, check, placement_of
 
 F = Kind.FORWARD
 
@@ -150,3 +150,11 @@ def test_the_known_schedules_cannot_be_overwritten() -> None:
 
 def test_an_action_reads_as_kind_stage_microbatch() -> None:
     assert str(Action(Kind.BACKWARD, 1, 12)) == "B1.12"
+
+
+def test_halves_that_cost_more_than_the_whole() -> None:
+    costs = Costs((1.0, 1.0), (2.0, 3.0), (1.0, 1.0), halving=(0.5, 0.0))
+    assert costs.inputs == (1.5, 2.0)
+    assert costs.seconds(Action(Kind.BACKWARD, 0, 0)) == 2.0  # a whole one does not
+    with pytest.raises(InputError, match="2 stages, but halving has 1 entries"):
+        Costs((1.0, 1.0), (2.0, 3.0), (1.0, 1.0), halving=(0.5,))
