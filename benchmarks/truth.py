@@ -1,7 +1,7 @@
 """Predicted against measured: does the planner tell the truth, and does it choose the best?
 
     python -m benchmarks.truth [--models resnet50,vit,gpt2,mlp] [--counts 2,4,8,16]
-        [--schedules gpipe,1f1b,zero-bubble|all] [--turns 8] [--json FILE]
+        [--schedules gpipe,1f1b,zero-bubble|all] [--turns 6] [--json FILE]
 
 Every model is profiled, as it is for a user, and every schedule is planned for every number of
 micro-batches by that profile. Each of these plans and the planner's own choice trains on two CPU
@@ -50,7 +50,7 @@ from penstock.tuning import mean_square
 
 COUNTS = (2, 4, 8, 16)
 SCHEDULED = ("gpipe", "1f1b", "zero-bubble")
-TURNS = 8
+TURNS = 6
 WARM_UPS = 5
 SECONDS = 0.5  # of steps in a turn, at least
 CLOSE = 0.07  # an error up to which a prediction is good
