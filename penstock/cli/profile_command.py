@@ -123,7 +123,7 @@ def _text(costs: Profile, every: bool) -> str:
             "",
             f"{rows} rows on {costs.devices[0]}; measured at {', '.join(map(str, kind.rows))} rows",
             f"confidence: {costs.confidence}",
-            *_links(costs),
+            *_beside(costs),
         ]
     )
 
@@ -147,7 +147,8 @@ def _cells(costs: Profile, calls: Sequence[int], number: str, label: str) -> tup
     )
 
 
-def _links(costs: Profile) -> list[str]:
+def _beside(costs: Profile) -> list[str]:
+    """What links, actions and halves cost besides."""
     from penstock.units import show_bytes
 
     lines = []
@@ -156,7 +157,11 @@ def _links(costs: Profile) -> list[str]:
             f"{show_bytes(link.bytes_per_second)}/s" if link.bytes_per_second else "by reference"
         )
         lines.append(f"link {pair}: {_microseconds(link.latency_seconds)}, {speed}")
-    return [*lines, f"overhead: {_microseconds(costs.overhead_seconds)} for every action"]
+    lines.append(f"overhead: {_microseconds(costs.overhead_seconds)} for every action")
+    halving = costs.on(costs.devices[0]).halving
+    if halving:
+        lines.append(f"halves: a step's work takes {halving:.1%} longer with backwards in halves")
+    return lines
 
 
 def _milliseconds(seconds: float) -> str:

@@ -100,3 +100,11 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_what_halves_cost_is_told_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(line.startswith("halves: ") for line in run().stdout.splitlines())
+    monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)  # layers however small
+    monkeypatch.setattr(measure, "_halving", lambda *_: 0.042)
+    told = run("--no-cache").stdout.splitlines()[-1]
+    assert told == "halves: a step's work takes 4.2% longer with backwards in halves"
