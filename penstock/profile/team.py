@@ -25,7 +25,7 @@ _FEWEST_PASSES, _MOST_PASSES = 3, 9  # in that time
 _STEADY = 0.02  # spread at which it is enough
 _MOST_WARM_UPS, _NO_FASTER = 5, 0.97
 _WHOLES = 2  # in each pass
-_HALVING_SECONDS, _MOST_HALVINGS = 3.0, 20
+_HALVING_SECONDS, _MOST_HALVINGS = 2.0, 12
 
 T = TypeVar("T")
 
