@@ -105,8 +105,10 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_what_halves_cost_is_told_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(line.startswith("halves: ") for line in run().stdout.splitlines())
-    monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)  # layers however small
     monkeypatch.setattr(measure, "_halving", lambda *_: 0.042)
-    told = run("--no-cache").stdout.splitlines()[-1]
-    assert told == "halves: a step's work takes 4.2% longer with backwards in halves"
+    monkeypatch.setattr(measure, "halving_seconds", lambda _: 1.0)  # no half is worth it
+    told = run("--no-cache").stdout.splitlines()
+    assert not any(line.startswith("halves: ") for line in told)
+    monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)  # every one is
+    told = run("--no-cache").stdout.splitlines()
+    assert told[-1] == "halves: a step's work takes 4.2% longer with backwards in halves"
