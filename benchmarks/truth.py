@@ -233,8 +233,9 @@ class Subject:
         given = self.program.varying.sizes(self.leaves)
         sizes = {**given, ROWS: given[ROWS] // count}
         passes = self.team.measure(self.program.varying.resized(self.leaves, sizes), sizes)
-        halving = self.costs.on("cpu").halving
-        kinds = {"cpu": device_profile("cpu", {sizes[ROWS]: passes}, halving)}
+        before = self.costs.on("cpu")
+        halving = before.halving_seconds(sizes[ROWS]).sum()
+        kinds = {"cpu": device_profile("cpu", {sizes[ROWS]: passes}, [halving])}
         return msgspec.structs.replace(self.costs, kinds=kinds)
 
 

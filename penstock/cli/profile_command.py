@@ -21,6 +21,7 @@ from penstock.cli.options import (
 
 if TYPE_CHECKING:
     from penstock.profile import Profile
+    from penstock.profile.data import DeviceProfile
 
 _HEAVIEST = 20  # calls that fit a screen
 _HEADING = ("call", "what", "forward", "backward", "put off", "share", "holds", "weights")
@@ -158,10 +159,20 @@ def _beside(costs: Profile) -> list[str]:
         )
         lines.append(f"link {pair}: {_microseconds(link.latency_seconds)}, {speed}")
     lines.append(f"overhead: {_microseconds(costs.overhead_seconds)} for every action")
-    halving = costs.on(costs.devices[0]).halving
-    if halving:
-        lines.append(f"halves: a step's work takes {halving:.1%} longer with backwards in halves")
+    lines += _halves(costs.on(costs.devices[0]))
     return lines
+
+
+def _halves(kind: DeviceProfile) -> list[str]:
+    """What it costs to halve backwards, where that was measured."""
+    if not kind.halving:
+        return []
+    work = [sum(f) + sum(b) for f, b in zip(kind.forward, kind.backward, strict=True)]
+    found = [
+        f"{kind.halving[k] / work[k]:.1%} (rows: {kind.rows[k]})"
+        for k in sorted({0, len(work) - 1})
+    ]
+    return [f"halves: a micro-batch takes {' to '.join(found)} longer with backwards in halves"]
 
 
 def _milliseconds(seconds: float) -> str:

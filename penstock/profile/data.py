@@ -16,7 +16,7 @@ from penstock.profile.files import read_whole, readable, save_whole, what_is
 
 Seconds = NDArray[np.float64]
 
-VERSION = 2
+VERSION = 3
 """Of the files that profiles are written to."""
 
 _DIGITS = 6  # of every number in a file; no clock gives more
@@ -47,8 +47,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
             median: the width of the middle half of them.
         weight: `weight[k][i]`, the part of `backward[k][i]` that computes the gradients of weights
             and can be put off (`W`); 0 where a backward cannot be halved. Empty means not measured.
-        halving: how much longer forward and backward take if every backward is halved that can be:
-            0.04 for 4 %.
+        halving: `halving[k]`, the seconds that forward and backward take longer at `rows[k]` if
+            every backward is halved that can be. Empty means not measured.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     backward: tuple[tuple[float, ...], ...]
     spread: float
     weight: tuple[tuple[float, ...], ...] = ()
-    halving: float = 0.0
+    halving: tuple[float, ...] = ()
 
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
@@ -79,8 +79,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     def halving_seconds(self, rows: float) -> Seconds:
         """The seconds that halves take longer than whole backwards, by call: as weight halves."""
         weight = self.weight_seconds(rows)
-        total = sum(map(np.sum, self.seconds(rows)))
-        return np.asarray(weight * (self.halving * total / max(weight.sum(), 1e-12)))
+        if not self.halving:
+            return np.zeros(len(weight))
+        return np.asarray(weight * (_at(rows, self.rows, self.halving) / max(weight.sum(), 1e-12)))
 
     @property
     def between(self) -> float:
@@ -247,7 +248,7 @@ def check_count(num_microbatches: int, batch_size: int) -> None:
         )
 
 
-def _at(rows: float, measured: Sequence[int], table: Sequence[Sequence[float]]) -> Seconds:
+def _at(rows: float, measured: Sequence[int], table: Sequence[float | Sequence[float]]) -> Seconds:
     values = np.asarray(table, dtype=np.float64)
     if rows >= measured[-1]:
         return np.asarray(values[-1] * (rows / measured[-1]))

@@ -29,6 +29,7 @@ SECONDS = 30.0
 """About how long a profile takes, if nobody says otherwise."""
 
 _QUICK = 0.4  # seconds of a forward and backward that can be repeated often
+_ON_HALVES = 0.15  # of the time, for what halving costs
 _MANY = 64  # rows, so many that what does not depend on them does not matter
 
 
@@ -76,7 +77,7 @@ def profile(
     asked = None if num_microbatches == "auto" else num_microbatches
     if asked is not None:
         check_count(asked, batch_size)
-    agenda = Agenda(batch_size, len(devices), seconds, asked)
+    agenda = Agenda(batch_size, len(devices), (1 - _ON_HALVES) * seconds, asked)
     teams = {
         kind: Team(program, torch.device(kind), _copies(kind, devices), threads)
         for kind in dict.fromkeys(devices)
@@ -94,7 +95,12 @@ def profile(
             if (clearer := lone_row(error, _rows(batch_size, asked or 1))) is not None:
                 raise clearer from error
             raise
-        halving = {kind: _halving(teams[kind], found, batch_of) for kind, found in timings.items()}
+        on_halves = _ON_HALVES * seconds / len(teams)
+        halving = {
+            k: _halving(teams[k], found, batch_of, on_halves) for k, found in timings.items()
+        }
+        if progress:
+            progress(agenda.expected, agenda.expected, "profiled")
         most = max(timings[devices[0]])
         saved = teams[devices[0]].saved_bytes(*batch_of(most))
     return Profile(
@@ -151,7 +157,7 @@ def _measured(
         cost = max(map(_total, new.values()))
         agenda.learn(rows, cost, time.perf_counter() - start)
     if progress:
-        progress(done, done, "profiled")
+        progress(done, agenda.expected, f"profiling halves on {', '.join(teams)}")
     if refusal is not None and not any(found.values()):
         raise refusal
     return {kind: dict(sorted(timings.items())) for kind, timings in found.items()}
@@ -169,14 +175,14 @@ def _total(passes: Sequence[Timing]) -> float:
 
 
 def device_profile(
-    kind: str, timings: Mapping[int, Sequence[Timing]], halving: float
+    kind: str, timings: Mapping[int, Sequence[Timing]], halving: Sequence[float]
 ) -> DeviceProfile:
     """What calls cost on one kind of device.
 
     Args:
         kind: its name.
         timings: the passes over each size, by rows.
-        halving: see `DeviceProfile`.
+        halving: seconds at each size, see `DeviceProfile`.
     """
     forward, backward, weight = [], [], []
     least = halving_seconds(torch.device(kind))  # shorter halves are not worth putting off
@@ -194,7 +200,7 @@ def device_profile(
         backward=tuple(backward),
         weight=tuple(weight),
         spread=statistics.median(spread(passes) for passes in timings.values()),
-        halving=halving if any(map(any, weight)) else 0.0,
+        halving=tuple(halving) if any(map(any, weight)) else (),
     )
 
 
@@ -202,13 +208,22 @@ def _halving(
     team: Team,
     timings: Mapping[int, Sequence[Timing]],
     batch_of: Callable[[int], tuple[list[Any], Sizes]],
-) -> float:
-    """What `Team.halving` says of the largest two sizes that do not take long.
+    seconds: float,
+) -> list[float]:
+    """What halving costs at every size: launch + rate * rows, through two that do not take long.
 
-    It varies little with the size; the smaller is what was disturbed less.
+    These are the smallest, and the largest that can be repeated often. If there is but one, a row
+    costs as much in the others.
     """
-    quick = sorted(rows for rows, passes in timings.items() if _total(passes) < _QUICK)
-    return min(team.halving(*batch_of(rows)) for rows in quick[-2:] or [min(timings)])
+    few = min(timings)
+    many = max((rows for rows, passes in timings.items() if _total(passes) < _QUICK), default=few)
+    each = seconds / 2 if many > few else seconds
+    found = {rows: team.halving(*batch_of(rows), each) for rows in {few, many}}
+    launch = min(found.values())  # disturbances only make it more
+    rate = launch / few
+    if many > few:
+        rate = min((found[many] - launch) / (many - few), rate)
+    return [launch + rate * (rows - few) for rows in timings]
 
 
 def _scaled(passes: Sequence[Sequence[float]], total: float) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ _FEWEST_PASSES, _MOST_PASSES = 3, 9  # in that time
 _STEADY = 0.02  # spread at which it is enough
 _MOST_WARM_UPS, _NO_FASTER = 5, 0.97
 _WHOLES = 2  # in each pass
-_HALVING_SECONDS, _MOST_HALVINGS = 2.0, 12
+_UNSETTLED, _MOST_HALVINGS = 2, 12
 
 T = TypeVar("T")
 
@@ -46,21 +46,25 @@ class Team:
         self._together(results, lambda member: member.passes(leaves, sizes), pace)
         return [timing for result in results for timing in result]
 
-    def halving(self, leaves: Sequence[Any], sizes: Sizes) -> float:
-        """How much longer forward and backward take with every backward in halves that can be.
+    def halving(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> float:
+        """The seconds that a micro-batch takes longer with every backward in halves that can be.
 
-        Whole and halved passes take turns; the later ones count, when memory has settled.
+        Whole and halved passes take turns; the first do not count, in which memory settles.
+
+        Args:
+            leaves: the inputs.
+            sizes: how large they are.
+            seconds: after which no further turn begins.
 
         Returns:
-            0.04 for 4 %; 0 where the weights are made up, or nothing can be halved.
+            0 where the weights are made up, or nothing can be halved.
         """
         if not all(isinstance(member, _Member) and member.steps.weights for member in self.members):
             return 0.0
         results: list[list[float]] = [[] for _ in self.members]
-        pace = _Pace(results, _HALVING_SECONDS, _MOST_HALVINGS)
+        pace = _Pace(results, seconds, _MOST_HALVINGS)
         self._together(results, lambda member: member.halvings(leaves, sizes), pace)
-        later = [ratio for result in results for ratio in result[len(result) // 2 :]]
-        return max(statistics.median(later) - 1, 0.0)
+        return max(statistics.median(more for result in results for more in result), 0.0)
 
     def _together(
         self,
@@ -164,11 +168,13 @@ class _Member:
                 wholes, is_first = [self._whole(values, sizes) for _ in range(_WHOLES)], False
 
     def halvings(self, leaves: Sequence[Any], sizes: Sizes) -> Generator[float]:
-        """What a pass in halves takes, per whole pass, again and again."""
+        """The seconds that a pass in halves takes longer than a whole one, again and again."""
         values = self.steps.values(leaves)
         with torch.enable_grad():
+            for _ in range(_UNSETTLED):
+                self._halved(values, sizes)
             while True:
-                yield self._halved(values, sizes) / sum(self._whole(values, sizes))
+                yield self._halved(values, sizes) - sum(self._whole(values, sizes))
 
     def _settled(self, values: Sequence[Any], sizes: Sizes) -> list[tuple[float, float]]:
         """The last passes of those that it takes to become no faster.

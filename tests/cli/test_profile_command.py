@@ -12,6 +12,7 @@ from torch import nn
 import penstock as ps
 from penstock.cli import main
 from penstock.profile import measure
+from penstock.profile.timing import Timing
 from tests.models import mlp
 
 HERE = "tests.cli.test_profile_command"
@@ -105,10 +106,18 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_what_halves_cost_is_told_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_halving", lambda *_: 0.042)
+    def halving(_: object, timings: dict[int, list[Timing]], *__: object) -> list[float]:
+        """A tenth for the smallest micro-batch, a twentieth for the others."""
+        totals = [measure._total(passes) for passes in timings.values()]
+        return [total * (0.1 if k == 0 else 0.05) for k, total in enumerate(totals)]
+
+    monkeypatch.setattr(measure, "_halving", halving)
     monkeypatch.setattr(measure, "halving_seconds", lambda _: 1.0)  # no half is worth it
     told = run("--no-cache").stdout.splitlines()
     assert not any(line.startswith("halves: ") for line in told)
     monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)  # every one is
-    told = run("--no-cache").stdout.splitlines()
-    assert told[-1] == "halves: a step's work takes 4.2% longer with backwards in halves"
+    told = run("--no-cache", "--microbatches", "auto").stdout.splitlines()
+    assert told[-1] == (
+        "halves: a micro-batch takes 10.0% (rows: 1) to 5.0% (rows: 6) longer with backwards in "
+        "halves"
+    )

@@ -175,14 +175,14 @@ def test_what_halving_costs_lies_where_weight_halves_are() -> None:
         backward=((2.0, 3.0, 2.0), (4.0, 6.0, 4.0)),
         spread=0.0,
         weight=((1.0, 0.0, 1.5), (2.0, 0.0, 3.0)),
-        halving=0.05,
+        halving=(0.5, 0.6),
     )
-    for rows, total in ((1, 10.0), (2, 20.0)):
+    for rows, more in ((1, 0.5), (1.5, 0.55), (2, 0.6), (4, 1.2)):
         extra = found.halving_seconds(rows)
-        assert extra.sum() == pytest.approx(0.05 * total)
+        assert extra.sum() == pytest.approx(more)
         assert extra[1] == 0
         assert extra[2] == pytest.approx(1.5 * extra[0])
     whole = DeviceProfile(
-        kind="cpu", rows=(1,), forward=((1.0,),), backward=((1.0,),), spread=0.0, halving=0.05
+        kind="cpu", rows=(1,), forward=((1.0,),), backward=((1.0,),), spread=0.0, halving=(0.5,)
     )
     assert whole.halving_seconds(1).tolist() == [0.0]

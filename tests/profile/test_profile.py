@@ -156,7 +156,7 @@ def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
             calls = [seconds / len(program)] * len(program)
             return [Timing(calls, calls, [(seconds, seconds)], [0.0] * len(program))]
 
-        def halving(self, leaves: object, sizes: object) -> float:
+        def halving(self, *given: object) -> float:
             return 0.0
 
         def saved_bytes(self, leaves: object, sizes: object) -> list[int]:
@@ -166,3 +166,34 @@ def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
     kind = ps.profile(program, devices=["cpu"]).on("cpu")
     assert visits.count(4) == 2
     assert [sum(line) for line in kind.forward] == pytest.approx([1.0 + r for r in kind.rows])
+
+
+def test_halving_is_measured_small_and_large_and_lies_on_their_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launch and a rate; sizes that take long are not halved to learn it."""
+    asked: list[int] = []
+
+    class Halving:
+        def __init__(self, found: dict[int, float]) -> None:
+            self.found = found
+
+        def halving(self, leaves: object, sizes: dict[str, int], seconds: float) -> float:
+            asked.append(sizes["rows"])
+            return self.found[sizes["rows"]]
+
+    def passes(seconds: float) -> list[Timing]:
+        return [Timing([seconds], [0.0], [(seconds, 0.0)])]
+
+    timings = {rows: passes(0.1 * rows) for rows in (1, 2, 3, 8)}
+
+    def found(**by_rows: float) -> list[float]:
+        team = Halving({int(name[1:]): seconds for name, seconds in by_rows.items()})
+        return measure._halving(team, timings, lambda n: ([], {"rows": n}), 1.0)  # type: ignore[arg-type]
+
+    assert found(_1=0.02, _3=0.03) == pytest.approx([0.02, 0.025, 0.03, 0.055])
+    assert sorted(asked) == [1, 3]
+    assert found(_1=0.05, _3=0.03) == pytest.approx([0.03] * 4)  # the first was disturbed
+    assert found(_1=0.02, _3=0.09) == pytest.approx([0.02, 0.04, 0.06, 0.16])  # the second was
+    timings = {rows: passes(1.0 * rows) for rows in (2, 4)}
+    assert found(_2=0.02) == pytest.approx([0.02, 0.04])
