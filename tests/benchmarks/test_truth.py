@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from benchmarks.truth import predicted
+from benchmarks.truth import Trainer, predicted
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v", "fitted"])
@@ -36,5 +36,21 @@ def test_turns_and_both_errors_are_written(tmp_path: Path) -> None:
     assert len(row["turns"]) == 2
     assert all(turn["steps"] for turn in row["turns"])
     assert row["before"] == row["before_seconds"] / row["measured_seconds"] - 1
+    assert result["chosen"]["schedule"] != "1f1b"
+    (rival,) = result["fastest"]
+    assert rival["schedule"] == "1f1b"
+    measured = [row["measured_seconds"] for row in (result["chosen"], rival)]
+    assert result["chosen_over_best"] == measured[0] / min(measured) - 1
     assert "profiled in the same turn: 1 errors" in done.stdout
     assert "profiled before: 1 errors" in done.stdout
+
+
+def test_a_trainer_that_ends_is_an_error_that_names_its_plan() -> None:
+    program = ps.capture(nn.Linear(2, 2), (torch.randn(4, 2),))
+    costs = ps.profile(program, devices=["cpu"], num_microbatches=2, seconds=0.1)
+    trainer = Trainer("mlp", ps.plan(costs, num_microbatches=2, schedule="gpipe"))
+    try:
+        with pytest.raises(RuntimeError, match="the trainer of gpipe, m=2 ended with exit code 1"):
+            trainer.steps()  # the plan is not of that model
+    finally:
+        trainer.close()
