@@ -44,6 +44,7 @@ from penstock.observe.progress import callback
 from penstock.plan.layout import Layout, Stretch
 from penstock.plan.request import Request
 from penstock.planning import profile_for
+from penstock.profile.data import DeviceProfile
 from penstock.profile.measure import Progress, device_profile
 from penstock.profile.team import Team
 from penstock.schedule import SCHEDULES
@@ -212,7 +213,7 @@ class Subject:
         groups = [plans[k : k + AT_ONCE] for k in range(0, len(plans), AT_ONCE)]
         rows = [row for group in groups for row in self._rows(group, turns)]
         order = sorted(range(len(plans)), key=lambda k: float(rows[k]["measured_seconds"]))
-        fastest = [plans[k] for k in order if plans[k] != chosen]
+        fastest = [plans[k] for k in order if not is_same(plans[k], chosen)]
         last = self._rows([chosen, *fastest[: AT_ONCE - 1]], turns)
         best = min(row["measured_seconds"] for row in last)
         return {
@@ -250,8 +251,10 @@ class Subject:
         sizes = {**given, ROWS: given[ROWS] // count}
         passes = self.team.measure(self.program.varying.resized(self.leaves, sizes), sizes)
         before = self.costs.on("cpu")
-        halving = before.halving_seconds(sizes[ROWS]).sum()
-        kinds = {"cpu": device_profile("cpu", {sizes[ROWS]: passes}, [halving])}
+        more = before.halving_seconds(sizes[ROWS]).sum() / _work(before, sizes[ROWS])
+        found = device_profile("cpu", {sizes[ROWS]: passes}, [0.0])
+        halving = (more * _work(found, sizes[ROWS]),)
+        kinds = {"cpu": msgspec.structs.replace(found, halving=halving)}
         return msgspec.structs.replace(self.costs, kinds=kinds)
 
 
@@ -260,6 +263,17 @@ def predicted(plan: ps.Plan, costs: ps.Profile) -> float:
     stretches = [Stretch(s.worker, *s.calls, s.recompute) for s in plan.stages]
     schedule = plan.schedule_for(plan.num_microbatches)
     return Layout(costs, plan.num_microbatches).simulated(schedule, stretches).seconds
+
+
+def is_same(one: ps.Plan, other: ps.Plan) -> bool:
+    """Whether two plans run the same, whatever else was considered."""
+    a, b = ((p.num_microbatches, p.schedule, p.rules, p.stages) for p in (one, other))
+    return a == b
+
+
+def _work(kind: DeviceProfile, rows: int) -> float:
+    """The seconds of forward and backward."""
+    return float(sum(map(sum, kind.seconds(rows))))
 
 
 def _row(plan: ps.Plan, turns: Sequence[Turn]) -> dict[str, Any]:

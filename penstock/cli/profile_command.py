@@ -165,13 +165,13 @@ def _beside(costs: Profile) -> list[str]:
 
 def _halves(kind: DeviceProfile) -> list[str]:
     """What it costs to halve backwards, where that was measured."""
-    if not kind.halving:
+    found = []
+    for rows in sorted({kind.rows[0], kind.rows[-1]}):
+        more = kind.halving_seconds(rows).sum() / sum(map(sum, kind.seconds(rows)))
+        if more > 0:
+            found.append(f"{more:.1%} (rows: {rows})")
+    if not found:
         return []
-    work = [sum(f) + sum(b) for f, b in zip(kind.forward, kind.backward, strict=True)]
-    found = [
-        f"{kind.halving[k] / work[k]:.1%} (rows: {kind.rows[k]})"
-        for k in sorted({0, len(work) - 1})
-    ]
     return [f"halves: a micro-batch takes {' to '.join(found)} longer with backwards in halves"]
 
 

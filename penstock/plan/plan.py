@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.errors import PlanError
 from penstock.plan.shown import describe, summarise
-from penstock.profile.files import read_whole, readable, save_whole, what_is
+from penstock.profile.files import read_whole, readable, save_whole, version_of, what_is
 from penstock.schedule import SCHEDULES, Costs, Rules, Schedule, Timeline, build
 from penstock.simulate import Network, simulate
 
@@ -229,7 +229,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if what_is(text) == "profile":
             raise PlanError(f"{path} is a profile; give a plan that was made from it")
         try:
-            version = msgspec.json.decode(text, type=_Versioned).version
+            version = version_of(text)
             if version != _VERSION:
                 raise PlanError(
                     f"{path} is a plan of version {version}, this Penstock reads version "
@@ -306,9 +306,3 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def summary(self) -> str:
         """What wins, the configuration, and what is predicted of it."""
         return summarise(self)
-
-
-class _Versioned(msgspec.Struct):
-    """What every version of the file has."""
-
-    version: int

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InputError
-from penstock.profile.files import read_whole, readable, save_whole, what_is
+from penstock.profile.files import read_whole, readable, save_whole, version_of, what_is
 
 Seconds = NDArray[np.float64]
 
@@ -58,6 +58,15 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     spread: float
     weight: tuple[tuple[float, ...], ...] = ()
     halving: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "weight", "halving"):
+            lines = len(getattr(self, name))
+            optional = name in ("weight", "halving")
+            if lines != len(self.rows) and (lines or not optional):
+                raise InputError(
+                    f"{name} has {lines} entries, but {len(self.rows)} sizes were measured"
+                )
 
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
@@ -222,15 +231,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         if what_is(content) == "plan":
             raise InputError(f"{path} is a plan; give the profile that it was made from")
         try:
-            profile = msgspec.json.decode(content, type=cls)
+            version = version_of(content)
+            if version != VERSION:
+                raise InputError(
+                    f"{path} is a profile of version {version}, this Penstock reads version "
+                    f"{VERSION}; measure again"
+                )
+            return msgspec.json.decode(content, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{path} is not a profile that Profile.save wrote: {error}") from error
-        if profile.version != VERSION:
-            raise InputError(
-                f"{path} is a profile of version {profile.version}, this Penstock reads version "
-                f"{VERSION}; measure again"
-            )
-        return profile
 
 
 def check_count(num_microbatches: int, batch_size: int) -> None:

@@ -75,6 +75,21 @@ def profile_beside(path: Path) -> Path:
     return path.with_name(f"{path.stem}.profile.json")
 
 
+class _Versioned(msgspec.Struct):
+    """What every version of a file has."""
+
+    version: int
+
+
+def version_of(content: bytes) -> int:
+    """The version of a plan or profile, whatever else it has.
+
+    Raises:
+        msgspec.DecodeError: it says none.
+    """
+    return msgspec.json.decode(content, type=_Versioned).version
+
+
 def what_is(content: bytes) -> str | None:
     """`"plan"` or `"profile"`, by what the file has in it; `None` for anything else."""
     try:

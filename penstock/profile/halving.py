@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,35 @@ def halving_seconds(device: torch.device) -> float:
     found = [(seconds(partial(run_halved, half, linear)), seconds(linear)) for _ in range(_TINY)]
     halved, whole = map(statistics.median, zip(*found, strict=True))
     return float(max(halved - whole, 0.0))
+
+
+def launch_and_rate(found: Mapping[int, float], totals: Mapping[int, float]) -> tuple[float, float]:
+    """The launch and the rate, neither negative, that are nearest to what halving cost.
+
+    Least squares. As each of one or two costs is the difference of two noisy times, it may be far
+    off or negative, and the longer those times are the more; an error counts relative to them.
+
+    Args:
+        found: seconds, by rows.
+        totals: seconds of forward and backward, by rows.
+    """
+    few, many = min(found), max(found)
+    if few == many:  # a row costs as much in other sizes
+        return 0.0, max(found[few] / few, 0.0)
+    rate = (found[many] - found[few]) / (many - few)
+    launch = found[few] - rate * few
+    if launch >= 0 and rate >= 0:
+        return launch, rate
+
+    def fitted(shape: Callable[[int], float]) -> tuple[float, float]:
+        """The factor that brings the shape nearest, and how far off it still is."""
+        pairs = [(shape(rows) / totals[rows], found[rows] / totals[rows]) for rows in found]
+        factor = max(sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs), 0.0)
+        return factor, sum((factor * x - y) ** 2 for x, y in pairs)
+
+    rate, rate_off = fitted(float)
+    launch, launch_off = fitted(lambda _: 1.0)
+    return (0.0, rate) if rate_off <= launch_off else (launch, 0.0)
 
 
 def weight_share(

@@ -138,6 +138,7 @@ def _faster(kind: DeviceProfile, machine: Machine) -> DeviceProfile:
         forward=scaled(kind.forward),
         backward=scaled(kind.backward),
         weight=scaled(kind.weight),
+        halving=tuple(seconds / machine.speed for seconds in kind.halving),
     )
 
 

@@ -16,7 +16,7 @@ from penstock.capture.preserve import own_generators_kept
 from penstock.capture.randomness import generators_kept
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
-from penstock.profile.halving import halving_seconds
+from penstock.profile.halving import halving_seconds, launch_and_rate
 from penstock.profile.team import Team
 from penstock.profile.timing import Timing, spread
 
@@ -29,7 +29,7 @@ SECONDS = 30.0
 """About how long a profile takes, if nobody says otherwise."""
 
 _QUICK = 0.4  # seconds of a forward and backward that can be repeated often
-_ON_HALVES = 0.15  # of the time, for what halving costs
+_ON_HALVES = 0.2  # of the time, for what halving costs
 _MANY = 64  # rows, so many that what does not depend on them does not matter
 
 
@@ -156,10 +156,10 @@ def _measured(
             found[kind][rows] = min(found[kind].get(rows, passes), passes, key=_total)
         cost = max(map(_total, new.values()))
         agenda.learn(rows, cost, time.perf_counter() - start)
-    if progress:
-        progress(done, agenda.expected, f"profiling halves on {', '.join(teams)}")
     if refusal is not None and not any(found.values()):
         raise refusal
+    if progress:
+        progress(done, agenda.expected, f"profiling halves on {', '.join(teams)}")
     return {kind: dict(sorted(timings.items())) for kind, timings in found.items()}
 
 
@@ -210,20 +210,21 @@ def _halving(
     batch_of: Callable[[int], tuple[list[Any], Sizes]],
     seconds: float,
 ) -> list[float]:
-    """What halving costs at every size: launch + rate * rows, through two that do not take long.
+    """What halving costs at every size: launch + rate * rows, by two that do not take long.
 
-    These are the smallest, and the largest that can be repeated often. If there is but one, a row
-    costs as much in the others.
+    These are the smallest, and the largest that can be repeated often.
     """
-    few = min(timings)
-    many = max((rows for rows, passes in timings.items() if _total(passes) < _QUICK), default=few)
-    each = seconds / 2 if many > few else seconds
-    found = {rows: team.halving(*batch_of(rows), each) for rows in {few, many}}
-    launch = min(found.values())  # disturbances only make it more
-    rate = launch / few
+    if not any(any(t.shares or ()) for passes in timings.values() for t in passes):
+        return [0.0] * len(timings)  # there is nothing to halve
+    totals = {rows: _total(passes) for rows, passes in timings.items()}
+    few = min(totals)
+    many = max((rows for rows, total in totals.items() if total < _QUICK), default=few)
+    end = time.perf_counter() + seconds
+    found = {few: team.halving(*batch_of(few), seconds if many == few else seconds / 2)}
     if many > few:
-        rate = min((found[many] - launch) / (many - few), rate)
-    return [launch + rate * (rows - few) for rows in timings]
+        found[many] = team.halving(*batch_of(many), end - time.perf_counter())
+    launch, rate = launch_and_rate(found, totals)
+    return [launch + rate * rows for rows in timings]
 
 
 def _scaled(passes: Sequence[Sequence[float]], total: float) -> tuple[float, ...]:

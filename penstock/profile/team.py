@@ -49,22 +49,22 @@ class Team:
     def halving(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> float:
         """The seconds that a micro-batch takes longer with every backward in halves that can be.
 
-        Whole and halved passes take turns; the first do not count, in which memory settles.
+        Whole and halved passes take turns, after some in halves in which memory settles.
 
         Args:
             leaves: the inputs.
             sizes: how large they are.
-            seconds: after which no further turn begins.
+            seconds: after which nothing further begins, but one turn.
 
         Returns:
-            0 where the weights are made up, or nothing can be halved.
+            the median of the turns, less than 0 if they were disturbed; 0 with made-up weights.
         """
-        if not all(isinstance(member, _Member) and member.steps.weights for member in self.members):
+        if not all(isinstance(member, _Member) for member in self.members):
             return 0.0
         results: list[list[float]] = [[] for _ in self.members]
         pace = _Pace(results, seconds, _MOST_HALVINGS)
-        self._together(results, lambda member: member.halvings(leaves, sizes), pace)
-        return max(statistics.median(more for result in results for more in result), 0.0)
+        self._together(results, lambda member: member.halvings(leaves, sizes, seconds), pace)
+        return statistics.median(more for result in results for more in result)
 
     def _together(
         self,
@@ -167,12 +167,13 @@ class _Member:
                 yield self.steps.timed(values, sizes, wholes, halves=is_first)
                 wholes, is_first = [self._whole(values, sizes) for _ in range(_WHOLES)], False
 
-    def halvings(self, leaves: Sequence[Any], sizes: Sizes) -> Generator[float]:
+    def halvings(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> Generator[float]:
         """The seconds that a pass in halves takes longer than a whole one, again and again."""
-        values = self.steps.values(leaves)
+        values, start = self.steps.values(leaves), time.perf_counter()
         with torch.enable_grad():
             for _ in range(_UNSETTLED):
-                self._halved(values, sizes)
+                if time.perf_counter() - start < seconds:
+                    self._halved(values, sizes)
             while True:
                 yield self._halved(values, sizes) - sum(self._whole(values, sizes))
 

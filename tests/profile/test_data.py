@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,26 @@ def test_another_version_is_an_error(tmp_path: Path) -> None:
     profile(device((1,), 1.0), version=99).save(path)
     with pytest.raises(InputError, match="is a profile of version 99, this Penstock reads version"):
         ps.Profile.load(path)
+    path.write_text('{"version": 2, "kinds": {"cpu": {"halving": 0.04}}}')
+    with pytest.raises(InputError, match="is a profile of version 2, this Penstock reads version"):
+        ps.Profile.load(path)
+
+
+def test_tables_of_another_length_than_the_sizes_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    given = profile(device((1, 2), 1.0, 2.0))
+    given.save(path)
+    content = json.loads(path.read_text())
+    for wrong in ([], [1.0], [1.0, 2.0, 3.0]):
+        content["kinds"]["cpu"]["halving"] = wrong
+        path.write_text(json.dumps(content))
+        if not wrong:
+            assert ps.Profile.load(path) == given
+            continue
+        with pytest.raises(InputError, match=f"halving has {len(wrong)} entries, but 2 sizes were"):
+            ps.Profile.load(path)
+    with pytest.raises(InputError, match="forward has 0 entries, but 1 sizes were measured"):
+        DeviceProfile(kind="cpu", rows=(1,), forward=(), backward=((1.0,),), spread=0.0)
 
 
 def test_where_nothing_can_be_written_is_an_error(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def profile(**changes: Any) -> ps.Profile:
         forward=((1.0, 2.0), (2.0, 4.0)),
         backward=((2.0, 4.0), (4.0, 8.0)),
         weight=((1.0, 2.0), (2.0, 0.0)),
+        halving=(0.5, 1.0),
         spread=0.1,
     )
     found = ps.Profile(
@@ -84,6 +85,7 @@ def test_a_profile_for_it(tmp_path: Path) -> None:
     assert costs.kinds["gpu"].forward == ((0.05, 0.1), (0.1, 0.2))
     assert costs.kinds["gpu"].backward == ((0.1, 0.2), (0.2, 0.4))
     assert costs.kinds["gpu"].weight == ((0.05, 0.1), (0.1, 0.0))
+    assert costs.kinds["gpu"].halving == (0.025, 0.05)
     assert costs.kinds["old"].forward == ((2.0, 4.0), (4.0, 8.0))
     assert costs.capacity == {"gpu": 80 << 30, "old": 7}  # as large as what it is like
     assert costs.links["gpu>gpu"] == Link(bytes_per_second=300e9)

@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.profile import measure
+from penstock.profile.halving import launch_and_rate
 from penstock.profile.timing import Timing
 from tests.models import cases, mlp
 
@@ -168,32 +169,37 @@ def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
     assert [sum(line) for line in kind.forward] == pytest.approx([1.0 + r for r in kind.rows])
 
 
-def test_halving_is_measured_small_and_large_and_lies_on_their_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_halving_is_measured_small_and_large_and_lies_on_their_line() -> None:
     """A launch and a rate; sizes that take long are not halved to learn it."""
     asked: list[int] = []
 
     class Halving:
-        def __init__(self, found: dict[int, float]) -> None:
-            self.found = found
-
         def halving(self, leaves: object, sizes: dict[str, int], seconds: float) -> float:
             asked.append(sizes["rows"])
-            return self.found[sizes["rows"]]
+            assert seconds <= 1.0
+            return 0.015 + 0.005 * sizes["rows"]
 
-    def passes(seconds: float) -> list[Timing]:
-        return [Timing([seconds], [0.0], [(seconds, 0.0)])]
+    def found(seconds: float, *sizes: int, share: float = 0.5) -> list[float]:
+        asked.clear()
+        timings = {r: [Timing([r * seconds], [0.0], [(r * seconds, 0.0)], [share])] for r in sizes}
+        return measure._halving(Halving(), timings, lambda n: ([], {"rows": n}), 1.0)  # type: ignore[arg-type]
 
-    timings = {rows: passes(0.1 * rows) for rows in (1, 2, 3, 8)}
+    assert found(0.1, 1, 2, 3, 8) == pytest.approx([0.02, 0.025, 0.03, 0.055])
+    assert asked == [1, 3]
+    assert found(1.0, 2, 4) == pytest.approx([0.025, 0.05])  # a row costs as much
+    assert asked == [2]
+    assert found(0.1, 1, 2, share=0.0) == [0.0, 0.0]
+    assert asked == []
 
-    def found(**by_rows: float) -> list[float]:
-        team = Halving({int(name[1:]): seconds for name, seconds in by_rows.items()})
-        return measure._halving(team, timings, lambda n: ([], {"rows": n}), 1.0)  # type: ignore[arg-type]
 
-    assert found(_1=0.02, _3=0.03) == pytest.approx([0.02, 0.025, 0.03, 0.055])
-    assert sorted(asked) == [1, 3]
-    assert found(_1=0.05, _3=0.03) == pytest.approx([0.03] * 4)  # the first was disturbed
-    assert found(_1=0.02, _3=0.09) == pytest.approx([0.02, 0.04, 0.06, 0.16])  # the second was
-    timings = {rows: passes(1.0 * rows) for rows in (2, 4)}
-    assert found(_2=0.02) == pytest.approx([0.02, 0.04])
+def test_what_halving_costs_is_never_negative_however_noisy() -> None:
+    totals = {1: 0.1, 4: 0.4}
+    assert launch_and_rate({1: 0.02, 4: 0.05}, totals) == pytest.approx((0.01, 0.01))
+    assert launch_and_rate({1: 0.02}, totals) == pytest.approx((0.0, 0.02))
+    launch, rate = launch_and_rate({1: 0.02, 4: 0.0}, totals)  # the larger was disturbed
+    assert rate == 0
+    assert 0.01 < launch < 0.02  # the smaller is worth more
+    launch, rate = launch_and_rate({1: 0.0, 4: 0.08}, totals)
+    assert launch == 0
+    assert rate == pytest.approx(0.01)
+    assert launch_and_rate({1: -0.02, 4: -0.01}, totals) == (0.0, 0.0)
