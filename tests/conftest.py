@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from uuid import uuid4
 
@@ -13,6 +14,11 @@ with warnings.catch_warnings():
     from penstock.loading import tolerate_missing_torchvision_operators
 
     tolerate_missing_torchvision_operators()
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is tested also where a shell that runs the tests in the background ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
