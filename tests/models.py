@@ -172,10 +172,10 @@ def cases() -> dict[str, Case]:
 
 @functools.cache
 def costs(name: str) -> ps.Profile:
-    """The case's profile, measured once."""
+    """The case's profile, measured once, and not for long: no result depends on it."""
     case = cases()[name]
     program = ps.capture(case.model(), case.args, case.kwargs)
-    return ps.profile(program, devices=["cpu"])
+    return ps.profile(program, devices=["cpu"], seconds=1)
 
 
 def planned(
