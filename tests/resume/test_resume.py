@@ -41,8 +41,8 @@ def test_what_differs_is_seen(tmp_path: Path) -> None:
     assert is_torn(folder)
 
 
-def test_a_run() -> None:
-    assert "1 of 1 runs were right" in resume(1)
+def test_two_runs() -> None:
+    assert "2 of 2 runs were right" in resume(2)
 
 
 @pytest.mark.slow
