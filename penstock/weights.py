@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -244,17 +245,52 @@ def _from_path(path: Path) -> Weights:
 
 def _from_index(path: Path) -> Weights:
     """Several files, and an index that says which tensor is where."""
-    places: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    places = _places_in(path)
+    folder = path.parent
+    # the cache of Hugging Face's hub: models--a--b/snapshots/1f3c/… are links to models--a--b/blobs
+    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    for file in dict.fromkeys(places.values()):
+        if not is_inside(folder, file, blobs):
+            raise InputError(
+                f"{path} names the file {file!r}, which is outside of its folder. If you trust "
+                "it, copy the file there"
+            )
     handles: dict[str, Any] = {}
 
     def read(name: str) -> torch.Tensor:
         file = places[name]
         if file not in handles:
-            handles[file] = _safe_open(path.parent / file)
+            handles[file] = _safe_open(folder / file)
         tensor: torch.Tensor = handles[file].get_tensor(name)
         return tensor
 
     return StoredWeights(places, read, str(path))
+
+
+def is_inside(folder: Path, name: str, others: Sequence[Path] = ()) -> bool:
+    """Whether a file that an index in a folder names is in that folder, or in one below.
+
+    Args:
+        folder: where the index is.
+        name: as it is in the index.
+        others: folders to which links may lead as well.
+    """
+    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        return False
+    file = (folder / name).resolve()
+    return any(file.is_relative_to(root.resolve()) for root in (folder, *others))
+
+
+def _places_in(path: Path) -> dict[str, str]:
+    """The file that each tensor is in, as an index says."""
+    try:
+        places = json.loads(path.read_text())["weight_map"]
+        if not all(isinstance(text, str) for item in places.items() for text in item):
+            raise TypeError("weight_map must have names of files")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is no index of weights: {error!r}") from error
+    found: dict[str, str] = places
+    return found
 
 
 def _safe_open(path: Path) -> Any:

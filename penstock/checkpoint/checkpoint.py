@@ -27,7 +27,8 @@ from penstock.checkpoint.contents import (
 from penstock.checkpoint.saver import Saves
 from penstock.errors import CheckpointError, InputError
 from penstock.plan import Plan
-from penstock.storage.folder import INDEX, VERSION, checked, is_begun, read_index
+from penstock.storage.folder import INDEX, checked, is_begun, read_index
+from penstock.weights import is_inside
 
 _MANY = 5  # differences that a message lists
 
@@ -74,6 +75,11 @@ class Checkpoint:
     def _check_sizes(self) -> None:
         for name, entry in self._files.items():
             file = self.path / name
+            if not is_inside(self.path, name):
+                raise CheckpointError(
+                    f"{file} is a link to {file.resolve()}, outside of the checkpoint. If you "
+                    "trust it, copy the file into the folder"
+                )
             size = file.stat().st_size if file.exists() else None
             if size != entry["size"]:
                 found = "is missing" if size is None else f"has {size} bytes"
@@ -303,11 +309,6 @@ def _index_at(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has weights, but is no checkpoint of Penstock; Pipeline(weights=...) reads "
             "weights alone"
-        )
-    if penstock["version"] > VERSION:
-        raise CheckpointError(
-            f"{path} was written by a later version of Penstock, in format {penstock['version']}; "
-            f"this one reads {VERSION}"
         )
     return index
 

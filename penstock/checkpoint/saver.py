@@ -20,7 +20,7 @@ from penstock.errors import CheckpointError
 from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.storage.folder import VERSION, Folder, entry, sync
-from penstock.storage.part import Part, compact
+from penstock.storage.part import WHOLE, Part, compact, names_of_save
 from penstock.workers.crew import Crew
 from penstock.workers.saving import SaveOrder
 
@@ -138,7 +138,8 @@ class Saver:
         """Every worker's part."""
         runner = self._runner
         found = Contents.of(self._model, runner.crew.holdings, runner.batches, things)
-        self._number = runner.crew.agreed(lambda: folder.begin(self._number))
+        names = partial(names_of_save, len(found.portions))
+        self._number = runner.crew.agreed(lambda: folder.begin(names, self._number))
         where = os.fspath(folder.path)
         order = SaveOrder(
             where, self._number, found.portions, found.names, found.remote, background
@@ -151,13 +152,12 @@ class Saver:
         """Write what is left, wait for everybody's part, and let it be the checkpoint."""
         number = parts[0].number
         try:
-            files = [folder.path / f"{what}-{number:06d}.pt" for what in ("training", "random")]
-            files.append(folder.path / f"plan-{number:06d}.json")
+            files = [folder.path / f"{what}-{number:06d}.{ending}" for what, ending in WHOLE]
             buffer = io.BytesIO()
             torch.save(compact(generators), buffer)
             files[0].write_bytes(training)
             files[1].write_bytes(buffer.getvalue())
-            self._plan.save(files[2])
+            files[2].write_bytes(self._plan.encode())
             for file in files:
                 sync(file)
             folder.commit(_index(number, self._notes(parts), files))

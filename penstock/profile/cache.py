@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -23,6 +24,7 @@ from penstock.profile.files import write_whole
 from penstock.profile.measure import SECONDS, Progress, profile
 
 _MOST_FILES = 200
+_OURS = re.compile(r"[0-9a-f]{32}\.json")  # see `cache_key`; others' files in there are theirs
 
 
 class ProfileCache:
@@ -55,7 +57,8 @@ class ProfileCache:
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
             write_whole(self._path(self._directory, key), costs.encode())
-            files = sorted(self._directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            own = (path for path in self._directory.iterdir() if _OURS.fullmatch(path.name))
+            files = sorted(own, key=lambda path: path.stat().st_mtime)
             for path in files[:-_MOST_FILES]:
                 path.unlink(missing_ok=True)
 

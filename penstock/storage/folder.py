@@ -9,16 +9,24 @@
 
 Every save has a number, and writes files that are new. The index names the files of one save; it is
 moved into place when they are all on the disk, and only then are those of the save before removed.
-So a save that is killed leaves the checkpoint that was there, and files that no index names, which
-the next save removes. The index is the one that transformers and `Pipeline(weights=...)` read.
+The index is the one that transformers and `Pipeline(weights=...)` read.
+
+What may be removed is never told by a file's name alone, for others may have files of such names.
+Before a save writes anything it lists the files that it may write, and those of the index, in
+`.penstock-saving.json`; that is on the disk before any of them, and goes when the new index has
+taken its place. So a save that is killed leaves the checkpoint that was there, and files of which
+the next save knows that they are its own to remove.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import warnings
 import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,8 +38,14 @@ from penstock.profile.files import readable
 
 INDEX = "model.safetensors.index.json"
 VERSION = 1
-_OURS = re.compile(r"(?:model|optimizer|part|training|random|plan)-(\d{6,})[-.].*")
-_SCRATCH = re.compile(r"\.(?:part|plan)-\d{6,}.*|" + re.escape(f".{INDEX}.new"))
+SAVING = ".penstock-saving.json"
+"""Lists the files that saves may have written, while one is under way or after one has failed."""
+_NEW_INDEX = ".penstock-index.json"  # not yet in its place
+_NEW_LIST = ".penstock-saving.new.json"
+_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF}
+"""What `flock` says of a folder where it cannot lock; NFS takes it for a file that is only read."""
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError)
+_OURS = re.compile(r"(?:model|optimizer|training|random|plan)-\d{6,}[-.].*")
 _BLOCK = 1 << 22  # bytes that are read at once
 
 
@@ -46,14 +60,15 @@ class Folder:
         self.path = Path(os.path.abspath(path))
         self._lock = -1
 
-    def begin(self, after: int = 0) -> int:
+    def begin(self, names: Callable[[int], Sequence[str]], after: int = 0) -> int:
         """Make the folder, keep others from saving there, and remove what killed saves have left.
 
         Args:
+            names: the files that the save of a number may write.
             after: a number that was used, and whose files may yet come.
 
         Returns:
-            the number of the save that begins.
+            the number of the save that begins; no file with one of its names exists.
 
         Raises:
             CheckpointError: it cannot be made, another process is saving there, or it belongs to
@@ -65,7 +80,7 @@ class Folder:
             try:
                 self._check_is_free()
                 self.clean()
-                names = [path.name for path in self.path.iterdir()]
+                return self._announce(names, after)
             except BaseException:
                 self.end()
                 raise
@@ -74,8 +89,53 @@ class Folder:
             file = next((path for path in above if os.path.isfile(path)), None)
             why = error.strerror if file is None else f"{file} is a file, and not a folder"
             raise CheckpointError(f"cannot save a checkpoint to {self.path}: {why}") from error
-        numbers = [int(found[1]) for name in names if (found := _OURS.fullmatch(name))]
-        return 1 + max([after, *numbers])
+
+    def _announce(self, names: Callable[[int], Sequence[str]], after: int) -> int:
+        """Choose a number whose files would take nobody's place, and list them on the disk."""
+        saved, listed = self._saved(), self._listed()
+        number: int = 1 + max(after, listed["number"], saved["number"])
+        while any(os.path.lexists(self.path / name) for name in names(number)):
+            number += 1
+        before = [name for name in saved["files"] if _OURS.fullmatch(name)]
+        ours = dict.fromkeys([*listed["files"], *before, *names(number)])
+        found = {"version": VERSION, "number": number, "files": list(ours)}
+        self._put(SAVING, readable(found), _NEW_LIST)
+        return number
+
+    def _put(self, name: str, content: bytes, scratch: str) -> None:
+        """Have a file on the disk, all of it or as it was."""
+        new = self.path / scratch
+        try:
+            new.write_bytes(content)
+            sync(new)
+            sync(self.path)  # the names of the files that it refers to
+            new.replace(self.path / name)
+        except OSError:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise
+        sync(self.path)
+
+    def _saved(self) -> dict[str, Any]:
+        """What the index says of its save."""
+        if not (self.path / INDEX).exists():
+            return {"number": 0, "files": {}}
+        found: dict[str, Any] = read_index(self.path / INDEX)["penstock"]
+        return found
+
+    def _listed(self) -> dict[str, Any]:
+        """The files that saves have written, or were about to write."""
+        path = self.path / SAVING
+        if not path.exists():
+            return {"number": 0, "files": []}
+        try:
+            found = msgspec.json.decode(path.read_bytes())
+            return {"number": int(found["number"]), "files": _plain_names(found["files"], path)}
+        except _MALFORMED as error:
+            raise CheckpointError(
+                f"{path} is no list of a save's files: {error!r}. It says which files an "
+                "interrupted save has left; remove it, and those files, by hand"
+            ) from error
 
     def _take_lock(self) -> None:
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -87,8 +147,16 @@ class Folder:
                 f"another save to {self.path} is under way, from here or from another process; "
                 "wait for it, or give every run a folder of its own"
             ) from None
-        except OSError:  # a file system that has no locks
-            pass
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(lock)
+                raise
+            warnings.warn(
+                f"{self.path} is on a file system without locks ({error.strerror}): if another "
+                "process saves there at the same time, neither is told, and the checkpoint may be "
+                "lost. Give every run a folder of its own",
+                stacklevel=2,
+            )
         self._lock = lock
 
     def _check_is_free(self) -> None:
@@ -101,13 +169,14 @@ class Folder:
             )
 
     def clean(self) -> None:
-        """Remove the files that no index names, those of saves only."""
-        kept = {INDEX}
-        if (self.path / INDEX).exists():
-            kept |= read_index(self.path / INDEX)["penstock"]["files"].keys()
-        for path in list(self.path.iterdir()):
-            if _is_ours(path.name) and path.name not in kept:
-                path.unlink(missing_ok=True)
+        """Remove the files of saves that are no checkpoint, or not any more.
+
+        Their list stays: what writes them may be late.
+        """
+        kept = self._saved()["files"]
+        for name in self._listed()["files"]:
+            if name not in kept and os.path.lexists(self.path / name):
+                (self.path / name).unlink(missing_ok=True)
 
     def commit(self, index: dict[str, Any]) -> None:
         """Let these files be the checkpoint, instead of those before.
@@ -115,13 +184,9 @@ class Folder:
         Raises:
             OSError: they cannot; those before still are.
         """
-        scratch = self.path / f".{INDEX}.new"
-        scratch.write_bytes(readable(index))
-        sync(scratch)
-        sync(self.path)  # the names of the files that it refers to
-        scratch.replace(self.path / INDEX)
-        sync(self.path)
+        self._put(INDEX, readable(index), _NEW_INDEX)
         self.clean()
+        (self.path / SAVING).unlink(missing_ok=True)
 
     def end(self, failed: bool = False) -> None:
         """Let others save there, if they could not before; after a failure remove what it left."""
@@ -136,27 +201,51 @@ class Folder:
 
 
 def is_begun(path: Path) -> bool:
-    """Whether a folder has what a save leaves that is killed: some of its files, or none yet."""
-    names = [file.name for file in path.iterdir()]
-    return not names or any(map(_is_ours, names))
-
-
-def _is_ours(name: str) -> bool:
-    return bool(_OURS.fullmatch(name) or _SCRATCH.fullmatch(name))
+    """Whether a folder has what a save leaves that is killed: a list of its files, or none yet."""
+    return (path / SAVING).exists() or not any(path.iterdir())
 
 
 def read_index(path: Path) -> dict[str, Any]:
     """The index of a checkpoint: `"weight_map"`, and under `"penstock"` what else there is.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is none, or of a later version, or names files that are elsewhere.
     """
     try:
         found = msgspec.json.decode(path.read_bytes())
-        weights, metadata = found["weight_map"], found.get("metadata") or {}
-        return {"weight_map": dict(weights), "penstock": metadata.get("penstock")}
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        weights, metadata = dict(found["weight_map"]), found.get("metadata") or {}
+        own = metadata.get("penstock")
+        if own is None:
+            return {"weight_map": weights, "penstock": None}
+        version = int(own["version"])
+        if version > VERSION:
+            raise CheckpointError(
+                f"{path.parent} was written by a later version of Penstock, in format {version}; "
+                f"this one reads {VERSION}"
+            )
+        files = {name: dict(own["files"][name]) for name in _plain_names(own["files"], path)}
+        if unknown := set(weights.values()) - files.keys():
+            raise KeyError(min(unknown))
+        penstock = {"version": version, "number": int(own["number"]), "files": files}
+    except (*_MALFORMED, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of weights: {error!r}") from error
+    return {"weight_map": weights, "penstock": penstock}
+
+
+def _plain_names(names: Iterable[str], source: Path) -> list[str]:
+    """Names of files in the folder itself, as all of a checkpoint's are.
+
+    Raises:
+        CheckpointError: one leads elsewhere.
+    """
+    found = list(names)
+    for name in found:
+        if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+            raise CheckpointError(
+                f"{source} names {name!r}, which is not in its folder, as all files of a "
+                "checkpoint are. Do not trust it"
+            )
+    return found
 
 
 def checked(path: Path, expected: dict[str, int]) -> Path:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from penstock.profile.files import write_whole
 from penstock.storage.folder import entry, sync
 
 Tensors = Mapping[str, torch.Tensor]
@@ -22,6 +21,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 States = Mapping[str, Mapping[Any, Any]]
 """What optimizers remember: by the names under which they are saved, by the parameters' names."""
+
+
+WHOLE = (("training", "pt"), ("random", "pt"), ("plan", "json"))
+"""The files of a save that one process writes for all, and their endings."""
+_PARTS = (("model", "safetensors"), ("optimizer", "pt"), ("part", "json"))
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Part:
     def note(self) -> Path:
         """The file that says that the part is written: what there is, or why there is not."""
         return self.path("part", "json")
+
+    @property
+    def scratch(self) -> Path:
+        """The note as it is being written."""
+        return self.note.with_name(f".{self.note.name}.new")
 
     def save(self, tensors: Tensors, states: States, background: bool) -> threading.Thread | None:
         """Write it, and then the note. If it cannot be written, the note says so.
@@ -81,7 +90,8 @@ class Part:
             }
             for path in (weights, optimizers):  # if the disk is full, the note needs room
                 path.unlink(missing_ok=True)
-        write_whole(self.note, json.dumps(note).encode())
+        self.scratch.write_text(json.dumps(note))  # names that are listed, see `Folder`
+        self.scratch.replace(self.note)
 
     def _write(
         self, tensors: Tensors, states: States, weights: Path, optimizers: Path
@@ -101,6 +111,22 @@ class Part:
             "weights": dict.fromkeys(tensors, weights.name),
             "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
         }
+
+
+def names_of_save(workers: int, number: int) -> list[str]:
+    """The names of all files that a save may write.
+
+    Args:
+        workers: how many write a part; there may be one part more, of what no worker has.
+        number: of the save.
+    """
+    found = [f"{what}-{number:06d}.{ending}" for what, ending in WHOLE]
+    for count in (workers, workers + 1):
+        for index in range(count):
+            part = Part("", number, index, count)
+            found += [part.path(what, ending).name for what, ending in _PARTS]
+            found.append(part.scratch.name)
+    return found
 
 
 def _reason(error: Exception) -> str:

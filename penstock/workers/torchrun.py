@@ -294,6 +294,8 @@ class TorchrunCrew:
     def save(self, save: SaveOrder) -> list[Part]:
         """Write this rank's part of a checkpoint."""
         save.check_remote()
+        if self._writer is not None:  # of a save that has failed elsewhere
+            self._writer.join()
         parts = save.parts()
         self._writer = save.job(parts[self._me], save.portions[self._me])()
         return parts

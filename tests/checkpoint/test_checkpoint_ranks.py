@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
+from penstock.storage.folder import SAVING
 from tests.checkpoint.steps import Run, uninterrupted
 from tests.torchrun.test_torchrun import Launcher, assert_equal, launcher, started
 
@@ -27,7 +28,7 @@ def test_ranks(launcher: Launcher, tmp_path: Path) -> None:
         for what, kind in (("not saved", "Input"), ("no folder", "Check"), ("missing", "Input")):
             assert found[what][0].startswith(kind), found[what]
     assert "position= cannot be saved" in ranks[0]["not saved"][1]
-    assert not list((tmp_path / "bad").iterdir())
+    assert [path.name for path in (tmp_path / "bad").iterdir()] == [SAVING]
     run = Run(3, workers="threads", devices=["cpu"] * 3)
     with run.pipe:
         run.restore(tmp_path / "ranks")

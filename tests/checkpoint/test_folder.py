@@ -8,6 +8,7 @@ import resource
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 
 import penstock as ps
 from penstock.storage import part
-from penstock.storage.folder import INDEX, Folder
-from penstock.storage.part import Part
+from penstock.storage.folder import INDEX, SAVING, Folder
+from penstock.storage.part import Part, names_of_save
 from tests.checkpoint.steps import Run
 
 
@@ -109,7 +110,7 @@ def test_the_first_save_is_killed(
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ps.CheckpointError, match=r"no checkpoint .*/a: there is no such folder"):
         ps.load(tmp_path / "a")
-    for name in ("", ".part-000001-0", "random-000001.pt"):  # killed before or after its first file
+    for name in ("", SAVING):  # killed before or after it has listed its files
         (folder := tmp_path / f"begun{name}").mkdir()
         if name:
             (folder / name).write_text("")
@@ -169,7 +170,7 @@ def test_the_weights_of_others_are_left_alone(run: Run, tmp_path: Path, name: st
 
 def test_two_saves_to_the_same_folder(run: Run, tmp_path: Path) -> None:
     other = Folder(tmp_path)
-    other.begin()
+    other.begin(partial(names_of_save, 2))
     with run.pipe:
         with pytest.raises(ps.CheckpointError, match=r"another save to .* is under way"):
             run.save(tmp_path)
@@ -191,7 +192,8 @@ def test_errors_of_a_writer(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
             patch.setattr(part, "save_file", full_disk)
             with pytest.raises(ps.CheckpointError, match=message):
                 run.save(tmp_path)
-            assert {p.name for p in tmp_path.iterdir()} == {INDEX, *ps.load(tmp_path)._files}
+            there = {p.name for p in tmp_path.iterdir()}
+            assert there == {INDEX, SAVING, *ps.load(tmp_path)._files}
             save = run.save(tmp_path, background=True)
             for _ in range(2):
                 with pytest.raises(ps.CheckpointError, match="No space left"):

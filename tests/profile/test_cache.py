@@ -143,14 +143,17 @@ def test_a_directory_that_cannot_be_is_no_error(tmp_path: Path) -> None:
 def test_the_files_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "_MOST_FILES", 2)
     kept, costs = ProfileCache(tmp_path), measured(program(), tmp_path / "other")[0]
-    (tmp_path / "a note.txt").write_text("not ours")
-    for age, key in ((200, "a"), (300, "b")):
+    for name in (others := ("a note.txt", "settings.json", "profile-1.json")):
+        (tmp_path / name).write_text("not ours")
+        os.utime(tmp_path / name, (100, 100))
+    a, b, c = (letter * 32 for letter in "abc")
+    for age, key in ((200, a), (300, b)):
         kept.put(key, costs)
         os.utime(tmp_path / f"{key}.json", (age, age))
-    assert kept.get("a") is not None  # and so it is newer than b
-    kept.put("c", costs)
-    assert [key for key in "abc" if kept.get(key)] == ["a", "c"]
-    assert (tmp_path / "a note.txt").exists()
+    assert kept.get(a) is not None  # and so it is newer than b
+    kept.put(c, costs)
+    assert [key for key in (a, b, c) if kept.get(key)] == [a, c]
+    assert all((tmp_path / name).exists() for name in others)
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
