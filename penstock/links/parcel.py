@@ -55,11 +55,12 @@ def to_bytes(obj: Any) -> bytes:
 def from_bytes(data: bytes) -> Any:
     """The object; its tensors are on the CPU, in memory of their own."""
     data, layout, content = pickle.loads(data)
-    base = torch.empty(len(content), dtype=torch.uint8)
+    base = torch.empty(len(content), dtype=torch.uint8)  # aligned, as bytes are not
     if content:
         base.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    memory = base.untyped_storage()
-    return unpack(data, [place.of(memory).requires_grad_(place.requires_grad) for place in layout])
+    memory = base.numpy().data
+    tensors = [place.alone(memory).requires_grad_(place.requires_grad) for place in layout]
+    return unpack(data, tensors)
 
 
 class Outbox:

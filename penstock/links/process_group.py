@@ -186,10 +186,11 @@ class Line:
         layout = self._layouts[message.layout]
         values: list[Any] = [None] * len(layout)
         remaining = iter(pickle.loads(plain)) if plain else iter(())
+        memory = base.numpy().data if base.device.type == "cpu" else None
         for k, place in enumerate(layout):
             if isinstance(place, Place):
-                tensor = place.of(base.untyped_storage()).to(self._device)
-                values[k] = tensor.requires_grad_(place.requires_grad)
+                tensor = place.of(base.untyped_storage()) if memory is None else place.alone(memory)
+                values[k] = tensor.to(self._device).requires_grad_(place.requires_grad)
             elif place is not None:
                 values[k] = next(remaining)
         return tuple(values)

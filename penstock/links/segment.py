@@ -78,12 +78,11 @@ class Segment:
         """Mark the content as used; whoever borrows it marks it as free again."""
         self._whole[0] = 1
 
-    @_ordinary
-    def borrow(self) -> torch.Tensor:
+    def borrow(self) -> memoryview:
         """The content, as bytes; marked as free when no tensor uses this memory any more."""
         memory = self._whole[_HEADER:]
         self._lease = weakref.ref(memory, self._free)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
 
     def free(self) -> None:
         """Mark the content as free."""
@@ -95,7 +94,8 @@ class Segment:
 
     def tensors(self, places: Sequence[Place]) -> list[torch.Tensor]:
         """Tensors in the content, each with a storage of its own."""
-        return [_alone(self._whole, place) for place in places]
+        memory = self._whole[_HEADER:]
+        return [place.alone(memory) for place in places]
 
     def integers(self) -> memoryview:
         """The content as 64-bit integers."""
@@ -125,8 +125,22 @@ class Place(NamedTuple):
         return self.offset + _span(self.shape, self.stride) * self.dtype.itemsize
 
     @_ordinary
+    def alone(self, memory: memoryview) -> torch.Tensor:
+        """The tensor, in this memory, which it holds, with a storage that has nothing else in it.
+
+        What users may get must be such a tensor: `torch.save`, `pickle` and `copy.deepcopy` write
+        whole storages, and can read none that is used with several dtypes.
+        """
+        count = _span(self.shape, self.stride)
+        if not count:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
+        storage = flat.untyped_storage()
+        return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.stride)
+
+    @_ordinary
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor, in this memory."""
+        """The tensor, in the midst of others in this storage, to be filled or read here."""
         first = self.offset // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
             storage, first, self.shape, self.stride
@@ -188,16 +202,6 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-
-
-@_ordinary
-def _alone(whole: memoryview, place: Place) -> torch.Tensor:
-    """The tensor, with a storage that has nothing else in it."""
-    start, stop = _HEADER + place.offset, _HEADER + place.end
-    if start == stop:
-        return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
-    flat = torch.frombuffer(whole[start:stop], dtype=place.dtype)
-    return flat.as_strided(place.shape, place.stride)
 
 
 def _anonymous(size: int) -> int:

@@ -217,7 +217,7 @@ class Receiver:
         remaining = iter(pickle.loads(plain)) if plain else iter(())
         memory = None
         if message.slot >= 0:
-            memory = self._slots[message.slot].borrow().untyped_storage()
+            memory = self._slots[message.slot].borrow()
         for k, place in enumerate(self._layouts[message.layout]):
             if isinstance(place, Place):
                 values[k] = self._arrived(place, memory)
@@ -225,11 +225,11 @@ class Receiver:
                 values[k] = next(remaining)
         return tuple(values), payload
 
-    def _arrived(self, place: Place, memory: torch.UntypedStorage | None) -> torch.Tensor:
+    def _arrived(self, place: Place, memory: memoryview | None) -> torch.Tensor:
         if memory is None:
             tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
         else:
-            tensor = place.of(memory)
+            tensor = place.alone(memory)
         if self._device.type != "cpu":
             tensor = tensor.to(self._device)
         return tensor.requires_grad_() if place.requires_grad else tensor

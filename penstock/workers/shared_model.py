@@ -96,7 +96,7 @@ class _Part:
     size: int = 0  # of all gradients
     slots: Slots = field(default_factory=Slots)
     slot: int = -1
-    memory: torch.UntypedStorage | None = None  # of that slot
+    memory: memoryview | None = None  # of that slot
     requires_grad: tuple[bool, ...] = ()
     addresses: list[int] = field(default_factory=list)  # of the tensors
     hooks: list[Any] = field(default_factory=list)  # of them all
@@ -105,7 +105,7 @@ class _Part:
     def gradients(self) -> list[torch.Tensor]:
         """Those of all parameters, in the slot."""
         if not self._gradients and self.memory is not None:
-            self._gradients = [place.of(self.memory) for place in self.places]
+            self._gradients = [place.alone(self.memory) for place in self.places]
         return self._gradients
 
     def is_kept(self, present: Sequence[int]) -> bool:
@@ -220,7 +220,7 @@ class SharedModel:
             part.let_go()  # whoever else refers to them now keeps their memory
             if part.size:
                 part.slot, segment, is_new = part.slots.lend(part.size)
-                part.memory = segment.borrow().untyped_storage()
+                part.memory = segment.borrow()
                 if is_new:
                     news = self._grants[worker](segment.fd), segment.size, part.places
                     segment.close()
