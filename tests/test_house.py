@@ -57,11 +57,13 @@ def imported(path: Path) -> Iterator[str]:
             yield from (n.split(".")[1] for n in names if n.startswith("penstock."))
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_layers_import_downward(path: Path) -> None:
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    upward = {name for name in imported(path) if HEIGHT[name] > HEIGHT[own]}
-    assert not upward, f"{own} must not import {upward}, which is above it"
+def test_layers_import_downward() -> None:
+    upward = []
+    for path in files():
+        own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        above = sorted(name for name in set(imported(path)) if HEIGHT[name] > HEIGHT[own])
+        upward += [f"{path.relative_to(ROOT)} imports {name}, which is above it" for name in above]
+    assert not upward, "\n".join(upward)
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -82,13 +84,13 @@ def in_a_new_interpreter(code: str) -> str:
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_imports_without_torch_and_at_once(name: str) -> None:
+def test_imports_nothing_but_the_package(name: str) -> None:
     code = (
-        "import sys, time, numpy, msgspec; start = time.perf_counter(); "
-        f"import penstock.{name}; taken = time.perf_counter() - start; "
-        "print('torch' in sys.modules, taken < 0.5)"
+        f"import sys, numpy, msgspec; before = set(sys.modules); import penstock.{name}; "
+        "found = {m.partition('.')[0] for m in set(sys.modules) - before}; "
+        "print(found - sys.stdlib_module_names - {'numpy', 'msgspec'})"
     )
-    assert in_a_new_interpreter(code) == "False True"
+    assert in_a_new_interpreter(code) == "{'penstock'}"
 
 
 def test_importing_penstock_or_asking_for_help_imports_no_torch() -> None:
@@ -118,8 +120,3 @@ def test_functions_are_not_hidden_by_packages_of_the_same_name() -> None:
         "import penstock as ps; print(*(callable(f) for f in (ps.plan, ps.capture, ps.profile)))"
     )
     assert in_a_new_interpreter(code) == "True True True"
-
-
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 450

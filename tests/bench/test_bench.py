@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import struct
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -221,9 +220,7 @@ def test_a_quick_run_measures_fewer_sizes_of_a_slow_model(
 def test_a_quick_run_repeats_what_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.bench.experiments._QUICK_SECONDS", 0.0)
     given = (mlp(4, 4, 4), (torch.randn(4, 4),), {})
-    start = time.perf_counter()
     report = run_bench(BenchSettings(given=given, quick=True, output=None))
-    assert time.perf_counter() - start < 30
     assert report.settings["repeats"] == 3
 
 

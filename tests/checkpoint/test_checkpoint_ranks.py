@@ -9,7 +9,8 @@ import pytest
 import penstock as ps
 from penstock.storage.folder import SAVING
 from tests.checkpoint.steps import Run, uninterrupted
-from tests.torchrun.test_torchrun import Launcher, assert_equal, launcher, started
+from tests.torchrun.launching import Launcher
+from tests.torchrun.test_torchrun import assert_equal, launcher
 
 __all__ = ["launcher"]  # a fixture
 
@@ -21,7 +22,7 @@ def test_ranks(launcher: Launcher, tmp_path: Path) -> None:
         run.go(3)
         run.save(tmp_path / "threads")
     expected = uninterrupted(6)
-    ranks = started(launcher, "checkpoints", tmp_path)
+    ranks = launcher.run("checkpoints", tmp_path)
     for rank, found in enumerate(ranks):
         for what in ("uninterrupted", "resumed", "from threads"):
             assert_equal(f"rank {rank}, {what}", found[what], expected)

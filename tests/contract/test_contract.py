@@ -31,7 +31,8 @@ from tests.contract.subjects import (
 )
 from tests.models import uniform_plan
 from tests.pool import pooled
-from tests.torchrun.test_torchrun import Launcher, launcher, started
+from tests.torchrun.launching import Launcher
+from tests.torchrun.test_torchrun import launcher
 
 __all__ = ["launcher"]  # a fixture
 
@@ -101,7 +102,7 @@ def threads_of(workers: int) -> int:
 def test_the_bits_of_one_device_under_torchrun(
     scenario: str, launcher: Launcher, tmp_path: Path
 ) -> None:
-    ranks = started(launcher, scenario, tmp_path)
+    ranks = launcher.run(scenario, tmp_path)
     assert all(ranks)
     for (name, point), first in ranks[0].items():
         ours: Bits = {}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.pool import pooled
 from tests.precision.steps import SCALE, STEPS, Found, everything
-from tests.torchrun.test_torchrun import assert_equal, launcher, started
+from tests.torchrun.test_torchrun import assert_equal, launcher
 
 __all__ = ["launcher"]  # a fixture
 
@@ -44,7 +44,7 @@ def test_processes() -> None:
 @pytest.mark.parametrize("scenario", ["mixed_precision", "narrow_by_process_group"])
 def test_ranks(launcher: Any, tmp_path: Path, scenario: str) -> None:
     """All have the same losses, scales and states, and between them they have all gradients."""
-    ranks = started(launcher, scenario, tmp_path)
+    ranks = launcher.run(scenario, tmp_path)
     for name in ranks[0]:
         gradients, expected = {}, by_threads()[name]
         for found in ranks:

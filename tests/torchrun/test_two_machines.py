@@ -17,8 +17,9 @@ import torch
 from torch.nn import functional as F
 
 from tests.torchrun import scenarios
+from tests.torchrun.launching import ROOT, collected, environment, free_port
 from tests.torchrun.steps import X, Y
-from tests.torchrun.test_torchrun import ROOT, assert_equal, collected, environment
+from tests.torchrun.test_torchrun import assert_equal
 
 NAMES = [f"pst{os.getpid()}{side}" for side in "ab"]
 IPS = ["10.213.7.1", "10.213.7.2"]
@@ -51,12 +52,12 @@ def machines() -> Iterator[list[list[str]]]:
 
 
 def launch(
-    machine: list[str], number: int, ranks: int, scenario: str, directory: Path
+    machine: list[str], number: int, ranks: int, scenario: str, directory: Path, port: int
 ) -> subprocess.Popen[str]:
     """torchrun on one of the machines."""
     command = [*machine, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
     command += ["--node-rank", str(number), "--nproc-per-node", str(ranks)]
-    command += ["--master-addr", IPS[0], "--master-port", "29517", "--monitor-interval", "30"]
+    command += ["--master-addr", IPS[0], "--master-port", str(port), "--monitor-interval", "30"]
     command += [str(ROOT / "tests/torchrun/script.py"), scenario, str(directory)]
     env = {**environment(), "GLOO_SOCKET_IFNAME": NAMES[number]}
     with (directory / f"{number}.err").open("w") as stderr:
@@ -73,20 +74,20 @@ def wait_for(paths: list[Path], seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "limit"),
-    [("two_machines", 14), pytest.param("patient_machines", 70, marks=pytest.mark.slow)],
+    "scenario", ["two_machines", pytest.param("patient_machines", marks=pytest.mark.slow)]
 )
 def test_two_machines_and_a_cut_cable(
-    machines: list[list[str]], tmp_path: Path, scenario: str, limit: float
+    machines: list[list[str]], tmp_path: Path, scenario: str
 ) -> None:
     """The bits of threads over both kinds of link; then an error on all ranks."""
-    processes = [launch(m, k, 2 - k, scenario, tmp_path) for k, m in enumerate(machines)]
+    port = free_port()  # here, and so in the new namespaces, where nobody listens yet
+    processes = [launch(m, k, 2 - k, scenario, tmp_path, port) for k, m in enumerate(machines)]
     try:
         wait_for([tmp_path / f"{rank}.ready" for rank in range(3)], 60)
         ip("-n", NAMES[0], "link", "set", NAMES[0], "down")
-        wait_for([tmp_path / f"{rank}.pt" for rank in range(3)], limit + 20)
+        wait_for([tmp_path / f"{rank}.pt" for rank in range(3)], 90)
         ranks = collected(tmp_path, 3)
-        wait_until_gone([found[-1] for found in ranks], 10)
+        wait_until_gone([found[-1] for found in ranks], 60)
         assert "terminate called" not in "".join(p.read_text() for p in tmp_path.glob("*.err"))
     finally:
         for process in processes:
@@ -99,7 +100,7 @@ def test_two_machines_and_a_cut_cable(
         with torch.no_grad():
             losses.append(pipe(X))
     gradients: dict[str, torch.Tensor] = {}
-    for found, signals, links, error, seconds, _ in ranks:
+    for found, signals, links, error, _ in ranks:
         assert_equal("losses", found[0], losses)
         gradients |= found[1]
         assert links == ("shared memory", "torch.distributed (gloo)")
@@ -108,7 +109,6 @@ def test_two_machines_and_a_cut_cable(
         assert [payload for payload, _, _ in signals] == [False] * len(signals)
         assert [after for _, after, _ in signals[:-1]] == [size for _, _, size in signals[1:]]
         assert error[0] in ("WorkerTimeout", "WorkerDied"), error
-        assert seconds < limit
     assert [len(signals) for _, signals, *_ in ranks] == [0, 3, 3]
     for name, parameter in pipe.named_parameters():
         assert torch.equal(gradients[name], parameter.grad), name

@@ -23,6 +23,8 @@ from penstock.workers.processes import ProcessWorkers
 from penstock.workers.threads import ThreadWorkers
 from tests.pool import lend
 
+LONG = 600.0  # seconds: longer than pytest lets a test run, so what is waited for has to come
+
 
 @pytest.fixture
 def team() -> Iterator[ProcessWorkers]:
@@ -80,10 +82,8 @@ def test_an_error_wakes_the_others(team: ProcessWorkers) -> None:
         raise KeyError("mine")
 
     wait, other = waiting(team)
-    start = time.monotonic()
     with pytest.raises(KeyError, match="mine") as caught:
-        team.run([fail, wait], 60.0)
-    assert time.monotonic() - start < 2
+        team.run([fail, wait], LONG)
     assert 'raise KeyError("mine")' in caught.value.__notes__[-1]
     assert_usable(team)
     other.close()
@@ -96,10 +96,9 @@ def test_what_a_worker_cannot_send(team: ProcessWorkers) -> None:
 
 
 def test_what_cannot_be_sent_to_a_worker(team: ProcessWorkers) -> None:
-    lock, start = threading.Lock(), time.monotonic()
+    lock = threading.Lock()
     with pytest.raises(InputError, match="worker 1 is another process"):
-        team.run([returning(0)[0], lambda site: lock], 20.0)
-    assert time.monotonic() - start < 2
+        team.run([returning(0)[0], lambda site: lock], LONG)
     assert_usable(team)
 
 
@@ -211,10 +210,8 @@ def test_an_interrupt_as_a_report_is_noted(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fresh, "_opened", interrupted)
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        fresh.run([lambda site: None, lambda site: time.sleep(0.2)], 20.0)
-    assert time.monotonic() - start < 2
+        fresh.run([lambda site: None, lambda site: time.sleep(0.2)], LONG)
     with pytest.raises(ClosedError, match="in the midst of a message"):
         fresh.run(returning(0), 20.0)
 
@@ -226,10 +223,8 @@ def test_a_worker_that_takes_long_to_notice_a_failure_is_killed(
         raise KeyError("mine")
 
     monkeypatch.setattr(fresh, "_grace", 0.2)
-    start = time.monotonic()
     with pytest.raises(KeyError, match="mine"):
-        fresh.run([fail, lambda site: time.sleep(60)], 60.0)
-    assert time.monotonic() - start < 5
+        fresh.run([fail, lambda site: time.sleep(LONG)], LONG)
     with pytest.raises(ClosedError, match=r"still busy.*KeyError"):
         fresh.run(returning(0), 20.0)
 
@@ -238,11 +233,9 @@ def test_a_stopped_worker_does_not_read(fresh: ProcessWorkers) -> None:
     """What it is sent is more than fits on the way."""
     data = os.urandom(3_000_000)
     os.kill(fresh.pids[1], signal.SIGSTOP)
-    start = time.monotonic()
     with pytest.raises(WorkerTimeout, match=r"worker 1 does not read.*stopped by a signal") as e:
         fresh.run(returning(data), 0.5)
     assert e.value.worker == 1
-    assert time.monotonic() - start < 5
 
 
 def test_what_a_worker_leaves_behind_is_killed_with_it(
@@ -254,18 +247,16 @@ def test_what_a_worker_leaves_behind_is_killed_with_it(
     def job(site: Any) -> None:
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            time.sleep(LONG)
             os._exit(0)
         file.write_text(str(child))
         os._exit(4)
 
-    start = time.monotonic()
     with pytest.raises(WorkerDied, match="ended with exit code 4"):
-        fresh.run([job, returning(0)[1]], 60.0)
-    assert time.monotonic() - start < 5
+        fresh.run([job, returning(0)[1]], LONG)
     stat = Path(f"/proc/{file.read_text()}/stat")
     while stat.exists() and " Z " not in stat.read_text():  # init may not have seen it yet
-        assert time.monotonic() - start < 5
+        time.sleep(0.01)
 
 
 def test_work_is_finished_before_an_interrupt_is_raised() -> None:

@@ -95,10 +95,8 @@ def test_errors_that_are_no_exceptions_do_not_end_a_worker(
 
 
 def test_a_late_worker_is_named(team: Team) -> None:
-    start = time.monotonic()
     with pytest.raises(WorkerTimeout, match=r"worker 1 did not finish within"):
-        team.workers.run([returning(1), lambda: team.woken.wait(5), returning(1)], timeout=0.1)
-    assert time.monotonic() - start < 2
+        team.workers.run([returning(1), lambda: team.woken.wait(600), returning(1)], timeout=0.1)
     assert team.workers.run([returning(1)] * 3) == [1, 1, 1]  # it noticed, so all is well
 
 
