@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -147,10 +147,7 @@ def test_a_view_of_memory_that_is_changed_later_does_not_cross() -> None:
         assert_same(model, theirs)
 
 
-# Drawing a model is quick, but checking one takes a while, and torch refuses some of them.
-patient = settings(
-    deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+patient = settings(deadline=None)
 
 
 @settings(patient, max_examples=60)

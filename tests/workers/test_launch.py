@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import penstock as ps
+from penstock.workers.grouping import backend_for
 from penstock.workers.joining import is_torchrun
+from penstock.workers.launch import Together
 from tests.models import mlp
 from tests.pool import pooled
 
@@ -47,3 +50,45 @@ def test_links_are_reported(kind: str, link: str) -> None:
     ):
         assert len(pipe.links) == len(pipe.plan.stages) - 1
         assert any(link in name for name in pipe.links)
+
+
+def test_rank_0_cannot_plan_for_devices_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    ranks = Together.__new__(Together)  # as if all ranks had joined
+    ranks._names = ["cuda:0", "cpu"]
+    with pytest.raises(ps.PlanError, match=r"rank 0 plans for cuda:0, cpu .*give it a plan"):
+        ranks._stand_ins()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ranks._names = ["cuda:3", "cpu"]
+    assert ranks._stand_ins() == [torch.device("cuda", 1), torch.device("cpu")]
+
+
+@pytest.mark.parametrize(
+    ("default", "devices", "gloo", "nccl", "expected"),
+    [
+        ("mpi", ("cpu", "cpu"), True, True, "mpi"),
+        ("gloo", ("cuda:0", "cuda:1"), True, True, "nccl"),
+        ("gloo", ("cuda:0", "cpu"), True, True, "gloo"),
+        ("gloo", ("cuda:0", "cuda:1"), True, False, "gloo"),
+        ("nccl", ("cpu", "cpu"), False, True, None),
+    ],
+)
+def test_what_carries_values_between_machines(
+    monkeypatch: pytest.MonkeyPatch,
+    default: str,
+    devices: tuple[str, str],
+    gloo: bool,
+    nccl: bool,
+    expected: str | None,
+) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda: default)
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: gloo)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    one, other = map(torch.device, devices)
+    if expected is None:
+        with pytest.raises(ps.InputError, match=r"no backend for cpu and cpu.* without gloo"):
+            backend_for(one, other)
+    else:
+        assert backend_for(one, other) == expected
