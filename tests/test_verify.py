@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.train.report import compare
+from penstock.train.report import compare, compare_leaves
 from tests.models import cases, mlp
 
 X, Y = torch.randn(7, 6), torch.randn(7, 6)
@@ -260,3 +260,11 @@ def test_processes_are_named_and_exact() -> None:
 def test_mistakes(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ps.InputError, match=words):
         verify(layered(nn.Tanh()), **options)
+
+
+def test_results_that_are_no_tensors_are_compared() -> None:
+    assert compare_leaves("results", [1, "a"], [1, "a"]).ok
+    assert compare_leaves("results", [1, "a"], [1, "b"]).different == ("1",)
+    assert compare_leaves("results", [1.5], [2.0]).largest == 0.5
+    assert not compare_leaves("results", [1, 2], [1]).ok
+    assert compare("results", {"a": torch.ones(1)}, {}).different == ("a",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from penstock.capture.attributes import with_history
 from penstock.capture.blame import hint, where
 from penstock.capture.calls import ROWS, Assigned, Attribute, Call, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
+from penstock.capture.equality import same
 from penstock.capture.meta import META, held_on_meta, is_on_meta
 from penstock.capture.preserve import Parameters, settle, untouched
 from penstock.capture.program import Program
@@ -27,6 +29,7 @@ from penstock.errors import CaptureError, InputError, PenstockError
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 _KEY = Key(0, 0, 0)
+_MISSING = object()
 _MORE = 32  # recordings where random numbers may decide
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -411,9 +414,11 @@ class _Capturer:
                 stack.enter_context(META)
             replayed = flatten(program.replay_fresh(trace, leaves, _KEY, self.model))[0]
             program.left |= with_history(self.model)
-        if _equal(expected, replayed):
+        wrong = _different(expected, replayed)
+        if not wrong:
             return
-        if _equal(expected, self._record(sizes, training)[1]):
+        again = _different(expected, self._record(sizes, training)[1])
+        if not wrong <= again:  # what the model itself does not repeat proves nothing
             mode = "training" if training else "evaluation"
             raise Unrecordable(
                 "", f"replaying its calls in {mode} mode gives another result than it does itself"
@@ -435,14 +440,7 @@ def _without_history(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(
-        _same(a, b) if isinstance(a, torch.Tensor) else True
-        for a, b in zip(left, right, strict=True)
-    )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_meta or other.is_meta:
-        return one.shape == other.shape and one.dtype == other.dtype
-    return torch.equal(one, other)
+def _different(left: Sequence[Any], right: Sequence[Any]) -> set[int]:
+    """The places at which two lists of results differ."""
+    pairs = zip_longest(left, right, fillvalue=_MISSING)
+    return {k for k, (one, other) in enumerate(pairs) if not same(one, other)}

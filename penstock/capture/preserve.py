@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, held_tensors
+from penstock.capture.equality import same_tensor
 from penstock.capture.randomness import generators_kept
-from penstock.capture.watching import same_numbers
 from penstock.errors import CaptureError
 
 _CONTAINERS = (list, dict, set, OrderedDict)  # the last one holds hooks, for instance
@@ -45,7 +45,7 @@ class Parameters:
         for parameter, _, copied in self._kept:
             if copied is None or copied.is_meta:
                 continue
-            if not same_numbers(parameter.detach(), copied):
+            if not same_tensor(parameter, copied):
                 self.written.add(self._names[id(parameter)])
 
     def restore(self, thoroughly: bool = False) -> None:

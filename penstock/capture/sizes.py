@@ -26,6 +26,7 @@ from penstock.capture.calls import (
     Trace,
     Unrecordable,
 )
+from penstock.capture.equality import same_constant
 from penstock.capture.trees import flatten, unflatten
 
 
@@ -190,13 +191,6 @@ class _Comparison(_Adapter):
     def alike(self, general: Any, one: Any) -> bool:
         """Whether it is the same constant, or a device, for the model may have been moved."""
         return isinstance(one, torch.device) or same_constant(general, one)
-
-
-def same_constant(one: Any, other: Any) -> bool:
-    """Whether both are equal, or not a number."""
-    if one is other or (type(one) is float and one != one and other != other):
-        return True
-    return type(one) is type(other) and bool(one == other)
 
 
 def _demand(same: bool) -> None:

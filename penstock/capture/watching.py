@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import Assigned, Unrecordable
+from penstock.capture.equality import same_tensor
 
 
 class Watch(TorchDispatchMode):
@@ -55,20 +56,7 @@ class Contents:
         """Whether `tensor`, the same one, holds something else now."""
         if _version(tensor) != self._version:
             return True
-        return self._copy is not None and not same_numbers(self._copy, tensor)
-
-
-def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both hold the same numbers, or none in the same places."""
-    if torch.equal(one, other):
-        return True
-    floating = one.is_floating_point() or one.is_complex()
-    return (
-        floating
-        and one.shape == other.shape
-        and torch.equal(one.isnan(), other.isnan())
-        and (torch.equal(one.nan_to_num(), other.nan_to_num()))
-    )
+        return self._copy is not None and not same_tensor(self._copy, tensor)
 
 
 def _version(tensor: torch.Tensor) -> int:

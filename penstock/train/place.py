@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.capture import Attribute, Key, Trace
+from penstock.capture.equality import same_tensor
 from penstock.capture.listening import forward_heard, replay_heard
 from penstock.plan import Plan
 from penstock.train.reference import Reference, copied, run_with_threads
@@ -93,7 +94,7 @@ def _first_call(
             pairs = zip(
                 replayed.get(call.identity, ()), expected.get(call.identity, ()), strict=False
             )
-            gaps = [gap(a, b) for a, b in pairs if not torch.equal(a, b)]
+            gaps = [gap(a, b) for a, b in pairs if not same_tensor(a, b)]
             if gaps:
                 return microbatch, number, max(gaps)
     return None

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.capture.equality import has_nan, same
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -124,12 +126,13 @@ class VerifyReport:
         return "\n".join([f"{self.subject}: {verdict}", *lines])
 
 
-Named = Mapping[str, torch.Tensor | None]
-
-
-def gap(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
-    """The largest absolute difference of two tensors; infinite where they cannot be compared."""
-    if ours is None or theirs is None or ours.shape != theirs.shape:
+def gap(ours: object, theirs: object) -> float:
+    """The largest absolute difference of two results; infinite where they cannot be compared."""
+    if isinstance(ours, (int, float)) and isinstance(theirs, (int, float)):
+        return gap(torch.tensor(ours), torch.tensor(theirs))
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return float("inf")
+    if ours.shape != theirs.shape:
         return float("inf")
     wide = torch.complex128 if ours.is_complex() else torch.double
     ours, theirs = ours.detach().to(wide), theirs.detach().to(ours.device, wide)
@@ -137,42 +140,27 @@ def gap(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
     return float(difference.max()) if difference.numel() else 0.0
 
 
-def compare(what: str, ours: Named, theirs: Named) -> Comparison:
-    """Compare two sets of tensors by name; a tensor that only one side has is a difference."""
+def compare(what: str, ours: Mapping[str, object], theirs: Mapping[str, object]) -> Comparison:
+    """Compare two sets of tensors, or of other results, by name.
+
+    What only one side has, and not as `None`, is a difference.
+    """
     different: list[str] = []
     undefined: list[str] = []
     largest, count = 0.0, 0
-    for name in theirs:
-        mine, other = ours.get(name), theirs[name]
+    for name in dict.fromkeys([*theirs, *ours]):
+        mine, other = ours.get(name), theirs.get(name)
         if mine is None and other is None:
             continue
         count += 1
-        if mine is not None and other is not None:
-            other = other.to(mine.device)
-            if torch.equal(mine, other):
-                continue
-            if _equal_but_for_nans(mine, other):
-                undefined.append(name)
-                continue
-        different.append(name)
-        largest = max(largest, gap(mine, other))
+        if not same(mine, other):
+            different.append(name)
+            largest = max(largest, gap(mine, other))
+        elif has_nan(mine):
+            undefined.append(name)
     return Comparison(what, count, tuple(different), largest, tuple(undefined))
 
 
-def _equal_but_for_nans(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether they are equal where they are numbers, and have nans in the same places."""
-    if ours.shape != theirs.shape or not (ours.is_floating_point() or ours.is_complex()):
-        return False
-    places = ours.isnan()
-    if not places.any() or not torch.equal(places, theirs.isnan()):
-        return False
-    return torch.equal(ours.masked_fill(places, 0), theirs.masked_fill(places, 0))
-
-
 def compare_leaves(what: str, ours: Sequence[object], theirs: Sequence[object]) -> Comparison:
-    """Compare the tensors among two lists of leaves."""
-    return compare(
-        what,
-        {str(k): leaf for k, leaf in enumerate(ours) if isinstance(leaf, torch.Tensor)},
-        {str(k): leaf for k, leaf in enumerate(theirs) if isinstance(leaf, torch.Tensor)},
-    )
+    """Compare two lists of leaves, whatever they are."""
+    return compare(what, *({str(k): leaf for k, leaf in enumerate(x)} for x in (ours, theirs)))

@@ -15,6 +15,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.capture import Key, untouched
+from penstock.capture.equality import same
 from penstock.capture.trees import flatten
 from penstock.tuning import mean_square
 from penstock.verification import copied, run_with_threads
@@ -159,8 +160,7 @@ class _Snapshot:
         """Raise unless it is still so."""
         for name, tensor in _tensors(model):
             version, value = self._state[name]
-            same = torch.equal(tensor, value) or bool(torch.isnan(value).any())
-            assert same, f"capture changed {name}"
+            assert same(tensor, value), f"capture changed {name}"
             assert tensor._version == version, f"capture wrote {name}"
         assert self._flags == [m.training for m in model.modules()], "a training flag changed"
         attributes = [sorted(vars(m)) for m in model.modules()]
@@ -234,10 +234,4 @@ def _buffers(model: nn.Module) -> dict[str, Any]:
 def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
     assert list(ours) == list(theirs), f"{what}: others"
     for name, mine in ours.items():
-        other = theirs[name]
-        if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
-            same = mine.dtype == other.dtype and mine.shape == other.shape
-            equal = same and torch.equal(mine.detach().nan_to_num(), other.detach().nan_to_num())
-            assert equal, f"{what}: {name} differs"
-        else:
-            assert type(mine) is type(other), f"{what}: {name} is {mine!r}, not {other!r}"
+        assert same(mine, theirs[name]), f"{what}: {name} differs"

@@ -1,0 +1,83 @@
+"""Capture: what it takes to be the same, what it must leave alone, what it must close."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import penstock as ps
+
+
+class Two(nn.Module):
+    """Two layers, and what a subclass does between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(6, 8)
+        self.b = nn.Linear(8, 4)
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return h.tanh()
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.b(self.between(self.a(x)))
+
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+# -- a NaN, or what is no tensor, does not hide that a program is wrong ------------------------
+
+
+class Unseen(Two):
+    """Numpy writes to a tensor, which no recording can see."""
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        h = h * 1
+        h.detach().numpy()[...] *= 2
+        return h.tanh()
+
+
+class WithNan(Unseen):
+    def forward(self, x: torch.Tensor) -> object:
+        z = super().forward(x)
+        return {"o": z, "dbg": (z * 0) / (z * 0)}
+
+
+class Count:
+    """A result that is no tensor, nor anything that says when it is equal."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+
+class Inner(nn.Module):
+    def forward(self, h: torch.Tensor) -> Count:
+        return Count(h.detach().sum(0).tolist())
+
+
+class WithObject(Unseen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> object:
+        z = super().forward(x)
+        return {"ok": x * 2, "count": self.inner(z)}
+
+
+def test_a_nan_in_the_result_hides_nothing() -> None:
+    model = WithNan()
+    with torch.no_grad():
+        model.a.weight.mul_(3)
+    program = ps.capture(model, (X,))
+    assert torch.equal(program(X)["o"], model(X)["o"])
+    assert "another result" in program.closed[""]
+
+
+def test_results_that_are_no_tensors_are_compared() -> None:
+    model = WithObject()
+    program = ps.capture(model, (X,))
+    assert program(X)["count"].values == model(X)["count"].values
+    assert "another result" in program.closed[""]
