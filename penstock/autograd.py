@@ -13,11 +13,8 @@ from typing import Any
 
 import torch
 
-from penstock.capture import Sizes
-from penstock.engine.microbatch import unmerge
 from penstock.engine.span import Gradients
 from penstock.errors import PenstockError
-from penstock.workers.ways import Way
 
 
 class Passage:
@@ -26,23 +23,21 @@ class Passage:
     Args:
         run: runs the backward pass on the workers, from these gradients of the results; returns
             those of the inputs.
-        differentiable: which results a backward can start from.
-        sizes: of each micro-batch.
-        way: the way that it went, as far as its results are concerned.
+        differentiable: which results of a micro-batch a backward can start from.
     """
 
     def __init__(
         self,
         run: Callable[[dict[int, Gradients]], dict[int, Gradients]],
         differentiable: Sequence[bool],
-        sizes: Sequence[Sizes],
-        way: Way,
     ) -> None:
-        self._way = way
         self._run: Callable[[dict[int, Gradients]], dict[int, Gradients]] | None = run
-        self._sizes = sizes
         self.differentiable = differentiable
-        self.gradients: list[torch.Tensor | None] = []
+        self.gradients: list[list[torch.Tensor | None]] = []
+
+    def chosen(self, values: Sequence[Any]) -> list[Any]:
+        """Those of a micro-batch's results that a backward can start from."""
+        return [v for v, d in zip(values, self.differentiable, strict=True) if d]
 
     def backward(self) -> dict[int, Gradients]:
         """Run the backward; returns the gradients of the inputs of every micro-batch."""
@@ -52,28 +47,21 @@ class Passage:
                 "are gone; call the pipeline again (retain_graph=True has no effect on it)"
             )
         run, self._run = self._run, None
-        return run(dict(enumerate(self._split())))
-
-    def _split(self) -> list[list[torch.Tensor | None]]:
-        """The results' gradients, for each micro-batch."""
-        parts: list[list[torch.Tensor | None]] = [[] for _ in self._sizes]
-        for value, gradient in zip(self._way.outputs, self.gradients, strict=True):
-            pieces = unmerge(self._way.trace, value, gradient, self._sizes)
-            for part, piece in zip(parts, pieces, strict=True):
-                part.append(piece)
-        return parts
+        return run(dict(enumerate(self.gradients)))
 
 
-def deliver(passage: Passage, slices: Sequence[Sequence[Any]], results: Sequence[Any]) -> list[Any]:
+def deliver(
+    passage: Passage, slices: Sequence[Sequence[Any]], results: Sequence[Sequence[Any]]
+) -> list[list[Any]]:
     """The results, so that a backward from them runs the passage's.
 
     Args:
         passage: what to run.
         slices: the first stage's values, of every micro-batch; gradients flow on through them.
-        results: the last stage's, of the whole batch.
+        results: the last stage's, of every micro-batch.
     """
     if not any(passage.differentiable):
-        return list(results)
+        return [list(part) for part in results]
     places = [
         (microbatch, k)
         for microbatch, part in enumerate(slices)
@@ -83,10 +71,11 @@ def deliver(passage: Passage, slices: Sequence[Sequence[Any]], results: Sequence
     anchor = torch.empty(0, requires_grad=True)
     inputs = [slices[microbatch][k] for microbatch, k in places]
     token = _Drive.apply(passage, places, anchor, *inputs)
-    chosen = [r for r, d in zip(results, passage.differentiable, strict=True) if d]
+    chosen = [r for part in results for r in passage.chosen(part)]
     delivered = iter(_Deliver.apply(passage, token, *chosen))
     return [
-        next(delivered) if d else r for r, d in zip(results, passage.differentiable, strict=True)
+        [next(delivered) if d else r for r, d in zip(part, passage.differentiable, strict=True)]
+        for part in results
     ]
 
 
@@ -126,7 +115,10 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         passage = ctx.passage
         remaining = iter(gradients)
-        passage.gradients = [next(remaining) if d else None for d in passage.differentiable]
+        passage.gradients = [
+            [next(remaining) if d else None for d in passage.differentiable]
+            for _ in range(len(gradients) // sum(passage.differentiable))
+        ]
         return (None, torch.empty(0), *(None for _ in gradients))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,19 +16,21 @@ from penstock.capture.attributes import owner_of
 from penstock.capture.calls import ambient
 from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, arguments
+from penstock.engine.ends import Loss
 from penstock.engine.hooks import Opened
-from penstock.engine.microbatch import merge
+from penstock.engine.microbatch import Merge, merge
 from penstock.engine.objective import Objective
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.reading import Left
 from penstock.engine.span import Gradients
+from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.streaming import stream
 from penstock.train.model_like import ModelLike
 from penstock.train.result import StepResult
-from penstock.workers.ways import Way
+from penstock.workers.ways import Ways
 
 
 def left_elsewhere(program: Program, plan: Plan, shares_modules: bool) -> Left:
@@ -59,6 +62,7 @@ class Forwarding(ModelLike):
     program: Program
     plan: Plan
     _runner: Runner
+    _merge: Merge
     _opened: Opened
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,14 +80,14 @@ class Forwarding(ModelLike):
         graph = torch.is_grad_enabled()
         with self._together("a call" if graph else "a call without gradients"):
             batch = self._batch(partial(self._split, args, kwargs))
-            order, way = self._order("forward" if graph else "infer", batch)
+            order = self._order("forward" if graph else "infer", batch)
+            result = self._result_of(order, self._merge, graph)
             outcome = self._runner.run(order)
         if not graph:
-            return result(way, outcome, batch)
-        passage = Passage(partial(self._back, order), outcome.differentiable, batch.sizes, way)
+            return result(outcome.parts)
+        passage = Passage(partial(self._back, order), outcome.differentiable)
         self._runner.forget_with(passage, order)
-        merged = deliver(passage, order.values, _merged(way, outcome))
-        return _assembled(way, merged, batch)
+        return result(deliver(passage, order.values, outcome.parts))
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
         """The model's results for many batches, in order, without gradients.
@@ -107,19 +111,20 @@ class Forwarding(ModelLike):
             raise InputError(f"ahead={ahead} batches cannot be under way; 1 at least")
         return stream(batches, most, self._enter, self._result, self._abandon)
 
-    def _enter(self, inputs: Any) -> tuple[Any, Way, Batch]:
+    def _enter(self, inputs: Any) -> tuple[Any, Result]:
         """Start a batch, without gradients."""
         with self._together("a batch of map"), torch.no_grad():
             batch = self._batch(partial(self._split, *arguments(inputs)))
-            order, way = self._order("infer", batch)
-            return self._runner.start(order), way, batch
+            order = self._order("infer", batch)
+            result = self._result_of(order, self._merge)
+            return self._runner.start(order), result
 
-    def _result(self, started: tuple[Any, Way, Batch]) -> Any:
+    def _result(self, started: tuple[Any, Result]) -> Any:
         """What has become of it."""
-        ticket, way, batch = started
-        return result(way, self._runner.finish(ticket), batch)
+        ticket, result = started
+        return result(self._runner.finish(ticket).parts)
 
-    def _abandon(self, started: tuple[Any, Way, Batch]) -> None:
+    def _abandon(self, started: tuple[Any, Result]) -> None:
         """Wait for a batch whose result nobody wants."""
         with suppress(PenstockError):  # if it failed, the one that failed first has said so
             self._runner.finish(started[0])
@@ -134,32 +139,27 @@ class Forwarding(ModelLike):
         self._opened.check()
         return self._runner.batch(make, self.model.training)
 
-    def _order(self, what: Pass, batch: Batch) -> tuple[Order, Way]:
-        """The order for a batch whose results can be put together."""
-        order = self._runner.order(what, batch, self.model.training)
-        return order, self._runner.ways(self.model.training).common(order.microbatches)
+    def _order(self, what: Pass, batch: Batch, loss: Loss | None = None) -> Order:
+        """The order for a batch."""
+        return self._runner.order(what, batch, self.model.training, loss)
 
-    def _putting_together(
-        self, order: Order, batch: Batch, by_microbatch: bool
-    ) -> Callable[[Outcome], Any]:
-        """What makes the model's results of those of the last stage.
+    def _result_of(self, order: Order, merge: Merge, graph: bool = False) -> Result:
+        """What makes the model's result of what the last stage gives in a pass.
 
         Args:
             order: the pass.
-            batch: its batch.
-            by_microbatch: whether there is to be one for each micro-batch, in a list.
+            merge: how results of micro-batches become one, see `Pipeline`.
+            graph: whether a backward is to come of it.
 
         Raises:
             InputError: they cannot be put together.
         """
         ways = self._runner.ways(self.model.training)
-        if by_microbatch:
-            return lambda outcome: [
-                ways[m.way].assemble(outcome.results[k], m.sizes)
-                for k, m in enumerate(order.microbatches)
-            ]
-        way = ways.common(order.microbatches)
-        return lambda outcome: result(way, outcome, batch)
+        if merge in ("auto", "rows"):
+            ways.common(order.microbatches, anyway=merge == "rows")
+        elif graph:
+            ways.alike(order.microbatches)
+        return Result(ways, order.microbatches, merge)
 
     def _back(self, order: Order, gradients: dict[int, Gradients]) -> dict[int, Gradients]:
         """The backward of a batch that has gone forward."""
@@ -171,14 +171,14 @@ class Forwarding(ModelLike):
 
 
 def step_result(
-    objective: Objective, outcome: Outcome, put_together: Callable[[Outcome], Any] | None
+    objective: Objective, outcome: Outcome, result: Result | None
 ) -> torch.Tensor | StepResult:
     """What a training step returns.
 
     Args:
         objective: what was asked for.
         outcome: what has come of the pass.
-        put_together: makes the model's results, if they are wanted.
+        result: makes the model's result, if it is wanted.
 
     Raises:
         InputError: the rank that has the last stage was not asked for it.
@@ -186,7 +186,7 @@ def step_result(
     if not objective.wants_more:
         return outcome.loss
     there = {"outputs": outcome.results, "metrics": outcome.metrics}
-    wanted = {"outputs": objective.outputs, "metrics": objective.metrics is not None}
+    wanted = {"outputs": bool(objective.outputs), "metrics": objective.metrics is not None}
     for name, found in there.items():
         if wanted[name] and not found:
             raise InputError(
@@ -196,22 +196,38 @@ def step_result(
     metrics = [outcome.metrics[k] for k in sorted(outcome.metrics)]
     return StepResult(
         outcome.loss,
-        put_together(outcome) if put_together else None,
+        result(outcome.parts) if result else None,
         metrics if wanted["metrics"] else None,
     )
 
 
-def result(way: Way, outcome: Outcome, batch: Batch) -> Any:
-    """The model's result for a batch, without history."""
-    return _assembled(way, _merged(way, outcome), batch)
+@dataclass(frozen=True)
+class Result:
+    """Makes the model's result of what the last stage gives.
 
+    Attributes:
+        ways: through the model.
+        microbatches: of the batch.
+        merge: how their results become one, see `Pipeline`.
+    """
 
-def _merged(way: Way, outcome: Outcome) -> list[Any]:
-    """The results of a batch out of those of its micro-batches."""
-    results = [outcome.results[k] for k in range(len(outcome.results))]
-    return merge(way.trace, way.outputs, results)
+    ways: Ways
+    microbatches: Sequence[MicroBatch]
+    merge: Merge
 
+    def __call__(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """The result, in the model's own structure.
 
-def _assembled(way: Way, merged: Sequence[Any], batch: Batch) -> Any:
-    """The model's result for a batch, in its own structure."""
-    return way.assemble(merged, {**batch.sizes[0], ROWS: sum(batch.rows)})
+        Args:
+            parts: for every micro-batch the values that the last stage returned.
+        """
+        first = self.microbatches[0]
+        if self.merge in ("auto", "rows"):
+            way = self.ways[first.way]
+            rows = sum(m.sizes[ROWS] for m in self.microbatches)
+            return way.assemble(merge(way.joins, parts), {**first.sizes, ROWS: rows})
+        each = [
+            self.ways[m.way].assemble(part, m.sizes)
+            for m, part in zip(self.microbatches, parts, strict=True)
+        ]
+        return self.merge(each) if callable(self.merge) else each

@@ -20,10 +20,12 @@ from penstock.engine.allocator import Allocator, keep_freed_memory
 from penstock.engine.batch import Batch, Weight, given_targets, split_target
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.hooks import Opened
-from penstock.engine.objective import Objective
+from penstock.engine.microbatch import Merge, check_merge
+from penstock.engine.objective import Objective, Outputs
+from penstock.engine.orders import Order, Pass
 from penstock.engine.reading import check_reads
 from penstock.errors import InputError
-from penstock.forwarding import Forwarding, left_elsewhere, step_result
+from penstock.forwarding import Forwarding, Result, left_elsewhere, step_result
 from penstock.links.narrow import in_words, name_of
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
@@ -91,6 +93,10 @@ class Pipeline(Forwarding, Saves):
         keep_closed: modules that must stay whole, see `penstock.capture`.
         batchnorm: running statistics move with every `"microbatch"`, or once per batch with those
             of all its rows (`"deferred"`); see `penstock.engine.batchnorm`.
+        merge: how the results of micro-batches become that of the batch. `"auto"`: as the model
+            would give it; what cannot be put together so is an error. `"rows"`: also where it
+            depends on the other rows, or on their order: one after the other. `"list"`: not at all,
+            they come in a list. A function of that list: what it returns.
         program: a program of `model` captured before, instead of capturing.
         weights: where parameters that are on the `meta` device come from: a state dict, the name
             of a file of one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
@@ -137,6 +143,7 @@ class Pipeline(Forwarding, Saves):
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
         batchnorm: BatchNormMode = "microbatch",
+        merge: Merge = "auto",
         program: Program | None = None,
         weights: Any = None,
         timeout: float | None = None,
@@ -154,7 +161,9 @@ class Pipeline(Forwarding, Saves):
         )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
+        check_merge(merge)
         super().__init__(model)
+        self._merge = merge
         keep_closed = closed_norms(model, batchnorm, keep_closed)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
         launch = launched(workers, devices, self.allocator_kept)
@@ -197,7 +206,7 @@ class Pipeline(Forwarding, Saves):
         weight: Weight = "rows",
         loss_kwargs: Mapping[str, Any] | None = None,
         metrics: Callable[..., Any] | None = None,
-        outputs: bool = False,
+        outputs: Outputs = False,
         scaler: PipelineScaler | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -222,7 +231,7 @@ class Pipeline(Forwarding, Saves):
             metrics: `metrics(output, target)`, called without gradients once per micro-batch, after
                 the loss. What it returns is not looked at.
             outputs: whether to return the model's results, too, which are then held until the end
-                of the step.
+                of the step: put together, or with `"list"` in a list by micro-batch.
             scaler: that of `scaler()`; gradients are scaled by it, the returned loss is not.
             **kwargs: the model's keyword arguments.
 
@@ -285,21 +294,28 @@ class Pipeline(Forwarding, Saves):
     def _train(
         self, make: Callable[[], Batch], objective: Objective, by_microbatch: bool = False
     ) -> Any:
-        runner = self._runner
         with self._together("train_step"):
-            batch, loss = self._batch(make), None
-            if runner.crew.has_loss:
-                check_reads("loss", objective.loss_fn, self._left)
-                check_reads("metrics function", objective.metrics, self._left)
-                loss = objective.loss(batch.rows, runner.loss_device)
-            order = runner.order("train", batch, self.model.training, loss)
-            put_together = None
-            if objective.outputs:
-                put_together = self._putting_together(order, batch, by_microbatch)
+            order, result = self._with_loss("train", make, objective, by_microbatch)
             with objective.undone():
-                outcome = runner.run(order)
+                outcome = self._runner.run(order)
         backward_into_inputs(order.values, outcome.gradients)
-        return step_result(objective, outcome, put_together)
+        return step_result(objective, outcome, result)
+
+    def _with_loss(
+        self, what: Pass, make: Callable[[], Batch], objective: Objective, by_microbatch: bool
+    ) -> tuple[Order, Result | None]:
+        """The order for a batch that ends in a loss, and what makes the outputs, if wanted."""
+        runner = self._runner
+        batch, loss = self._batch(make), None
+        if runner.crew.has_loss:
+            check_reads("loss", objective.loss_fn, self._left)
+            check_reads("metrics function", objective.metrics, self._left)
+            loss = objective.loss(batch.rows, runner.loss_device)
+        order = self._order(what, batch, loss)
+        if not objective.outputs:
+            return order, None
+        in_list = by_microbatch or objective.outputs == "list"
+        return order, self._result_of(order, "list" if in_list else self._merge)
 
     # -- what a module and its trainer offer --------------------------------------------------
 

@@ -164,14 +164,6 @@ class TensorInfo:
         """The bytes of the tensor's elements for inputs that are this large."""
         return self.dtype.itemsize * prod(self.at(sizes))
 
-    @property
-    def batch_dim(self) -> int | None:
-        """The dimension along which micro-batches are put together again, if there is one."""
-        growing = [
-            d for d, n in enumerate(self.shape) if not isinstance(n, int) and n.grows_with(ROWS)
-        ]
-        return growing[0] if len(growing) == 1 else None
-
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         return f"{str(self.dtype).removeprefix('torch.')}[{shape}]"
@@ -286,6 +278,20 @@ class _Opaque:
 OPAQUE = _Opaque()
 
 
+@dataclass(frozen=True, slots=True)
+class Join:
+    """How a leaf of a batch's result is made of those of its micro-batches.
+
+    Attributes:
+        dim: the dimension along which they follow one another; `None` where there is none, and
+            the leaf is the same for every micro-batch, or is known from the sizes alone.
+        why: why that does not give what the model gives for the whole batch; empty if it does.
+    """
+
+    dim: int | None = None
+    why: str = ""
+
+
 @dataclass(slots=True)
 class Trace:
     """One recording of a model's forward: its calls in order, inputs and outputs.
@@ -303,6 +309,8 @@ class Trace:
         questions: the calls that lead from the inputs to the decisions, which are its outputs;
             `None` where nothing was decided.
         answers: what was decided.
+        joins: for every leaf of the result how it is put together from micro-batches, see
+            `penstock.capture.results`.
     """
 
     inputs: tuple[Any, ...]
@@ -315,6 +323,11 @@ class Trace:
     decisions: tuple[Ref, ...] = ()
     questions: Trace | None = None
     answers: tuple[bool, ...] = ()
+    joins: tuple[Join, ...] = ()
+
+    def join(self, value: Value) -> Join:
+        """How a value that is a leaf of the result is put together from micro-batches."""
+        return self.joins[self.outputs.index(value)]
 
     def info(self, value: Value) -> Any:
         """The `TensorInfo` of a value (or the constant or `OPAQUE` that stands there)."""

@@ -96,6 +96,37 @@ class Varying:
             result.append(leaf)
         return result
 
+    def rows_of(
+        self, leaves: Sequence[Any], sizes: Sizes, counts: Sequence[int], piece: int | None = None
+    ) -> list[Any]:
+        """Inputs in two pieces of so many rows each, or one of these pieces; always copies.
+
+        The rows are the inputs' own, in their order. Where there are too few, the second piece has
+        them unlike the first, so that no mean over rows is the same in both; a single row is
+        mirrored there, which leaves all its values valid.
+        """
+        first, second = counts
+        there = self.sizes(leaves)[ROWS]
+        if there >= first + second:
+            index = list(range(first + second))
+        else:
+            index = [k % there for k in range(first)] + [k * k % there for k in range(second)]
+        chosen = slice(None)
+        if piece is not None:
+            chosen = slice(first, None) if piece else slice(0, first)
+        result = []
+        resized = self.resized(leaves, {**sizes, ROWS: there})
+        for leaf, dim in zip(resized, self.batch_dims, strict=True):
+            if dim is not None:
+                axis, per = dim if isinstance(dim, tuple) else (dim, 1)
+                others = [d for d in range(leaf.ndim) if d != axis]
+                rows = [leaf.narrow(axis, k * per, per) for k in index]
+                if there == 1 and others:
+                    rows[first:] = [row.flip(others[-1]) for row in rows[first:]]
+                leaf = torch.cat(rows[chosen], axis)
+            result.append(leaf)
+        return result
+
     def attempts(self, example: Sizes) -> list[list[Sizes]]:
         """The sizes at which to record, those to try first first.
 

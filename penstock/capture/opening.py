@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.capture.preserve import Parameters, settle, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
+from penstock.capture.results import joined
 from penstock.capture.sizes import Undecided, adapted, differs_from, generalise, shown
 from penstock.capture.trees import flatten, unflatten
 from penstock.capture.watching import is_compiled, with_owners
@@ -228,6 +230,9 @@ class _Capturer:
                 program = self._program(train, evaluation, points)
                 self._check(program, program.train, points[0], trained, training=True)
                 self._check(program, program.eval, points[-1], evaluated, training=False)
+                self._join(program, program.eval, points, training=False)
+                if program.train is not program.eval:
+                    self._join(program, program.train, points, training=True)
                 return program
             except Unrecordable as problem:
                 if isinstance(problem, Undecided) and not last:
@@ -296,6 +301,7 @@ class _Capturer:
         trace, expected = self._trace(points, training)
         trace = trace.pruned()
         self._check(program, trace, points[0], expected, training)
+        self._join(program, trace, points, training)
         return trace
 
     def check_at(
@@ -423,6 +429,18 @@ class _Capturer:
             raise Unrecordable(
                 "", f"replaying its calls in {mode} mode gives another result than it does itself"
             )
+
+    def _join(
+        self, program: Program, trace: Trace, points: Sequence[Sizes], training: bool
+    ) -> None:
+        """Note how results are put together; the example's evaluation helps where chance plays."""
+        other = program.eval if trace is not program.eval else None
+        with untouched(self.model, self.parameters):
+            self._set_mode(training)
+            make = None
+            if not is_on_meta(self.model):
+                make = partial(program.fresh, trace, _KEY, self.model)
+            trace.joins = joined(self.model, trace, self.varying, self.leaves, points, make, other)
 
     def _set_mode(self, training: bool) -> None:
         """Training keeps what the user froze, if the model is in training mode at all."""

@@ -164,11 +164,16 @@ class Program:
 
     def replay_fresh(self, trace: Trace, leaves: Sequence[Any], key: Key, model: nn.Module) -> Any:
         """Like `replay`, on the parameters and buffers that `model` has at this moment."""
+        return self.fresh(trace, key, model)(leaves)
+
+    def fresh(self, trace: Trace, key: Key, model: nn.Module) -> Callable[[Sequence[Any]], Any]:
+        """What replays a trace on leaves of inputs, with these tensors and this key every time."""
         crossing = Cuts(trace)
         inputs, outputs = crossing.boundary(0), crossing.results
         device = META if is_on_meta(model) else None
         module = lower(model, trace, range(len(trace.calls)), inputs, outputs, device)
-        return self._run(StageProgram(module, inputs, outputs), trace, leaves, key)
+        whole = StageProgram(module, inputs, outputs)
+        return lambda leaves: self._run(whole, trace, leaves, key)
 
     def _run(
         self, whole: StageProgram, trace: Trace, leaves: Sequence[Any], key: Key | None

@@ -208,7 +208,7 @@ def _check_scalar(loss: Any) -> None:
             f"the loss has shape {tuple(loss.shape)}, but a scalar is needed to differentiate; "
             "reduce it, with .mean() for instance"
         )
-    if not loss.requires_grad:
+    if torch.is_grad_enabled() and not loss.requires_grad:
         raise InputError(
             "the loss depends on no parameter that requires a gradient; was it detached?"
         )

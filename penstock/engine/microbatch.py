@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from penstock.capture import Origin, Sizes, TensorInfo, Trace, Value
+from penstock.capture import Join
 from penstock.capture.dims import Dim
 from penstock.errors import InputError
+
+Merge = Literal["auto", "rows", "list"] | Callable[[list[Any]], Any]
+"""How the results of micro-batches become that of the batch, see `Pipeline`."""
+
+
+def check_merge(merge: Any) -> None:
+    """Raise unless it is a way to put results together.
+
+    Raises:
+        InputError: it is not.
+    """
+    if merge not in ("auto", "rows", "list") and not callable(merge):
+        raise InputError(
+            f'merge={merge!r} is unknown; choose "auto", "rows", "list", or a function of the list '
+            "of the micro-batches' results"
+        )
 
 
 def split(leaves: Sequence[Any], dims: Sequence[Dim], num_microbatches: int) -> list[list[Any]]:
@@ -47,60 +63,41 @@ def split_rows(rows: int, num_microbatches: int) -> list[int]:
     return [small + 1] * larger + [small] * (num_microbatches - larger)
 
 
-def merge(trace: Trace, values: Sequence[Value], results: Sequence[Sequence[Any]]) -> list[Any]:
+def check_mergeable(joins: Sequence[Join], anyway: bool = False) -> None:
+    """Raise unless the results of several micro-batches can be put together.
+
+    Args:
+        joins: for every leaf of the result how it is.
+        anyway: whether it is done wherever sizes allow it, though the model as a whole would give
+            something else.
+
+    Raises:
+        InputError: one cannot be.
+    """
+    for join in joins:
+        sizes_allow = join.dim is not None
+        if join.why and not (anyway and sizes_allow):
+            rows = ', "rows" to have them one after the other anyway' if sizes_allow else ""
+            raise InputError(
+                f"the model returns {join.why}, so the results of several micro-batches cannot be "
+                "put together to what it gives for the whole batch. For a loss, use train_step or "
+                "eval_step (loss_fn=lambda output: output.loss picks the model's own). For the "
+                f'results, give Pipeline(merge=) a function of their list, "list" to have that'
+                f"{rows}; or use num_microbatches=1"
+            )
+
+
+def merge(joins: Sequence[Join], results: Sequence[Sequence[Any]]) -> list[Any]:
     """The results of a whole batch out of those of its micro-batches, in order.
 
     Args:
-        trace: says along which dimension each value grows with the batch.
-        values: what the last stage returns.
-        results: for every micro-batch the results, in the order of `values`.
+        joins: for every value how it is put together.
+        results: for every micro-batch the values.
     """
     if len(results) == 1:
         return list(results[0])
-    merged = []
-    for k, value in enumerate(values):
-        parts = [result[k] for result in results]
-        dim = merge_dim(trace, value)
-        merged.append(parts[0] if dim is None else torch.cat(parts, dim))
-    return merged
-
-
-def check_mergeable(trace: Trace, values: Sequence[Value], num_microbatches: int) -> None:
-    """Raise unless the results of this many micro-batches can be put together.
-
-    Raises:
-        InputError: a value has no batch dimension, and there are several micro-batches.
-    """
-    if num_microbatches > 1:
-        for value in values:
-            merge_dim(trace, value)
-
-
-def unmerge(
-    trace: Trace, value: Value, gradient: torch.Tensor | None, sizes: Sequence[Sizes]
-) -> Sequence[torch.Tensor | None]:
-    """The gradient of a merged result, for each micro-batch."""
-    if gradient is None or len(sizes) == 1:
-        return [gradient] * len(sizes)
-    dim = merge_dim(trace, value)
-    if dim is None:
-        return [gradient, *[None] * (len(sizes) - 1)]
-    return list(gradient.split([trace.info(value).at(size)[dim] for size in sizes], dim))
-
-
-def merge_dim(trace: Trace, value: Value) -> int | None:
-    """The dimension along which a result is put together; `None` if it is the same for all.
-
-    Raises:
-        InputError: it differs from one micro-batch to another, and has no batch dimension.
-    """
-    info = trace.info(value)
-    if isinstance(info, TensorInfo) and info.batch_dim is not None:
-        return info.batch_dim
-    if isinstance(info, TensorInfo) and info.origin is Origin.NOTHING:
-        return None
-    raise InputError(
-        f"the model returns {info}, which has no batch dimension, so the results of several "
-        "micro-batches cannot be put together. Use train_step(..., loss_fn=...) with a function "
-        "that picks it (lambda output: output.loss), or num_microbatches=1"
-    )
+    parts = zip(*results, strict=True)
+    return [
+        each[0] if join.dim is None else torch.cat(each, join.dim)
+        for join, each in zip(joins, parts, strict=True)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from penstock.engine.batch import Targets, Weight, weights
 from penstock.engine.ends import Loss, to_device
 from penstock.engine.state import State
 from penstock.errors import InputError
+
+Outputs = bool | Literal["list"]
+"""Whether a step returns the model's result, too: put together, or in a list by micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Objective:
         weight: how the micro-batches' losses make the batch's.
         loss_kwargs: keyword arguments of `loss_fn`, the same for every micro-batch.
         metrics: another function of (output, target), that needs no gradients.
-        outputs: whether the model's outputs are wanted, too.
+        outputs: whether the model's outputs are wanted, too, as one or in a list.
         scale: what the loss is multiplied by before its backward; `None` without loss scaling.
     """
 
@@ -37,13 +40,13 @@ class Objective:
     weight: Weight
     loss_kwargs: Mapping[str, Any] | None
     metrics: Callable[..., Any] | None
-    outputs: bool
+    outputs: Outputs
     scale: float | None = None
 
     @property
     def wants_more(self) -> bool:
         """Whether anything but the loss is wanted."""
-        return self.outputs or self.metrics is not None
+        return bool(self.outputs) or self.metrics is not None
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -77,6 +80,8 @@ class Objective:
             )
         if self.metrics is not None and not callable(self.metrics):
             raise InputError(f"metrics={self.metrics!r} is not a function of (output, target)")
+        if self.outputs not in (True, False, "list"):
+            raise InputError(f'outputs={self.outputs!r} is unknown; choose True, False or "list"')
         if not isinstance(self.loss_kwargs, (Mapping, type(None))):
             raise InputError(
                 f"loss_kwargs={self.loss_kwargs!r} is no dict of keyword arguments for loss_fn"
@@ -87,4 +92,4 @@ class Objective:
             for name, value in (self.loss_kwargs or {}).items()
         }
         shares = weights(self.weight, found, rows)
-        return Loss(self.loss_fn, found, shares, more, self.metrics, self.outputs, self.scale)
+        return Loss(self.loss_fn, found, shares, more, self.metrics, bool(self.outputs), self.scale)

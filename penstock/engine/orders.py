@@ -99,6 +99,11 @@ class Outcome:
         return whole
 
     @property
+    def parts(self) -> list[Values]:
+        """What the last stage gave, for every micro-batch in order."""
+        return [self.results[k] for k in sorted(self.results)]
+
+    @property
     def loss(self) -> torch.Tensor:
         """Of the batch: the losses of its micro-batches, weighted, without those of weight 0."""
         total: torch.Tensor | None = None

@@ -134,8 +134,8 @@ class Reference:
         groups = [flatten(output)[0] for output in outputs]
         structure = flatten(outputs[0])[1]
         named = [k for k, v in enumerate(trace.outputs) if isinstance(groups[0][k], torch.Tensor)]
-        values = [trace.outputs[k] for k in named]
-        merged = merge(trace, values, [[group[k] for k in named] for group in groups])
+        joins = [trace.joins[k] for k in named]
+        merged = merge(joins, [[group[k] for k in named] for group in groups])
         leaves = list(groups[0])
         for k, tensor in zip(named, merged, strict=True):
             leaves[k] = tensor

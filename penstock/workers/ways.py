@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from penstock.capture import Attribute, Program, Ref, Sizes, Trace, Value
+from penstock.capture import Attribute, Join, Program, Ref, Sizes, Trace, Value
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.engine.backup import Backup
 from penstock.engine.batchnorm import check_closed, running_statistics
-from penstock.engine.microbatch import check_mergeable, merge_dim
+from penstock.engine.microbatch import check_mergeable
 from penstock.engine.orders import Ending
 from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch
@@ -68,6 +68,11 @@ class Way:
     outputs: tuple[Value, ...]
 
     @property
+    def joins(self) -> list[Join]:
+        """For each of the last stage's values how it is put together from micro-batches."""
+        return [self.trace.join(value) for value in self.outputs]
+
+    @property
     def ending(self) -> Ending:
         """How the last stage's values are put together."""
         return Ending(self.outputs, self.trace.outputs, self.trace.output_structure)
@@ -84,7 +89,7 @@ class Way:
             (w.trace.output_structure, [_place(v, w.outputs) for v in w.trace.outputs])
             for w in (self, other)
         )
-        dims = [[merge_dim(w.trace, v) for v in w.outputs] for w in (self, other)]
+        dims = [[join.dim for join in w.joins] for w in (self, other)]
         return mine == theirs and dims[0] == dims[1]
 
 
@@ -138,14 +143,29 @@ class Ways:
                 return number
         return self._add(trace)
 
-    def common(self, microbatches: Sequence[MicroBatch]) -> Way:
+    def common(self, microbatches: Sequence[MicroBatch], anyway: bool = False) -> Way:
         """The way of all micro-batches, as far as putting their results together is concerned.
+
+        Args:
+            microbatches: of a batch.
+            anyway: see `penstock.engine.microbatch.check_mergeable`.
 
         Raises:
             InputError: their results cannot be put together.
         """
+        first = self.alike(microbatches)
+        if len(microbatches) > 1:
+            for way in {m.way for m in microbatches}:
+                check_mergeable(self._ways[way].trace.joins, anyway)
+        return first
+
+    def alike(self, microbatches: Sequence[MicroBatch]) -> Way:
+        """The way of all micro-batches, as far as the structure of their results is concerned.
+
+        Raises:
+            InputError: it differs.
+        """
         first, *others = (self._ways[way] for way in dict.fromkeys(m.way for m in microbatches))
-        check_mergeable(first.trace, first.outputs, len(microbatches))
         if not all(first.gives_the_same(other) for other in others):
             raise InputError(
                 "the micro-batches of this batch take different ways through the model, and their "

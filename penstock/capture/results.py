@@ -1,0 +1,275 @@
+"""How the result of a batch is made of those of its micro-batches, as the model would give it.
+
+Sizes say which leaves can have one entry, or a fixed number of entries, for each row. They cannot
+say in which order, nor whether rows look at each other: `z.flip(0)`, a `cumsum` over rows, or
+`torch.arange(len(x))` have the sizes of any other result. So the program is run once on a few rows
+of the example and once on the same rows in two pieces, and what it gives is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntFlag
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from penstock.capture.calls import (
+    INPUTS,
+    ROWS,
+    Attribute,
+    Call,
+    Join,
+    Ref,
+    Size,
+    Sizes,
+    TensorInfo,
+    Trace,
+    Value,
+    ambient,
+    function_name,
+)
+from penstock.capture.dims import Varying
+from penstock.capture.trees import flatten, leaf_paths
+
+Make = Callable[[], Callable[[Sequence[Any]], Any]]
+"""Makes what runs a trace on the leaves of inputs, with the same random numbers every time."""
+
+MIXED = "its rows depend on the other rows of the batch, or on their place among them"
+_TF32 = 2.0**-10
+
+
+class _Made(IntFlag):
+    """What a value depends on."""
+
+    NOTHING = 0
+    ROWS = 1
+    """The rows of the batch, or how many there are."""
+    CHANCE = 2
+    """Random numbers, a state that every call changes, or the statistics of a BatchNorm."""
+
+
+def joined(
+    model: nn.Module,
+    trace: Trace,
+    varying: Varying,
+    inputs: Sequence[Any],
+    points: Sequence[Sizes],
+    make: Make | None,
+    other: Trace | None = None,
+) -> tuple[Join, ...]:
+    """For every leaf of a trace's result, how it is put together from micro-batches.
+
+    Args:
+        model: the recorded module.
+        trace: a recording of it, for inputs of every size.
+        varying: what varies in the inputs.
+        inputs: their leaves.
+        points: sizes that the model takes; the first two differ in their rows alone.
+        make: makes what runs the trace; `None` if there are no values to compare.
+        other: the trace of the other mode. What it is known to do with rows counts where random
+            numbers or BatchNorm keep this one from being compared.
+    """
+    made = _what_makes(model, trace, varying)
+    found = [_by_sizes(trace, leaf, made) for leaf in trace.outputs]
+    names = _names(trace)
+    open_ones = [k for k, f in enumerate(found) if f.asked and not f.by_chance]
+    verdicts: dict[int, bool] = {}
+    if make is not None and open_ones:
+        verdicts = _compared(trace, varying, inputs, points, make, found, open_ones)
+    joins = []
+    for k, each in enumerate(found):
+        join, verdict = each.join, verdicts.get(k)
+        if each.asked and verdict is None and _is_alike(trace, other, k):
+            join = replace(join, why=other.joins[k].why)  # type: ignore[union-attr]
+        elif each.asked and verdict is False:
+            join = replace(join, why=f"{names[k]}, of which {MIXED}")
+        elif each.asked and verdict is None and not each.exact:
+            join = replace(join, why=f"{names[k]}, which has not one entry a row")
+        elif join.why:
+            join = replace(join, why=f"{names[k]}, {join.why}")
+        joins.append(join)
+    return tuple(joins)
+
+
+def _is_alike(trace: Trace, other: Trace | None, leaf: int) -> bool:
+    """Whether another trace has the same leaf there, as far as sizes tell."""
+    if other is None or other.output_structure != trace.output_structure or not other.joins:
+        return False
+    mine, theirs = (_shape(t, t.outputs[leaf]) for t in (trace, other))
+    return mine == theirs and mine is not None
+
+
+def _shape(trace: Trace, leaf: Any) -> Any:
+    info = trace.info(leaf) if isinstance(leaf, (Ref, Attribute)) else None
+    return info.shape if isinstance(info, TensorInfo) else None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the sizes say of a leaf.
+
+    Attributes:
+        join: how it may be put together.
+        asked: whether that has to be compared.
+        exact: whether it has one entry a row.
+        by_chance: whether comparing says nothing.
+    """
+
+    join: Join
+    asked: bool = False
+    exact: bool = False
+    by_chance: bool = False
+
+
+def _by_sizes(trace: Trace, leaf: Any, made: dict[Value, _Made]) -> _Found:
+    if not isinstance(leaf, (Ref, Attribute)):
+        return _Found(Join())  # a number that is known from the sizes, or a constant
+    info = trace.info(leaf)
+    if not isinstance(info, TensorInfo):
+        return _Found(Join(why="which is neither a tensor nor plain data"))
+    if info.dynamic:
+        return _Found(Join(why="whose size depends on values"))
+    growing = [d for d, n in enumerate(info.shape) if not isinstance(n, int) and n.grows_with(ROWS)]
+    if not growing:
+        if not made[leaf]:
+            return _Found(Join())
+        return _Found(Join(why="which has no batch dimension"))
+    if len(growing) > 1:
+        dims = " and ".join(map(str, growing))
+        return _Found(Join(why=f"whose dimensions {dims} all grow with the rows of the batch"))
+    dim = growing[0]
+    size = info.shape[dim]
+    if not isinstance(size, Size) or any(names.count(ROWS) != 1 for _, names in size.terms):
+        return _Found(Join(why=f"which has {size} entries in dimension {dim}"))
+    exact = size.terms == ((1, (ROWS,)),)
+    return _Found(Join(dim), True, exact, bool(made[leaf] & _Made.CHANCE))
+
+
+def _names(trace: Trace) -> list[str]:
+    """Every leaf of the result, in words."""
+    paths = leaf_paths(trace.output_structure)
+    whats = [trace.info(v) if isinstance(v, (Ref, Attribute)) else v for v in trace.outputs]
+    names = []
+    for path, what in zip(paths, whats, strict=True):
+        keys = [k for k in path if k is not None]
+        place = "".join(f"[{k!r}]" if how == "item" else f".{k}" for how, k in keys)
+        names.append(f"{what}{f' as result{place}' if place else ''}")
+    return names
+
+
+# -- what makes a value ---------------------------------------------------------------------
+
+
+def _what_makes(model: nn.Module, trace: Trace, varying: Varying) -> dict[Value, _Made]:
+    """What every value of a trace depends on; what was written into its memory counts, too."""
+    made: dict[Value, _Made] = {}
+    memory: dict[int, _Made] = {}
+    changed = set(trace.changed)
+
+    def note(value: Value, what: _Made) -> None:
+        info = trace.info(value)
+        made[value] = what
+        if isinstance(info, TensorInfo):
+            memory[info.storage] = memory.get(info.storage, _Made.NOTHING) | what
+
+    def of(value: Value) -> _Made:
+        info = trace.info(value)
+        written = memory.get(info.storage, _Made.NOTHING) if isinstance(info, TensorInfo) else 0
+        return made[value] | written
+
+    for attribute in trace.attributes:
+        note(attribute, _Made.ROWS | _Made.CHANCE if attribute.name in changed else _Made.NOTHING)
+    for leaf, axes in enumerate(varying.axes):
+        has_rows = any(axis.name == ROWS for axis in axes.values())
+        note(Ref(INPUTS, leaf), _Made.ROWS if has_rows else _Made.NOTHING)
+    for number, call in enumerate(trace.calls):
+        what = _own(model, call, changed)
+        for value in call.reads():
+            what |= of(value)
+        for value in call.mutates:
+            note(value, made[value] | what)
+        for k in range(len(call.outputs)):
+            note(Ref(number, k), what)
+    return {v: of(v) for v in trace.outputs if isinstance(v, (Ref, Attribute))}
+
+
+def _own(model: nn.Module, call: Call, changed: set[str]) -> _Made:
+    """What a call adds to what it reads."""
+    sizes = (x for x in flatten((call.args, call.kwargs))[0] if isinstance(x, Size))
+    what = _Made.ROWS if any(size.grows_with(ROWS) for size in sizes) else _Made.NOTHING
+    if call.random:
+        what |= _Made.CHANCE | _Made.ROWS
+    if not changed.isdisjoint(call.hidden) or _normalises_batches(model, call):
+        what |= _Made.CHANCE
+    return what
+
+
+def _normalises_batches(model: nn.Module, call: Call) -> bool:
+    """Whether a call may be a BatchNorm that has no other statistics than those of the batch."""
+    if not isinstance(call.target, str):
+        return function_name(call.target) == "batch_norm"
+    modules = model.get_submodule(call.target).modules()
+    return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules)
+
+
+# -- comparing ------------------------------------------------------------------------------
+
+
+def _compared(
+    trace: Trace,
+    varying: Varying,
+    inputs: Sequence[Any],
+    points: Sequence[Sizes],
+    make: Make,
+    found: Sequence[_Found],
+    asked: Sequence[int],
+) -> dict[int, bool]:
+    """For leaves of the result, whether the pieces of a batch give what the whole does.
+
+    Nothing is known of any if the model does not take these rows.
+    """
+    counts = [point[ROWS] for point in points[:2]]
+    try:
+        with torch.no_grad():
+            replay = make()
+            whole = flatten(replay(varying.rows_of(inputs, points[0], counts)))[0]
+            pieces = [
+                flatten(replay(varying.rows_of(inputs, points[0], counts, piece)))[0]
+                for piece in (0, 1)
+            ]
+        bound = _bound(trace, any(isinstance(x, torch.Tensor) and x.is_cuda for x in whole))
+        return {
+            k: _is_joined(whole[k], [p[k] for p in pieces], found[k].join.dim or 0, bound)
+            for k in asked
+        }
+    except Exception:
+        return {}
+
+
+def _is_joined(whole: torch.Tensor, pieces: Sequence[torch.Tensor], dim: int, bound: float) -> bool:
+    """Whether pieces that follow one another are the whole, up to rounding."""
+    merged = torch.cat(list(pieces), dim)
+    if merged.shape != whole.shape or not (whole.is_floating_point() or whole.is_complex()):
+        return torch.equal(merged, whole)
+    finite = whole.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = finite.max().item() if finite.numel() else 0.0
+    return torch.allclose(merged, whole, rtol=0.0, atol=bound * scale, equal_nan=True)
+
+
+def _bound(trace: Trace, on_gpu: bool) -> float:
+    """How far rounding may take results apart, as a share of the largest one.
+
+    Half of the digits of the least precise type that is in use: batches of another size are
+    summed in another order.
+    """
+    infos = [*trace.inputs, *(info for call in trace.calls for info in call.outputs)]
+    dtypes = {i.dtype for i in infos if isinstance(i, TensorInfo) and i.dtype.is_floating_point}
+    dtypes |= {dtype for _, dtype in ambient().casting}
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    if on_gpu:  # float32 may be multiplied as TF32 there
+        coarsest = max(coarsest, _TF32)
+    return float(coarsest**0.5)
