@@ -6,20 +6,25 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from penstock.errors import InputError, WorkerError
-from penstock.links.meeting import Address, Meeting, call, new_secret
+from penstock.links.meeting import Address, Meeting, call, new_secret, route_to, this_machine
 from penstock.links.wire import Wire
 from penstock.workers.devices import existing_devices
 from penstock.workers.ranks import Ranks
 
 _TIMEOUT = 120.0  # seconds in which all ranks have to be there
 _BUILDING = 1800.0  # seconds that building a pipeline may take, profiling and planning included
-_CONTROL = -1  # the number of the connection to rank 0; links have theirs
+
+LISTEN = "PENSTOCK_LISTEN"
+"""In the environment: the address on which this rank listens to other machines."""
+
+T = TypeVar("T")
 
 DEVICES = Sequence[str | torch.device]
 
@@ -28,45 +33,42 @@ class Entry(NamedTuple):
     """What all know of a rank.
 
     Attributes:
-        address: where it can be reached.
+        machine: whoever has the same is on one machine with it.
         host: the name of its machine.
         pid: of its process.
         device: its own, as its machine names it.
         cores: that its process may use.
+        secret: that it proposes.
     """
 
-    address: Address
+    machine: str
     host: str
     pid: int
     device: str
     cores: int
-
-
-class Launch(NamedTuple):
-    """The ranks, found.
-
-    Attributes:
-        ranks: what they do together.
-        meeting: where others connect to this one.
-        entries: of all ranks.
-        hosts: where the machine of each can be reached.
-        secret: that they share.
-    """
-
-    ranks: Ranks
-    meeting: Meeting
-    entries: Sequence[Entry]
-    hosts: Sequence[Sequence[str]]
     secret: str
 
-    @property
-    def device(self) -> torch.device:
-        """This rank's."""
-        return torch.device(self.entries[self.ranks.rank].device)
+
+class Others(NamedTuple):
+    """How a rank gets to the others.
+
+    Attributes:
+        rank: this one.
+        meeting: where others connect to it.
+        entries: of all ranks.
+        addresses: where each can be reached.
+        master: names of the machine of rank 0.
+    """
+
+    rank: int
+    meeting: Meeting
+    entries: Sequence[Entry]
+    addresses: Sequence[Address]
+    master: Sequence[str]
 
     def near(self, one: int, other: int) -> bool:
         """Whether two ranks are on one machine."""
-        return self.entries[one].address.machine == self.entries[other].address.machine
+        return self.entries[one].machine == self.entries[other].machine
 
     def connect(self, peers: dict[int, int]) -> dict[int, Wire]:
         """Connect to other ranks, all of which do the same.
@@ -77,22 +79,45 @@ class Launch(NamedTuple):
         Raises:
             TimeoutError: one cannot be reached.
         """
-        me = self.ranks.rank
-        calling = {n: peer for n, peer in peers.items() if self._calls(me, peer)}
-        found = {
-            n: call(self.entries[peer].address, self.hosts[peer], (me, n), self.secret, _TIMEOUT)
-            for n, peer in calling.items()
-        }
+        calling = {n: peer for n, peer in peers.items() if self._calls(self.rank, peer)}
+        found = {n: self._call(peer, n) for n, peer in calling.items()}
         expected = [(peer, n) for n, peer in peers.items() if n not in calling]
-        for (_, n), (wire, _) in self.meeting.accept(expected, self.secret, _TIMEOUT).items():
-            found[n] = wire
-        return found
+        secret = self.entries[0].secret
+        accepted = self.meeting.accept(expected, secret, _TIMEOUT)
+        return found | {n: wire for (_, n), wire in accepted.items()}
+
+    def _call(self, peer: int, number: int) -> Wire:
+        address, secret = self.addresses[peer], self.entries[0].secret
+        hosts = [address.host, *(self.master if self.near(peer, 0) else ())]
+        return call(address, hosts, (self.rank, number), secret, _TIMEOUT)
 
     def _calls(self, one: int, other: int) -> bool:
         """Which of two connects to the other: the machine of rank 0 is known to be reachable."""
         if self.near(one, 0) != self.near(other, 0):
             return self.near(other, 0)
         return one > other
+
+
+class Launch(NamedTuple):
+    """The ranks, found.
+
+    Attributes:
+        ranks: what they do together.
+        others: how this one gets to them.
+    """
+
+    ranks: Ranks
+    others: Others
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """What all know of each rank."""
+        return self.others.entries
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return torch.device(self.entries[self.ranks.rank].device)
 
 
 def join(devices: DEVICES | None) -> Launch:
@@ -113,40 +138,104 @@ def join(devices: DEVICES | None) -> Launch:
             f"devices={devices!r}, and torchrun has started {count} ranks: give one for each rank, "
             "or leave devices out"
         )
-    meeting = Meeting()
     device = existing_devices([_own_device() if devices is None else devices[rank]])[0]
     cores = len(os.sched_getaffinity(0))
-    entry = Entry(meeting.address, socket.gethostname(), os.getpid(), str(device), cores)
+    host = socket.gethostname()
+    mine = Entry(this_machine(), host, os.getpid(), str(device), cores, new_secret())
     try:
-        return _found(rank, count, meeting, entry)
+        return _found(rank, count, mine)
     except (RuntimeError, OSError) as error:
-        meeting.close()
         raise WorkerError(None, None, "joining", error) from error
 
 
-def _found(rank: int, count: int, meeting: Meeting, entry: Entry) -> Launch:
-    everybody: Any = dist.new_group(
+class _Listens(NamedTuple):
+    """Where a rank listens, or why it cannot."""
+
+    address: Address
+    problem: str
+
+
+def _found(rank: int, count: int, mine: Entry) -> Launch:
+    others = _introduced(rank, mine)
+    try:
+        peers = {_control(k): k for k in range(1, count)} if rank == 0 else {_control(rank): 0}
+        wires = {peers[number]: wire for number, wire in others.connect(peers).items()}
+        names = [f"rank {k} (process {e.pid} on {e.host})" for k, e in enumerate(others.entries)]
+        ranks = Ranks(rank, names, wires, _BUILDING)
+        with ranks.together("the start of a pipeline"):
+            ranks.settle(None)
+        return Launch(ranks, others)
+    except BaseException:
+        others.meeting.close()
+        raise
+
+
+def _introduced(rank: int, mine: Entry) -> Others:
+    """Tell all ranks who this one is and where it can be reached, and hear the same of them."""
+    everybody: dist.ProcessGroup = dist.new_group(
         backend="gloo" if dist.is_gloo_available() else None, timeout=timedelta(seconds=_TIMEOUT)
     )
-    said: list[Any] = [None] * count
-    dist.all_gather_object(said, (entry, new_secret()), group=everybody)
-    dist.destroy_process_group(everybody)
-    entries, secret = [entry for entry, _ in said], said[0][1]
-    names = [f"rank {k} (process {e.pid} on {e.host})" for k, e in enumerate(entries)]
-    master = [os.environ.get("MASTER_ADDR", "localhost"), entries[0].host]
-    seen: dict[int, str] = {}
-    if rank == 0:
-        expected = [(other, _CONTROL) for other in range(1, count)]
-        callers = meeting.accept(expected, secret, _TIMEOUT)
-        wires = {caller: wire for (caller, _), (wire, _) in callers.items()}
-        seen = {caller: ip for (caller, _), (_, ip) in callers.items()}
-    else:
-        wires = {0: call(entries[0].address, master, (rank, _CONTROL), secret, _TIMEOUT)}
-    ranks = Ranks(rank, names, wires, _BUILDING)
-    with ranks.together("the start of a pipeline"):
-        seen = ranks.settle(seen)[0]
-    hosts = [[seen[k]] if seen.get(k) else master for k in range(count)]
-    return Launch(ranks, meeting, entries, hosts, secret)
+    try:
+        entries = _gathered(mine, everybody)
+        master = [os.environ.get("MASTER_ADDR", "localhost"), entries[0].host]
+        meeting, addresses = _listening(rank, entries, master, everybody)
+        return Others(rank, meeting, entries, addresses, master)
+    finally:
+        dist.destroy_process_group(everybody)
+
+
+def _control(rank: int) -> int:
+    """The number of a rank's connection to rank 0; links have those from 0."""
+    return -rank
+
+
+def _listening(
+    rank: int, entries: Sequence[Entry], master: Sequence[str], group: dist.ProcessGroup
+) -> tuple[Meeting, Sequence[Address]]:
+    """Listen to the other ranks; to those of other machines on the address by which they know us.
+
+    Returns:
+        where others connect to this rank, and all ranks' addresses.
+
+    Raises:
+        InputError: a rank has no address where others can reach it.
+    """
+    machine = entries[0].machine
+    elsewhere = [k for k, entry in enumerate(entries) if entry.machine != machine]
+    host, problem = None, ""
+    if elsewhere:
+        routes = _gathered(route_to(master) if rank in elsewhere else ("", ""), group)
+        host = routes[rank][1] if rank in elsewhere else routes[elsewhere[0]][0]
+    try:
+        meeting = Meeting(os.environ.get(LISTEN, host) if elsewhere else None)
+    except OSError as error:
+        meeting = Meeting()
+        problem = (
+            f"rank {rank} cannot listen on {os.environ.get(LISTEN, host)!r}, by which other "
+            f"machines seem to know its own: {error}. Set MASTER_ADDR to an address of the "
+            f"machine of rank 0 that all others can reach, or {LISTEN} to one of this rank's "
+            "machine (0.0.0.0 for all that it has)"
+        )
+    address = meeting.address._replace(host=host or "")
+    found = _gathered(_Listens(address, problem), group)
+    if problems := [listens.problem for listens in found if listens.problem]:
+        meeting.close()
+        raise InputError(problems[0])
+    return meeting, [listens.address for listens in found]
+
+
+def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+    """What all ranks have of something; as JSON, so that nothing has to be unpickled."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    content = msgspec.json.encode(value)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(content)], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    kind = type(value)
+    return [msgspec.json.decode(bytes(text.cpu().numpy()), type=kind) for text in texts]
 
 
 def _init() -> None:

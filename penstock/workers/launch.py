@@ -150,7 +150,7 @@ class Together:
         self._names = [entry.device for entry in entries]
         shares = []  # of the cores of a machine that ranks on its CPU have
         for entry in entries:
-            beside = [e for e in entries if e.address.machine == entry.address.machine]
+            beside = [e for e in entries if e.machine == entry.machine]
             shares.append(entry.cores // max(1, sum(e.device == "cpu" for e in beside)))
         self.threads = max(1, min(shares))
 
@@ -211,7 +211,8 @@ class Together:
         """They are all there."""
 
     def dismiss(self) -> None:
-        """They go when their scripts end."""
+        """Listen no more; ranks go when their scripts end."""
+        self._launch.others.meeting.close()
 
     def crew(self, plan: Plan, model: nn.Module, timeout: float | None) -> Crew:
         """This rank's part of the workers."""

@@ -89,9 +89,11 @@ class TorchrunCrew:
     def _connect(self) -> None:
         """Have this rank's ends of all links."""
         pairs = [(self._order[a], self._order[b]) for a, b in pairwise(self._plan.placement)]
-        me, near = self._ranks.rank, self._launch.near
+        me, near = self._ranks.rank, self._launch.others.near
         mine = {k: pair for k, pair in enumerate(pairs) if me in pair and pair[0] != pair[1]}
-        wires = self._launch.connect({k: b if a == me else a for k, (a, b) in mine.items()})
+        others = {k: b if a == me else a for k, (a, b) in mine.items()}
+        wires = self._launch.others.connect(others)
+        self._launch.others.meeting.close()  # nobody else is to come
         far = {k: pair for k, pair in enumerate(pairs) if not near(*pair)}
         names = [torch.device(entry.device) for entry in self._launch.entries]
         groups = ProcessGroups(far, names, me)
@@ -315,7 +317,7 @@ class TorchrunCrew:
         if self._writer is not None:
             self._writer.join()
         self._ranks.close()
-        self._launch.meeting.close()
+        self._launch.others.meeting.close()
         for wire in self._wires:
             wire.close()
 

@@ -2,54 +2,183 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from penstock.links import meeting
-from penstock.links.meeting import Address, Meeting, call, new_secret
-from penstock.links.wire import Message
+from penstock.links.meeting import Address, Meeting, call, new_secret, route_to
+from penstock.links.wire import Message, Wire
+
+LOOPBACK = ["127.0.0.1"]
 
 
 @pytest.fixture
 def place() -> Iterator[Meeting]:
-    found = Meeting()
+    found = Meeting("127.0.0.1")
     yield found
     found.close()
 
 
+class Beside:
+    """Something that runs in another thread; its result, or error, comes with `result()`."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._found: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,))
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._found = work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+
+def calls(address: Address, numbers: tuple[int, int], secret: str, timeout: float = 5) -> Beside:
+    return Beside(lambda: call(address, LOOPBACK, numbers, secret, timeout))
+
+
+def apart(address: Address) -> Address:
+    """As it is known on another machine."""
+    return address._replace(machine="another")
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_both_ways_to_meet(place: Meeting, far: bool) -> None:
-    address, secret = place.address, new_secret()
-    if far:
-        address = address._replace(machine="another")
-    there = call(address, ["localhost"], (3, 7), secret, 5)
-    here, ip = place.accept([(3, 7)], secret, 5)[3, 7]
-    assert ("127.0.0.1" in ip or ip == "::1") if far else ip == ""
+    secret = new_secret()
+    calling = calls(apart(place.address) if far else place.address, (3, 7), secret)
+    here = place.accept([(3, 7)], secret, 5)[3, 7]
+    there = calling.result()
     sending = threading.Thread(target=there.send, args=(Message(1, payload=b"x" * 3_000_000),))
     sending.start()
     assert here.receive(5).payload == b"x" * 3_000_000
     sending.join()
 
 
-def test_strangers_are_turned_away(place: Meeting) -> None:
-    secret = new_secret()
-    wrong = call(place.address, [], (1, 0), new_secret(), 5)
-    unexpected = call(place.address, [], (2, 0), secret, 5)
-    short = socket.create_connection(("localhost", place.address.port))
-    short.sendall(struct.pack("<i", 1))
-    short.shutdown(socket.SHUT_WR)
-    right = call(place.address, [], (1, 0), secret, 5)
+@pytest.mark.parametrize("far", [False, True])
+def test_who_does_not_know_the_secret_is_turned_away(place: Meeting, far: bool) -> None:
+    secret, address = new_secret(), apart(place.address) if far else place.address
+    wrong = calls(address, (1, 0), new_secret(), 0.5)
+    unexpected = calls(address, (2, 0), secret)
+    right = calls(address, (1, 0), secret)
     found = place.accept([(1, 0)], secret, 5)
     assert list(found) == [(1, 0)]
-    found[1, 0][0].send(Message(4))
-    assert right.receive(5).round == 4
-    for wire in (wrong, unexpected):
-        assert wire.ready()  # it is closed
-    short.close()
+    found[1, 0].send(Message(4))
+    assert right.result().receive(5).round == 4
+    place.close()
+    with pytest.raises(TimeoutError, match="cannot be reached within"):
+        wrong.result()
+    with contextlib.suppress(TimeoutError):
+        assert unexpected.result().ready()  # it is closed
+
+
+def test_who_listens_must_know_the_secret_too(place: Meeting) -> None:
+    calling = calls(place.address, (1, 0), new_secret(), 0.5)
+    with pytest.raises(TimeoutError, match=r"did not connect within .*others were turned away"):
+        place.accept([(1, 0)], new_secret(), 1)
+    with pytest.raises(TimeoutError, match="it has another secret"):
+        calling.result()
+
+
+@pytest.mark.parametrize("answer", ["challenge", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9])
+def test_something_else_listens_there(answer: str | bytes) -> None:
+    """One that repeats what it is told, and one that says something else; both get nothing."""
+    secret, heard = new_secret(), bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            sock = server.accept()[0]
+            with sock, contextlib.suppress(OSError):
+                if isinstance(answer, bytes):
+                    sock.sendall(answer)
+                else:
+                    sock.sendall(b"penstock" + bytes(32))
+                    said = sock.recv(1000)
+                    heard.extend(said)
+                    sock.sendall(said[-32:])  # the proof of the caller is none of the listener
+
+        serving = Beside(serve)
+        address = Address("another", "", "127.0.0.1", server.getsockname()[1])
+        with pytest.raises(TimeoutError, match=r"another machine cannot be reached within 0 s"):
+            call(address, LOOPBACK, (1, 0), secret, 0.3)
+        serving.result()
+    assert secret.encode() not in heard
+    assert bytes.fromhex(secret) not in heard
+
+
+def test_two_dozen_silent_strangers_and_some_that_talk(
+    place: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them keeps anybody waiting, though each of them may take a minute."""
+    monkeypatch.setattr(meeting, "_GREETING_TIMEOUT", 60.0)
+    here = ("127.0.0.1", place.address.port)
+    with contextlib.ExitStack() as stack:
+        for k in range(40):
+            stranger = stack.enter_context(socket.create_connection(here))
+            if k % 4 == 1:
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" * 100)
+            elif k % 4 == 2:
+                stranger.sendall(b"abc")
+            elif k % 4 == 3:
+                stranger.shutdown(socket.SHUT_WR)
+        calling = [calls(apart(place.address), (k, 0), "secret", 20) for k in range(3)]
+        found = place.accept([(k, 0) for k in range(3)], "secret", 30)
+        for k, one in enumerate(calling):
+            found[k, 0].send(Message(k))
+            assert one.result().receive(5).round == k
+
+
+def test_the_oldest_of_too_many_strangers_goes(
+    place: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_MOST_STRANGERS", 3)
+    here = ("127.0.0.1", place.address.port)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(here)) for _ in range(5)]
+        calling = calls(apart(place.address), (1, 0), "secret")
+        place.accept([(1, 0)], "secret", 10)
+        calling.result()
+        for stranger in strangers:
+            stranger.settimeout(5)
+            assert len(stranger.recv(100)) in (0, 40)
+            assert stranger.recv(100) == b""
+
+
+def test_silent_strangers_are_turned_away_in_time(
+    place: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_GREETING_TIMEOUT", 0.1)
+    with socket.create_connection(("127.0.0.1", place.address.port)) as stranger:
+        with pytest.raises(TimeoutError, match=r"\(1 others were turned away\)"):
+            place.accept([(1, 0)], "secret", 0.5)
+        assert len(stranger.recv(100)) == 40
+        assert stranger.recv(100) == b""
+
+
+def test_one_that_calls_again_is_heard(place: Meeting) -> None:
+    """It may have given up the first call just when that was accepted."""
+
+    def thrice() -> list[Wire]:
+        return [call(place.address, [], (k, 0), "secret", 5) for k in (1, 1, 2)]
+
+    calling = Beside(thrice)
+    found = place.accept([(1, 0), (2, 0)], "secret", 5)
+    first, second, _ = calling.result()
+    assert first.ready()  # it is closed
+    found[1, 0].send(Message(4))
+    assert second.receive(5).round == 4
 
 
 def test_nobody_comes(place: Meeting) -> None:
@@ -57,13 +186,31 @@ def test_nobody_comes(place: Meeting) -> None:
         place.accept([(5, 0)], new_secret(), 0.1)
 
 
-def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    address = Address("another", "", port)
+    address = Address("another", "", "127.0.0.1", port)
     with pytest.raises(TimeoutError, match=f"port {port} of another machine.*localhost"):
         call(address, ["localhost"], (0, 0), new_secret(), 0.2)
 
 
 def test_a_machine_is_told_from_another() -> None:
     assert meeting.this_machine() == meeting.this_machine() != ""
+
+
+def test_only_other_machines_need_a_port() -> None:
+    place = Meeting()
+    assert place.address.port == 0
+    assert place._far is None
+    place.close()
+    place = Meeting("127.0.0.1")
+    assert place._far is not None
+    assert place._far.getsockname()[0] == "127.0.0.1"
+    place.close()
+    with pytest.raises(OSError, match="assign"):
+        Meeting("192.0.2.1")  # an address for documentation, which no machine has
+
+
+def test_the_way_to_another_machine() -> None:
+    assert route_to(["127.0.0.1"]) == ("127.0.0.1", "127.0.0.1")
+    assert route_to(["no-such-host.invalid"]) == ("", "")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +22,7 @@ from penstock.links import meeting
 from penstock.links.process_group import SIGNAL
 from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
-from penstock.workers import ranks
+from penstock.workers import joining, ranks
 from tests.checkpoint.steps import Run
 from tests.contract.subjects import run, sampled
 from tests.models import uniform_plan
@@ -77,6 +80,55 @@ def contract_product(rank: int) -> Any:
     return {(name, point): run(name, point) for name, point in chosen}
 
 
+def apart(rank: int) -> None:
+    """Let this rank take itself for one on a machine of its own."""
+    for module in (meeting, joining):
+        module.this_machine = lambda: f"machine {rank}"
+
+
+def listening(rank: int) -> Any:
+    """On which addresses this rank listens that it did not before: as it connects, and later."""
+    dist.init_process_group("gloo")
+    before, found = tcp_servers(), []
+    connect = joining.Others.connect
+
+    def watched(self: Any, peers: dict[int, int]) -> Any:
+        found.append(tcp_servers())
+        return connect(self, peers)
+
+    joining.Others.connect = watched  # type: ignore[method-assign]
+    with trapped(2):
+        after = tcp_servers()
+    new = {address for servers in found for address in servers - before}
+    return sorted(ip for ip, _ in new), sorted(ip for ip, _ in after & new)
+
+
+def listening_apart(rank: int) -> Any:
+    """The same, as if every rank were on a machine of its own."""
+    apart(rank)
+    return listening(rank)
+
+
+def tcp_servers() -> set[tuple[str, int]]:
+    """Addresses and ports on which this process listens."""
+    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if has(fd)}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in own:
+                host, port = local.split(":")
+                words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
+                ip = socket.inet_ntop(family, struct.pack(f"<{len(words)}I", *words))
+                found.add((ip, int(port, 16)))
+    return found
+
+
+def has(fd: str) -> bool:
+    """Whether it is open; that with which the folder was read is not any more."""
+    return os.path.exists(f"/proc/self/fd/{fd}") or os.path.islink(f"/proc/self/fd/{fd}")
+
+
 def use_one_core(rank: int) -> None:
     """So that there is one intra-op thread, as with threads: their number makes bits differ."""
     cores = sorted(os.sched_getaffinity(0))
@@ -85,7 +137,7 @@ def use_one_core(rank: int) -> None:
 
 def by_process_group(rank: int) -> Any:
     """The same, as if every rank were on a machine of its own."""
-    meeting.this_machine = lambda: f"machine {rank}"
+    apart(rank)
     use_one_core(rank)
     return everything({}, EXACT)
 
@@ -97,7 +149,7 @@ def mixed_precision(rank: int) -> Any:
 
 def narrow_by_process_group(rank: int) -> Any:
     """The last of it, as if every rank were on a machine of its own."""
-    meeting.this_machine = lambda: f"machine {rank}"
+    apart(rank)
     use_one_core(rank)
     torch.manual_seed(3)
     return {"narrow": precision.narrow({})}
