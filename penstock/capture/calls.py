@@ -303,7 +303,9 @@ class Trace:
         outputs: the leaves of the model's result: `Value`s, `Size`s or constants.
         output_structure: the structure of the model's result.
         attributes: what is known of every parameter and buffer that is read by name.
-        changed: the buffers that the forward changes, BatchNorm's statistics for instance.
+        changed: the buffers, and plain tensors in attributes, that the forward changes,
+            BatchNorm's statistics for instance.
+        rewritten: the storages of those that values share, with their names.
         decisions: the results of calls that are a yes or no that the model's Python read off its
             inputs' values. It depends on them that the forward is this one.
         questions: the calls that lead from the inputs to the decisions, which are its outputs;
@@ -320,6 +322,7 @@ class Trace:
     output_structure: Structure | None = None
     attributes: dict[Attribute, TensorInfo] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
+    rewritten: Mapping[int, str] = field(default_factory=dict)
     decisions: tuple[Ref, ...] = ()
     questions: Trace | None = None
     answers: tuple[bool, ...] = ()

@@ -124,6 +124,9 @@ class Cuts:
         owner = self._owners.get(info.storage)
         if owner is not None and info.storage in mutated:
             return f"{owner} is changed in place and used on both sides"
+        if info.storage in self.trace.rewritten:  # by the next micro-batch, before it is used there
+            rewritten = self.trace.rewritten[info.storage]
+            return f"{named} shares the memory of {rewritten}, which every forward changes"
         # Autograd derives a view anew when its base was changed, at its next use: cut off from
         # its base, its gradient would be laid out, and added, in another order.
         if change >= cut and value != self._bases[info.storage] and info.requires_grad:

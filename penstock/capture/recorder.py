@@ -37,6 +37,7 @@ from penstock.capture.calls import (
     function_name,
 )
 from penstock.capture.interception import intercepted
+from penstock.capture.known import Known
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.randomness import (
     Draws,
@@ -96,16 +97,23 @@ def record(
         Unrecordable: something in an open module cannot be recorded.
     """
     recorder = Recorder(model, is_open, key)
+    known = recorder.known
     with intercepted(recorder), python_kept():
         trace = recorder.begin(args, kwargs)
         attributes = OpenAttributes(model, is_open)
-        buffers = [(name, b, Contents(b)) for name, b in model.named_buffers()]
+        held = [
+            (name, tensor, Contents(tensor))
+            for name, tensor in named_tensors(model)
+            if not isinstance(tensor, nn.Parameter)
+        ]
         with recorder:
             result = model(*args, **kwargs)
         if strict:
             attributes.check_unchanged()
         recorder.end(result)
-        trace.changed = changed(buffers)
+        trace.changed = changed(held)
+        shared = ((n, t) for n, t, _ in held if n in trace.changed and known.has_storage(t))
+        trace.rewritten = {known.storage(tensor): name for name, tensor in shared}
     return trace, result
 
 
@@ -123,16 +131,14 @@ class Recorder(TorchFunctionMode):
         self.weightless = Weightless(model) if is_on_meta(model) else None
         self.generators = generators({p.device for p in model.parameters()})
         self.patches: list[tuple[Any, str, Any, Any]] = []  # owner, name, ours, the original
-        self._known: dict[int, Value] = {}
-        self._kept: list[Any] = []  # ids stay unique while what they name is alive
-        self._storages: dict[int, int] = {}
+        self.known = Known()
         self._mixed: dict[int, Origin] = {}  # into storages, by changes in place
         self._open: list[str] = [""]
         self._inside = 0
         self._seen: Counter[str] = Counter()
         for name, tensor in named_tensors(model):
-            self._known.setdefault(id(tensor), Attribute(name))
-            self._kept.append(tensor)
+            if self.known.get(tensor) is None:
+                self.known.put(tensor, Attribute(name))
 
     @property
     def is_outside(self) -> bool:
@@ -156,7 +162,7 @@ class Recorder(TorchFunctionMode):
                 self._open.pop()
         given = (m for m in flatten((args, kwargs))[0] if id(m) in self.paths)
         hidden = tuple(  # a tensor that an earlier call has put there is known by its place
-            str(self._known.get(id(tensor), f"{self.paths[id(held)]}.{name}"))
+            str(self.known.get(tensor) or f"{self.paths[id(held)]}.{name}")
             for held in (module, *given)
             for name, tensor in named_tensors(held)
         )
@@ -210,7 +216,7 @@ class Recorder(TorchFunctionMode):
     def _check_sizes(self, leaves: Sequence[Any]) -> None:
         """Raise if Python asks for sizes that may depend on values."""
         for leaf in leaves:
-            known = self._known.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+            known = self.known.get(leaf) if isinstance(leaf, torch.Tensor) else None
             if known is not None and self._is_dynamic(known):
                 raise Unrecordable(
                     self._open[-1],
@@ -343,9 +349,9 @@ class Recorder(TorchFunctionMode):
         if self.key is not None:
             seed_python(0)
         call.mutates = tuple(
-            self._known[id(t)]
+            value
             for t, before in zip(tensors, contents, strict=True)
-            if before.differs_from(t)
+            if before.differs_from(t) and (value := self.known.get(t)) is not None
         )
         return result, watch.reads_values
 
@@ -356,7 +362,7 @@ class Recorder(TorchFunctionMode):
 
     def _with_values(self, leaf: Any) -> Any:
         """A tensor on `meta` with its values, if it is made of nothing but the inputs."""
-        known = self._known.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+        known = self.known.get(leaf) if isinstance(leaf, torch.Tensor) else None
         if self.weightless is None or not isinstance(known, Ref) or not leaf.is_meta:
             return leaf
         if self._origin_of(known) > Origin.INPUTS:
@@ -404,19 +410,18 @@ class Recorder(TorchFunctionMode):
         """Give a result leaf its name from here on, and say what is known of it."""
         if not self._is_value(leaf):
             return leaf
-        before = self._known.get(id(leaf))
+        before = self.known.get(leaf)
         twice = isinstance(before, Ref) and before.call == value.call
         if before is not None and not twice:  # changed in place: as large as it was
             dynamic = self._is_dynamic(before)
-        self._known[id(leaf)] = value
-        self._kept.append(leaf)
+        self.known.put(leaf, value)
         if isinstance(leaf, torch.Tensor):
             return self._info(leaf, origin, dynamic and leaf.ndim > 0)
         return OPAQUE
 
     def _encode(self, leaf: Any) -> Any:
         """The name of an argument: a value if it is one, else the constant itself."""
-        known = self._known.get(id(leaf)) if self._is_value(leaf) else None
+        known = self.known.get(leaf) if self._is_value(leaf) else None
         if known is not None:
             if isinstance(known, Attribute) and known not in self.trace.attributes:
                 self.trace.attributes[known] = self._info(leaf, Origin.MODEL)
@@ -437,9 +442,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def _info(self, tensor: torch.Tensor, origin: Origin, dynamic: bool = False) -> TensorInfo:
-        strided = tensor.layout is torch.strided
-        memory = tensor.untyped_storage()._cdata if strided else id(tensor)
-        storage = self._storages.setdefault(memory, len(self._storages))
+        storage = self.known.storage(tensor)
         shape = tuple(tensor.shape)
         return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
 

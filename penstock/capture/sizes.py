@@ -57,6 +57,7 @@ def generalise(traces: Sequence[Trace], points: Sequence[Sizes]) -> Trace:
         first.output_structure,
         {a: merge.leaf([t.attributes[a] for t in traces], "", str(a)) for a in first.attributes},
         first.changed,
+        first.rewritten,
         first.decisions,
     )
 
@@ -124,6 +125,7 @@ class _Adapter:
             outputs=self.leaves(general.outputs, one.outputs),
             attributes=dict(zip(general.attributes, infos, strict=True)),
             changed=one.changed,
+            rewritten=one.rewritten,
         )
 
     def call(self, general: Call, one: Call) -> Call:

@@ -64,9 +64,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def changed(buffers: Sequence[tuple[str, torch.Tensor, Contents]]) -> tuple[str, ...]:
-    """The buffers that were written since, and the others of their modules.
+    """What was written since, and the others of the same module.
 
-    A write that happens to leave a buffer as it was must not hide that its module writes it.
+    A write that happens to leave a tensor as it was must not hide that its module writes it.
     """
     owners = {name.rpartition(".")[0] for name, b, before in buffers if before.differs_from(b)}
     return tuple(name for name, _, _ in buffers if name.rpartition(".")[0] in owners)

@@ -235,9 +235,10 @@ def check_closed(model: nn.Module, changed: Iterable[str], watched: Collection[n
     Raises:
         InputError: it has, so that nobody can watch it.
     """
+    modules = dict(model.named_modules())
     for buffer in changed:
         path = buffer.rpartition(".")[0]
-        module = model.get_submodule(path)
+        module = modules.get(path)
         if isinstance(module, _BatchNorm) and module not in watched:
             raise InputError(
                 f"the program has looked inside {path!r}, a BatchNorm that has modules or is "

@@ -12,6 +12,7 @@ from torch import nn
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
 from penstock.capture.trees import map_leaves
 from penstock.engine.span import Gradients, Roots, Values, edges
+from penstock.engine.state import values_saved
 from penstock.errors import InputError
 
 Assemble = Callable[[int, Values], Any]
@@ -167,7 +168,8 @@ class Loss:
         """
         try:
             output = assemble(microbatch, results)
-            loss = self._of(key, LOSS, output, *self.targets[microbatch], **self.more)
+            with values_saved(self.buffers):
+                loss = self._of(key, LOSS, output, *self.targets[microbatch], **self.more)
             _check_scalar(loss)
         except BaseException as error:  # a sys.exit() as well
             raise LossFailed("loss") from error

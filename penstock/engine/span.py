@@ -17,14 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from penstock.capture.calls import Ambient, Sizes, ambient
 from penstock.capture.randomness import Key
-from penstock.engine.state import State
+from penstock.engine.state import State, values_saved
 
 Values = tuple[Any, ...]
 Gradients = Sequence[torch.Tensor | None]
 Roots = Sequence[GradientEdge | None]
+
+# While they train, their backwards do not use the running statistics that their forwards change.
+_NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
 
 
 @dataclass
@@ -34,7 +39,7 @@ class Span:
     Attributes:
         module: `module(sizes, key, *values) -> tuple`, see `penstock.capture.lowering`.
         recompute: whether its forward runs again before its backward.
-        changing: the buffers that its forward changes in place.
+        changing: what its forward changes in place: buffers, as a rule.
         overwritten: the places of values that enter, and are changed in place from here on.
     """
 
@@ -46,6 +51,18 @@ class Span:
     def __post_init__(self) -> None:
         stage = self.module
         self._modules = list(stage.modules())[1:] if isinstance(stage, nn.Module) else []
+        unused = {
+            id(buffer)
+            for module in self._modules
+            if type(module).forward in _NORMS
+            for buffer in module.buffers(recurse=False)
+        }
+        self._used = [tensor for tensor in self.changing if id(tensor) not in unused]
+
+    def run(self, sizes: Sizes, key: Key, values: Values) -> Values:
+        """Run the forward; autograd saves what changes as it is at that moment."""
+        with values_saved(self._used):
+            return self.module(sizes, key, *values)
 
     def state(self) -> State:
         """What its modules remember now."""
@@ -90,7 +107,7 @@ class Recipe(NamedTuple):
         try:
             entry, entered = enter(self.values)
             with torch.enable_grad(), self.modes.autocasting():
-                results = self.span.module(self.sizes, self.key, *entered)
+                results = self.span.run(self.sizes, self.key, entered)
         finally:
             now.put_back()
         return Passed(entry, edges(results))
@@ -104,7 +121,7 @@ def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe
     """
     if not span.recompute:
         entry, entered = enter(values)
-        return entry, span.module(sizes, key, *entered)
+        return entry, span.run(sizes, key, entered)
     state = span.state()
     kept = tuple(_copied(v) if k in span.overwritten else v for k, v in enumerate(values))
     recipe = Recipe(span, kept, sizes, key, state, ambient())

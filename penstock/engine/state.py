@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 _REGISTRIES = ("_parameters", "_modules", "_buffers")
 
@@ -39,8 +41,81 @@ class State:
             module._buffers.update(buffers)
         with torch.no_grad():
             for buffer, content in self._contents:
-                buffer.data.copy_(content)  # autograd has saved it, but does not use it
+                buffer.data.copy_(content)  # what autograd saved of it is a copy
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
+
+
+# -- what autograd saves of what changes -------------------------------------------------------
+
+_ALIGNMENT = 64  # bytes; kernels may choose their way by it
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd saves.
+
+    Attributes:
+        tensor: without its history, or a copy.
+        version: of the tensor then; `None` for a copy, which nobody changes.
+    """
+
+    tensor: torch.Tensor
+    version: int | None
+
+
+def values_saved(changing: Collection[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Inside, what autograd saves of these tensors is copied: they are changed before a backward.
+
+    One device that goes through the micro-batches in order has a backward right behind each
+    forward. A stage runs the forwards of several before the first backward, so that what a module
+    remembers has been moved on by then. Everything else is saved as ever, and it is an error as
+    ever if that is changed in place.
+    """
+    if not changing:
+        return nullcontext()
+    memory: dict[int, list[tuple[int, int]]] = {}  # by storage, from which byte to which
+    for tensor in changing:
+        start = tensor.data_ptr()
+        stop = start + _extent(tensor) * tensor.itemsize
+        memory.setdefault(tensor.untyped_storage()._cdata, []).append((start, stop))
+
+    def save(tensor: torch.Tensor) -> _Saved:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory:
+            start = tensor.data_ptr()
+            stop = start + _extent(tensor) * tensor.itemsize
+            parts = memory[tensor.untyped_storage()._cdata]
+            if any(start < end and begin < stop for begin, end in parts):
+                return _Saved(_copied(tensor.detach()), None)
+        return _Saved(tensor.detach(), tensor._version)
+
+    return saved_tensors_hooks(save, _load)
+
+
+def _load(saved: _Saved) -> torch.Tensor:
+    tensor, version = saved
+    if version is not None and tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, is at version "
+            f"{tensor._version}; expected version {version} instead"
+        )
+    return tensor
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """The elements from the first to the last one in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides and alignment, so that kernels compute the same bits with it."""
+    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return tensor.clone()
+    before = tensor.data_ptr() % _ALIGNMENT // tensor.itemsize
+    before = min(before, int(tensor.storage_offset()))
+    flat = (before + _extent(tensor),), (1,), tensor.storage_offset() - before
+    return tensor.as_strided(*flat).clone().as_strided(tensor.shape, tensor.stride(), before)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.capture import Attribute, Join, Program, Ref, Sizes, Trace, Value
+from penstock.capture.attributes import find, named_tensors
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.engine.backup import Backup
@@ -183,14 +184,14 @@ class Ways:
             [self._homes[number] for number, *_ in spans],
             [self._deferrals[number] for number, *_ in spans] if plan.splits_backward else None,
         )
-        buffers = dict(program.model.named_buffers())
-        changed = {id(buffers[name]) for name in trace.changed}
+        changed = {id(find(program.model, n)) for n in (*trace.changed, *program.written)}
         stages = {k: StageSpans([], deferral) for k, deferral in enumerate(self._deferrals)}
         for part, (number, _, _, recompute) in zip(parts, spans, strict=True):
             module = part.module
             known = running_statistics(module.modules()) if self.training else ()
             mine = changed.union(map(id, known))
-            changing = [b for b in module.buffers() if id(b) in mine]
+            held = {id(tensor): tensor for _, tensor in named_tensors(module)}
+            changing = [tensor for number, tensor in held.items() if number in mine]
             stages[number].spans.append(Span(module, recompute, changing, part.overwritten))
         if self._deferred:
             spans_of = (span for stage in stages.values() for span in stage.spans)
