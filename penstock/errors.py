@@ -12,6 +12,8 @@
     │   └── WorkerDied     its process ended, or was killed
     └── WorkerTimeout      a worker did not answer in time
 
+    RowsWarning            a loss or a result of micro-batches is not that of the whole batch
+
 A message says what, the values, why, and the nearest thing that works.
 """
 
@@ -22,6 +24,14 @@ from typing import Any
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose."""
+
+
+class RowsWarning(UserWarning):
+    """Rows meet other rows in a loss or in the model, so micro-batches make something else.
+
+    It is said once. `warnings.filterwarnings("ignore", category=penstock.RowsWarning)` where it is
+    meant so, as in gradient accumulation.
+    """
 
 
 class CaptureError(PenstockError):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.autograd import backward_into_inputs
-from penstock.capture import Program, capture
+from penstock.capture import ROWS, Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.checkpoint.saver import Saver, Saves
 from penstock.engine.allocator import Allocator, keep_freed_memory
@@ -21,6 +21,7 @@ from penstock.engine.batch import Batch, Weight, given_targets, split_target
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.hooks import Opened
 from penstock.engine.microbatch import Merge, check_merge
+from penstock.engine.mixing import Mixing
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Order, Pass
 from penstock.engine.reading import check_reads
@@ -35,6 +36,7 @@ from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.train.groups import parameter_groups
+from penstock.train.model_like import evaluating
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.train.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
@@ -164,6 +166,7 @@ class Pipeline(Forwarding, Saves):
         check_merge(merge)
         super().__init__(model)
         self._merge = merge
+        self._mixing = Mixing()
         keep_closed = closed_norms(model, batchnorm, keep_closed)
         self.allocator_kept = allocator == "keep" and keep_freed_memory()
         launch = launched(workers, devices, self.allocator_kept)
@@ -250,7 +253,7 @@ class Pipeline(Forwarding, Saves):
         split = partial(self._split, args, kwargs)
         targets = partial(split_target, target)
         asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler))
-        return self._train(split, asked)
+        return self._step("train_step", "train", split, asked)
 
     def train_microbatches(
         self,
@@ -289,16 +292,60 @@ class Pipeline(Forwarding, Saves):
         asked = Objective(
             for_each, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler)
         )
-        return self._train(given, asked, by_microbatch=True)
+        return self._step("train_step", "train", given, asked, by_microbatch=True)
 
-    def _train(
-        self, make: Callable[[], Batch], objective: Objective, by_microbatch: bool = False
+    def eval_step(
+        self,
+        *args: Any,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        target: Any = None,
+        weight: Weight = "rows",
+        loss_kwargs: Mapping[str, Any] | None = None,
+        metrics: Callable[..., Any] | None = None,
+        outputs: Outputs = False,
+        **kwargs: Any,
     ) -> Any:
-        with self._together("train_step"):
-            order, result = self._with_loss("train", make, objective, by_microbatch)
+        """The loss of a batch without gradients, in evaluation mode.
+
+        The model is in evaluation mode meanwhile, whatever its mode is; every module is as it was
+        afterwards. Nothing is kept for a backward, and `.grad` is left alone.
+
+        Args:
+            *args: the model's positional arguments.
+            loss_fn: as in `train_step`; `lambda output: output.loss` for a model that computes its
+                own loss.
+            target, weight, loss_kwargs, metrics, outputs: as in `train_step`.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            what `train_step` does.
+
+        Raises:
+            InputError, WorkerError, ClosedError: as `train_step` does.
+        """
+        split = partial(self._split, args, kwargs)
+        targets = partial(split_target, target)
+        asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs)
+        with evaluating(self.model), torch.no_grad():
+            return self._step("eval_step", "infer", split, asked)
+
+    def _step(
+        self,
+        name: str,
+        what: Pass,
+        make: Callable[[], Batch],
+        objective: Objective,
+        by_microbatch: bool = False,
+    ) -> Any:
+        """A pass of a batch that ends in a loss."""
+        with self._together(name):
+            order, result = self._with_loss(what, make, objective, by_microbatch)
             with objective.undone():
                 outcome = self._runner.run(order)
         backward_into_inputs(order.values, outcome.gradients)
+        rows = [m.sizes[ROWS] for m in order.microbatches]
+        if order.loss is not None and len(rows) > 1 and max(rows) > 1:
+            self._mixing.of_loss(objective.identity, outcome.mismatch, objective.weight)
         return step_result(objective, outcome, result)
 
     def _with_loss(
@@ -310,8 +357,13 @@ class Pipeline(Forwarding, Saves):
         if runner.crew.has_loss:
             check_reads("loss", objective.loss_fn, self._left)
             check_reads("metrics function", objective.metrics, self._left)
-            loss = objective.loss(batch.rows, runner.loss_device)
+            is_new = self._mixing.is_new(objective.identity)
+            loss = objective.loss(batch.rows, runner.loss_device, is_new)
         order = self._order(what, batch, loss)
+        if len(order.microbatches) > 1:
+            ways = runner.ways(order.training)
+            for way in {m.way for m in order.microbatches}:
+                self._mixing.of_model(ways[way].trace.joins)
         if not objective.outputs:
             return order, None
         in_list = by_microbatch or objective.outputs == "list"

@@ -286,10 +286,12 @@ class Join:
         dim: the dimension along which they follow one another; `None` where there is none, and
             the leaf is the same for every micro-batch, or is known from the sizes alone.
         why: why that does not give what the model gives for the whole batch; empty if it does.
+        mixes: whether that is because rows meet other rows in it.
     """
 
     dim: int | None = None
     why: str = ""
+    mixes: bool = False
 
 
 @dataclass(slots=True)

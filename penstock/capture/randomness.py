@@ -153,6 +153,11 @@ class Watched:
         self._function = function
         self._draws: bool | None = None
 
+    @property
+    def draws(self) -> bool:
+        """Whether it does, as far as is known."""
+        return self._draws is not False
+
     def __call__(self, key: Key, call: int, /, *args: Any, **kwargs: Any) -> Any:
         """Call it, as this call of this micro-batch."""
         if self._draws is False:

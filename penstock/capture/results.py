@@ -84,9 +84,9 @@ def joined(
     for k, each in enumerate(found):
         join, verdict = each.join, verdicts.get(k)
         if each.asked and verdict is None and _is_alike(trace, other, k):
-            join = replace(join, why=other.joins[k].why)  # type: ignore[union-attr]
+            join = other.joins[k]  # type: ignore[union-attr]
         elif each.asked and verdict is False:
-            join = replace(join, why=f"{names[k]}, of which {MIXED}")
+            join = replace(join, why=f"{names[k]}, of which {MIXED}", mixes=True)
         elif each.asked and verdict is None and not each.exact:
             join = replace(join, why=f"{names[k]}, which has not one entry a row")
         elif join.why:
@@ -140,7 +140,8 @@ def _by_sizes(trace: Trace, leaf: Any, made: dict[Value, _Made]) -> _Found:
         return _Found(Join(why="which has no batch dimension"))
     if len(growing) > 1:
         dims = " and ".join(map(str, growing))
-        return _Found(Join(why=f"whose dimensions {dims} all grow with the rows of the batch"))
+        why = f"whose dimensions {dims} all grow with the rows of the batch"
+        return _Found(Join(why=why, mixes=True))
     dim = growing[0]
     size = info.shape[dim]
     if not isinstance(size, Size) or any(names.count(ROWS) != 1 for _, names in size.terms):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,26 @@ from penstock.errors import InputError
 
 Assemble = Callable[[int, Values], Any]
 """Puts a micro-batch's result together, in the model's structure, from the last stage's values."""
+
+InPieces = Callable[[int, Values, Sequence[int]], list[Any]]
+"""Like it, for pieces of a micro-batch that have so many rows each; copies, without history."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A micro-batch in pieces, of which the loss is asked as well, to see if it adds up.
+
+    Attributes:
+        microbatch: its number.
+        rows: of every piece.
+        targets: for every piece what the loss function gets after the output.
+        weights: of the pieces' losses in that of the micro-batch.
+    """
+
+    microbatch: int
+    rows: Sequence[int]
+    targets: Sequence[tuple[Any, ...]]
+    weights: Sequence[float]
 
 
 class LossFailed(Exception):  # noqa: N818 - never reaches a user: it tells loss from forward
@@ -66,10 +87,12 @@ class Outlet:
         gradients: the gradients of those results, for the backward.
         losses: the detached loss of every micro-batch, unweighted.
         metrics: what the metrics function returned, by micro-batch, if there is one.
+        mismatch: the loss of a micro-batch, and what its pieces make, if that is something else.
     """
 
-    def __init__(self, assemble: Assemble) -> None:
+    def __init__(self, assemble: Assemble, in_pieces: InPieces | None = None) -> None:
         self._assemble = assemble
+        self._in_pieces = in_pieces
         self._loss: Loss | None = None
         self.clear()
 
@@ -94,6 +117,7 @@ class Outlet:
         self.gradients: dict[int, Gradients] = dict(gradients)
         self.losses: dict[int, torch.Tensor] = {}
         self.metrics: dict[int, Any] = {}
+        self.mismatch: tuple[float, float] | None = None
         self._loss = loss
         self._keys = keys
 
@@ -104,7 +128,14 @@ class Outlet:
         if self._loss is None:
             return edges(results)
         key = self._keys[microbatch]
+        pieces = self._loss.pieces
+        outputs = []
+        if pieces and self._in_pieces and pieces.microbatch == microbatch:
+            split = ([sum(pieces.rows)], pieces.rows)  # before the loss, which may write them
+            outputs = [o for rows in split for o in self._in_pieces(microbatch, results, rows)]
         loss, weight = self._loss.of(microbatch, key, results, self._assemble)
+        if outputs:
+            self.mismatch = self._loss.mismatch(loss.detach(), outputs)
         if self._loss.metrics is not None:
             found = self._loss.measured(microbatch, key, results, self._assemble)
             self.metrics[microbatch] = found
@@ -128,6 +159,7 @@ class Loss:
         metrics: another function of the same outputs and targets, if there is one.
         keeps_outputs: whether the results are wanted, too.
         scale: what the loss is multiplied by before its backward; `None` without loss scaling.
+        pieces: a micro-batch in pieces, if it is to be seen whether the loss adds up.
     """
 
     def __init__(
@@ -139,8 +171,10 @@ class Loss:
         metrics: Callable[..., Any] | None = None,
         keeps_outputs: bool = False,
         scale: float | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         self.function = function
+        self.pieces = pieces
         self.targets = targets
         self.weights = weights
         self.more = dict(more or {})
@@ -175,6 +209,36 @@ class Loss:
             raise LossFailed("loss") from error
         weight = self.weights[microbatch]
         return loss, self._start(loss, weight) if weight else None
+
+    def mismatch(self, loss: torch.Tensor, outputs: Sequence[Any]) -> tuple[float, float] | None:
+        """The loss of a micro-batch and what its pieces make, if that is something else.
+
+        `None` also where nothing can be concluded: the function draws random numbers, does not
+        repeat itself, or does not take the pieces.
+
+        Args:
+            loss: of the whole micro-batch.
+            outputs: copies of the model's result: of the whole, and of every piece.
+        """
+        if self.pieces is None or self._of.draws:
+            return None
+        targets = [self.targets[self.pieces.microbatch], *self.pieces.targets]
+        try:
+            with torch.no_grad():
+                found = [
+                    self.function(output, *target, **self.more)
+                    for output, target in zip(outputs, targets, strict=True)
+                ]
+            again, *parts = map(float, found)
+            bound = min(1000 * torch.finfo(loss.dtype).eps, 0.05)
+        except Exception:
+            return None
+        whole = float(loss)
+        if again != whole:  # or it is no number
+            return None
+        made = sum(w * part for w, part in zip(self.pieces.weights, parts, strict=True) if w)
+        scale = max(abs(value) for value in (whole, *parts) if value == value)
+        return None if abs(made - whole) <= bound * scale else (whole, made)
 
     def measured(self, microbatch: int, key: Key, results: Values, assemble: Assemble) -> Any:
         """What the metrics function says of a micro-batch.

@@ -63,6 +63,29 @@ def split_rows(rows: int, num_microbatches: int) -> list[int]:
     return [small + 1] * larger + [small] * (num_microbatches - larger)
 
 
+def pieces_of(
+    values: Sequence[Any], dims: Sequence[int | None], rows: Sequence[int]
+) -> list[list[Any]]:
+    """Copies of values that belong to so many rows each, without history.
+
+    Args:
+        values: tensors, or anything else.
+        dims: for each the dimension that grows with the rows; `None` for what belongs to all.
+        rows: of every piece.
+    """
+    parts = []
+    for value, dim in zip(values, dims, strict=True):
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+        if dim is None:
+            parts.append([value] * len(rows))
+        else:
+            per = value.shape[dim] // sum(rows)
+            pieces = value.split([n * per for n in rows], dim)
+            parts.append([piece.clone() for piece in pieces])
+    return [list(group) for group in zip(*parts, strict=True)] or [[] for _ in rows]
+
+
 def check_mergeable(joins: Sequence[Join], anyway: bool = False) -> None:
     """Raise unless the results of several micro-batches can be put together.
 

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.capture.trees import map_leaves
+from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.engine.backup import Backup
 from penstock.engine.batch import Targets, Weight, weights
-from penstock.engine.ends import Loss, to_device
+from penstock.engine.effects import may_have_effects
+from penstock.engine.ends import Loss, Pieces, to_device
+from penstock.engine.microbatch import pieces_of
 from penstock.engine.state import State
 from penstock.errors import InputError
 
@@ -63,12 +65,13 @@ class Objective:
             state.put_back()
             raise
 
-    def loss(self, rows: Sequence[int], device: torch.device) -> Loss:
+    def loss(self, rows: Sequence[int], device: torch.device, checked: bool = False) -> Loss:
         """What the last stage ends in.
 
         Args:
             rows: of every micro-batch.
             device: of the last stage.
+            checked: whether it is to be seen if the loss of rows adds up to that of a batch.
 
         Raises:
             InputError: something is not of the right kind, or does not fit the batch.
@@ -92,4 +95,50 @@ class Objective:
             for name, value in (self.loss_kwargs or {}).items()
         }
         shares = weights(self.weight, found, rows)
-        return Loss(self.loss_fn, found, shares, more, self.metrics, bool(self.outputs), self.scale)
+        pieces = self._pieces(found, shares, rows) if checked and len(rows) > 1 else None
+        return Loss(
+            self.loss_fn, found, shares, more, self.metrics, bool(self.outputs), self.scale, pieces
+        )
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What is the same for a loss that is given again, as a new lambda for instance."""
+        return tuple(
+            getattr(getattr(given, "func", given), "__code__", None) or id(given)
+            for given in (self.loss_fn, self.weight)
+        )
+
+    def _pieces(
+        self, targets: Targets, shares: Sequence[float], rows: Sequence[int]
+    ) -> Pieces | None:
+        """A micro-batch in two pieces of which the loss can be asked without being noticed."""
+        if may_have_effects(self.loss_fn) or (
+            callable(self.weight) and may_have_effects(self.weight)
+        ):
+            return None
+        chosen = next((k for k, n in enumerate(rows) if n > 1 and shares[k]), None)
+        if chosen is None:
+            return None
+        first = (rows[chosen] + 2) // 3
+        counts = [first, rows[chosen] - first]
+        try:
+            parts = _halves(targets[chosen], counts)
+            return Pieces(chosen, counts, parts, weights(self.weight, parts, counts))
+        except InputError:
+            return None
+
+
+def _halves(target: tuple[Any, ...], rows: Sequence[int]) -> Targets:
+    """The targets of pieces of a micro-batch.
+
+    Raises:
+        InputError: it has other sizes than the rows.
+    """
+    leaves, structure = flatten(target)
+    dims = []
+    for leaf in leaves:
+        grows = isinstance(leaf, torch.Tensor)
+        if grows and (leaf.ndim == 0 or len(leaf) != sum(rows)):
+            raise InputError("the target has another number of rows")
+        dims.append(0 if grows else None)
+    return [unflatten(structure, part) for part in pieces_of(leaves, dims, rows)]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.capture.calls import Ambient
+from penstock.capture.calls import Ambient, Join
 from penstock.engine.ends import Loss
 from penstock.engine.span import Gradients, Values
 from penstock.engine.stage import MicroBatch
@@ -72,6 +72,8 @@ class Outcome:
         gradients: by micro-batch, of the values that entered, where there are some.
         events: when every action ran, if that was to be recorded.
         buffers: of the loss function, where it was called in another process.
+        mismatch: the loss of a micro-batch, and what its pieces make, where that was looked at and
+            is something else.
     """
 
     results: dict[int, Values] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Outcome:
     gradients: dict[int, Gradients] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     buffers: Sequence[torch.Tensor] = ()
+    mismatch: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -96,6 +99,7 @@ class Outcome:
             whole.gradients |= part.gradients
             whole.events += part.events
             whole.buffers = whole.buffers or part.buffers
+            whole.mismatch = whole.mismatch or part.mismatch
         return whole
 
     @property
@@ -123,8 +127,10 @@ class Ending:
         values: what they are, in order.
         outputs: the leaves of the result: values, sizes and constants.
         structure: what the leaves are put into.
+        joins: for every value how it is put together from micro-batches.
     """
 
     values: tuple[Any, ...]
     outputs: Sequence[Any]
     structure: Any
+    joins: Sequence[Join] = ()

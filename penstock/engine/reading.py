@@ -91,21 +91,22 @@ def _held(found: Any, names: set[str]) -> Iterable[Any]:
     if isinstance(found, MethodType):
         return [found.__self__, found.__func__]
     if isinstance(found, FunctionType):
-        return _at_hand(found, names)
+        return at_hand(found, names)
     if isinstance(found, Mapping):
         return list(found.values())
     if isinstance(found, (list, tuple, set)):
         return list(found)
-    if isinstance(found, (torch.Tensor, type)) or _is_torchs(type(found).__module__):
+    if isinstance(found, (torch.Tensor, type)) or is_torchs(type(found).__module__):
         return []
     call = getattr(type(found), "forward" if isinstance(found, nn.Module) else "__call__", None)
     return [call, *getattr(found, "__dict__", {}).values()]
 
 
-def _at_hand(function: FunctionType, names: set[str]) -> Iterator[Any]:
-    if _is_torchs(function.__module__):
+def at_hand(function: FunctionType, names: set[str]) -> Iterator[Any]:
+    """What a function has at hand: globals, defaults, what it encloses; names are added."""
+    if is_torchs(function.__module__):
         return
-    own = {name for code in _codes(function.__code__) for name in code.co_names}
+    own = {name for code in codes(function.__code__) for name in code.co_names}
     names |= own
     yield from (function.__globals__[name] for name in own if name in function.__globals__)
     yield from function.__defaults__ or ()
@@ -117,16 +118,17 @@ def _at_hand(function: FunctionType, names: set[str]) -> Iterator[Any]:
             continue
 
 
-def _is_torchs(module: str | None) -> bool:
+def is_torchs(module: str | None) -> bool:
+    """Whether a module of this name is PyTorch's, or Python's own."""
     return (module or "").partition(".")[0] in ("torch", "builtins")
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes(code: CodeType) -> Iterator[CodeType]:
     """A function's code, and that of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
 def _methods(modules: Iterable[nn.Module], names: Collection[str]) -> Iterator[FunctionType]:
@@ -134,5 +136,5 @@ def _methods(modules: Iterable[nn.Module], names: Collection[str]) -> Iterator[F
     for kind in {type(module) for module in modules}:
         for name in names:
             method = getattr(kind, name, None)
-            if isinstance(method, FunctionType) and not _is_torchs(method.__module__):
+            if isinstance(method, FunctionType) and not is_torchs(method.__module__):
                 yield method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 from torch import nn
@@ -47,3 +48,16 @@ class ModelLike:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
         self.model.zero_grad(set_to_none)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Meanwhile a model is in evaluation mode; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    if any(training for _, training in modes):
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

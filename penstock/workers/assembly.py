@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.capture.blame import lone_row
-from penstock.capture.calls import ROWS, Ambient
+from penstock.capture.calls import ROWS, Ambient, Sizes
 from penstock.capture.lowering import assembled
 from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Feed, LossFailed, Outlet
+from penstock.engine.microbatch import pieces_of
 from penstock.engine.orders import Ending, Order, Outcome, Pass
 from penstock.engine.stage import Held, Sink, Source, Stage
 from penstock.errors import WorkerError, WorkerTimeout
@@ -66,7 +67,7 @@ class Assembly:
         self._placement = plan.placement
         self._last = len(plan.stages) - 1
         self.feed = Feed(devices[self._placement[0]])
-        self.outlet = Outlet(self._assemble)
+        self.outlet = Outlet(self._assemble, self._in_pieces)
         self.stages: dict[int, Stage] = {}
         for index, worker in enumerate(self._placement):
             if worker in workers:
@@ -143,7 +144,7 @@ class Assembly:
             if stage.index == self._last:
                 outcome.results, outcome.losses = self.outlet.results, self.outlet.losses
                 outcome.weights = order.loss.weights if order.loss else ()
-                outcome.metrics = self.outlet.metrics
+                outcome.metrics, outcome.mismatch = self.outlet.metrics, self.outlet.mismatch
                 if order.what == "forward":
                     outcome.differentiable = [r is not None for r in stage.held[0].end.roots]
                 self.outlet.clear()
@@ -153,9 +154,19 @@ class Assembly:
 
     def _assemble(self, microbatch: int, results: Sequence[Any]) -> Any:
         sizes, _, way = self.stages[self._last].microbatches[microbatch]
+        return _assembled(self._endings[way], results, sizes)
+
+    def _in_pieces(self, microbatch: int, results: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+        """The results of some rows of a micro-batch each; `None` for what cannot be told apart."""
+        sizes, _, way = self.stages[self._last].microbatches[microbatch]
         ending = self._endings[way]
-        values = dict(zip(ending.values, results, strict=True))
-        return assembled(ending.outputs, ending.structure, values, sizes)
+        known = [None if j.why else value for value, j in zip(results, ending.joins, strict=True)]
+        dims = [None if join.why else join.dim for join in ending.joins]
+        pieces = pieces_of(known, dims, rows)
+        return [
+            _assembled(ending, piece, {**sizes, ROWS: n})
+            for piece, n in zip(pieces, rows, strict=True)
+        ]
 
     def forget(self, number: int) -> None:
         """Let go of what is held of a batch for a backward that will not come."""
@@ -168,6 +179,12 @@ class Assembly:
         self.outlet.clear()
         for stage in self.stages.values():
             stage.clear()
+
+
+def _assembled(ending: Ending, results: Sequence[Any], sizes: Sizes) -> Any:
+    """The model's result in its own structure."""
+    values = dict(zip(ending.values, results, strict=True))
+    return assembled(ending.outputs, ending.structure, values, sizes)
 
 
 def _as_planned(link: Any, plan: Plan) -> Any:

@@ -76,7 +76,7 @@ class Way:
     @property
     def ending(self) -> Ending:
         """How the last stage's values are put together."""
-        return Ending(self.outputs, self.trace.outputs, self.trace.output_structure)
+        return Ending(self.outputs, self.trace.outputs, self.trace.output_structure, self.joins)
 
     def assemble(self, results: Sequence[Any], sizes: Sizes) -> Any:
         """The model's result in its own structure, from the last stage's values."""
