@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,12 +13,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.capture.attributes import REGISTRIES, held_tensors
+from penstock.capture.attributes import REGISTRIES
 from penstock.capture.equality import same_tensor
 from penstock.capture.randomness import generators_kept
 from penstock.errors import CaptureError
 
-_CONTAINERS = (list, dict, set, OrderedDict)  # the last one holds hooks, for instance
+# Those whose `copy()` is known to give an equal one. A class derived from them may have a state of
+# its own, or forbid changes, as the configurations of diffusers do: such are left as they are.
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, set, deque, *_MAPPINGS)
 
 
 _MOST_BYTES = 4 << 30
@@ -127,11 +130,11 @@ def _attributes(module: nn.Module) -> _Attributes:
 
 
 def _holds(value: Any) -> bool:
-    return isinstance(value, (dict, list))
+    return type(value) in (list, *_MAPPINGS)
 
 
 def _items(value: Any) -> dict[Any, Any]:
-    return dict(value if isinstance(value, dict) else enumerate(value))
+    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
 
 
 def _only_marks(before: _Attributes, now: _Attributes) -> bool:
@@ -212,18 +215,17 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
     """A copy of a tensor or of a plain container, the same one for the same thing."""
     if isinstance(value, torch.Tensor) and not value.requires_grad:
         return copies.setdefault(id(value), value.detach().clone())
-    if isinstance(value, _CONTAINERS) or type(value) is tuple:
-        if id(value) not in copies:
-            copies[id(value)] = _copied_container(value, copies)
+    if id(value) in copies:
         return copies[id(value)]
-    return value
-
-
-def _copied_container(value: Any, copies: dict[int, Any]) -> Any:
-    held = {key: _copied(tensor, copies) for key, tensor in held_tensors(value)}
     if type(value) is tuple:
-        return tuple(held.get(k, v) for k, v in enumerate(value)) if held else value
-    twin = value.copy()
-    for key, tensor in held.items():
-        twin[key] = tensor
+        items = tuple(_copied(item, copies) for item in value)
+        same = all(a is b for a, b in zip(items, value, strict=True))
+        return value if same else copies.setdefault(id(value), items)
+    if type(value) not in _CONTAINERS:
+        return value
+    twin = copies[id(value)] = value.copy()  # known before what is in it, which may hold it again
+    for key, item in () if isinstance(value, set) else _items(value).items():
+        copied = _copied(item, copies)
+        if copied is not item:
+            twin[key] = copied
     return twin

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -81,3 +84,58 @@ def test_results_that_are_no_tensors_are_compared() -> None:
     program = ps.capture(model, (X,))
     assert program(X)["count"].values == model(X)["count"].values
     assert "another result" in program.closed[""]
+
+
+# -- what modules hold is left alone -----------------------------------------------------------
+
+
+class Frozen(OrderedDict[str, Any]):
+    """A configuration that must not be changed, as diffusers has them."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        for key, value in self.items():
+            object.__setattr__(self, key, value)
+        self.__frozen = True
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if hasattr(self, "_Frozen__frozen"):
+            raise RuntimeError("frozen")
+        super().__setitem__(key, value)
+
+    def clear(self) -> None:
+        raise RuntimeError("frozen")
+
+    def copy(self) -> Any:
+        raise RuntimeError("frozen")
+
+
+class Configured(Two):
+    """Reads a configuration, and notes at its first call that it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Frozen(scale=2.0)
+        self.seen = Counter[str]()
+        self.by_name: dict[str, list[int]] = defaultdict(list, calls=[])
+        self.ready = False
+
+    def forward(self, x: torch.Tensor) -> object:
+        if not self.ready:
+            self.ready = True
+            self.cache = object()
+        self.seen["calls"] += 1
+        self.by_name["calls"].append(1)
+        return super().forward(x) * self.config.scale  # type: ignore[operator, attr-defined]
+
+
+def test_containers_of_classes_of_their_own_stay_as_they_are() -> None:
+    model = Configured()
+    config, seen, by_name = model.config, model.seen, model.by_name
+    program = ps.capture(model, (X,))
+    assert not model.seen
+    assert model.by_name == {"calls": []}
+    assert not model.ready
+    held = config, seen, by_name
+    assert all(a is b for a, b in zip(held, (model.config, model.seen, model.by_name), strict=True))
+    assert torch.equal(program(X), model(X))
