@@ -107,10 +107,9 @@ class Recipe(NamedTuple):
         try:
             entry, entered = enter(self.values)
             with torch.enable_grad(), self.modes.autocasting():
-                results = self.span.run(self.sizes, self.key, entered)
+                return Passed(entry, edges(self.span.run(self.sizes, self.key, entered)))
         finally:
             now.put_back()
-        return Passed(entry, edges(results))
 
 
 def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe | Entry, Values]:
@@ -166,7 +165,12 @@ def run_backward(roots: Roots, gradients: Gradients) -> None:
 
 
 def edges(results: Values) -> Roots:
-    """For every result where its backward starts; the result itself need not be kept for that."""
+    """For every result where its backward starts; the result itself need not be kept for that.
+
+    Without gradients there is none, though a view of a parameter still asks for one.
+    """
+    if not torch.is_grad_enabled():
+        return [None] * len(results)
     return [
         get_gradient_edge(r) if isinstance(r, torch.Tensor) and r.requires_grad else None
         for r in results

@@ -139,3 +139,36 @@ def test_containers_of_classes_of_their_own_stay_as_they_are() -> None:
     held = config, seen, by_name
     assert all(a is b for a, b in zip(held, (model.config, model.seen, model.by_name), strict=True))
     assert torch.equal(program(X), model(X))
+
+
+# -- a view of a parameter crosses a cut, without gradients -------------------------------------
+
+
+class TiedByView(Two):
+    """One weight used on both sides of the cut, by a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 6))
+
+    def forward(self, x: torch.Tensor) -> object:
+        view = self.weight[:8]
+        h = x @ view.t()
+        return h.tanh() @ view
+
+
+def test_a_view_of_a_parameter_crosses_without_gradients() -> None:
+    model = TiedByView()
+    options: dict[str, Any] = {"num_microbatches": 4, "devices": ["cpu"] * 2}
+    with ps.Pipeline(model, (X,), cuts=["tanh()"], **options) as pipe:
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                assert torch.equal(pipe(X), model(X))
+                for found, x in zip(pipe.map([(X,), (X + 1,)]), (X, X + 1), strict=True):
+                    assert torch.equal(found, model(x))
+        out = pipe(X)
+        out.sum().backward()
+        ours, model.weight.grad = model.weight.grad, None
+        for x in X.tensor_split(4):
+            model(x).sum().backward()
+        assert torch.equal(ours, model.weight.grad)
