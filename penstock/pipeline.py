@@ -78,7 +78,8 @@ class Pipeline(Forwarding, Saves):
         schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"`.
         workers: `"threads"` of this process, `"processes"` of this machine that this one drives, or
             `"torchrun"`: the ranks that torchrun has started, on any number of machines. `"auto"`
-            is `"torchrun"` in a process that torchrun has started with others, else `"threads"`.
+            is `"torchrun"` in a process that torchrun has started with others, an error in one
+            that something else has (a process group, mpirun, srun), else `"threads"`.
         plan: a plan to follow, or the name of its file, instead of profiling and planning. Under
             torchrun rank 0 plans, or reads the plan, for all.
         cuts: cut before these modules (by their qualified names), instead of choosing; one fewer

@@ -24,6 +24,16 @@ _BUILDING = 1800.0  # seconds that building a pipeline may take, profiling and p
 LISTEN = "PENSTOCK_LISTEN"
 """In the environment: the address on which this rank listens to other machines."""
 
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),  # torchrun and whatever does as it does: Ray Train, Kubernetes
+    ("LOCAL_RANK", "WORLD_SIZE"),  # Lightning's own launcher
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun of Open MPI
+    ("PMI_RANK", "PMI_SIZE"),  # mpirun of MPICH and Intel MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # of MVAPICH
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun; salloc and sbatch set only the first
+)
+"""Where launchers tell a process its rank, and of how many; who says it first is believed."""
+
 T = TypeVar("T")
 
 DEVICES = Sequence[str | torch.device]
@@ -267,3 +277,31 @@ def is_torchrun() -> bool:
     """Whether this process is one of several that torchrun has started."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return several and "RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def check_is_alone() -> None:
+    """Raise if this process is one of several, of which each would train the whole model.
+
+    Raises:
+        InputError: there are others, by what `torch.distributed` or the environment say.
+    """
+    rank, count, how = _launched_by()
+    if count > 1:
+        raise InputError(
+            f"this process is rank {rank} of {count} ({how}), and each of them would train the "
+            'whole model by itself, without the others. Give workers="torchrun" to let the ranks '
+            "be the workers, one stage or more on each (without torchrun, call "
+            'torch.distributed.init_process_group first); or workers="threads" or "processes" if '
+            "each rank is to have a pipeline of its own"
+        )
+
+
+def _launched_by() -> tuple[int, int, str]:
+    """The rank of this process, of how many, and how that is known."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), "torch.distributed has a process group"
+    for rank, count in _LAUNCHERS:
+        if os.environ.get(rank, "").isdecimal() and os.environ.get(count, "").isdecimal():
+            found = int(os.environ[rank]), int(os.environ[count])
+            return *found, f"{count}={found[1]} in the environment"
+    return 0, 1, ""

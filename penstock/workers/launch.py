@@ -16,7 +16,7 @@ from penstock.profile.measure import Progress
 from penstock.workers.crew import Crew
 from penstock.workers.devices import existing_devices, threads_per_worker
 from penstock.workers.hiring import KINDS, hire
-from penstock.workers.joining import DEVICES, is_torchrun, join
+from penstock.workers.joining import DEVICES, check_is_alone, is_torchrun, join
 from penstock.workers.placement import check_separate
 from penstock.workers.probe import Range, ThreadRange
 from penstock.workers.torchrun import TorchrunCrew
@@ -83,7 +83,8 @@ def launched(workers: str, devices: DEVICES | None, allocator_kept: bool) -> Lau
         allocator_kept: whether worker processes keep freed memory.
 
     Raises:
-        InputError: there is no such kind, or the devices do not fit.
+        InputError: there is no such kind, or the devices do not fit; or the kind is `"auto"`, and
+            this process is one of several that torchrun has not started.
         DeviceError: a device does not exist.
         WorkerError: not all ranks are there.
     """
@@ -91,7 +92,14 @@ def launched(workers: str, devices: DEVICES | None, allocator_kept: bool) -> Lau
         raise InputError(f"workers={workers!r} is unknown; choose one of {', '.join(KINDS)}")
     if workers == "torchrun" or (workers == "auto" and is_torchrun()):
         return Together(devices)
-    return Alone(workers, () if devices is None else devices, allocator_kept)
+    if workers == "auto":
+        check_is_alone()
+    if devices is None:
+        raise InputError(
+            'devices= is missing: give the devices of the stages, devices=["cuda:0", "cuda:1"] '
+            'or ["cpu", "cpu"]. Only ranks (workers="torchrun") have devices of their own'
+        )
+    return Alone(workers, devices, allocator_kept)
 
 
 class Alone:

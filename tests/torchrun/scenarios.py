@@ -86,6 +86,18 @@ def apart(rank: int) -> None:
         module.this_machine = lambda: f"machine {rank}"
 
 
+def a_group(rank: int) -> Any:
+    """A process group of the script's own, without a word of torchrun in the environment."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name)
+    address = f"tcp://127.0.0.1:{os.environ.pop('MASTER_PORT')}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    alone = raised(lambda: trapped(2, devices=["cpu"] * 2))
+    with trapped(2, workers="torchrun") as pipe:
+        step(pipe)
+        return alone, pipe.links
+
+
 def listening(rank: int) -> Any:
     """On which addresses this rank listens that it did not before: as it connects, and later."""
     dist.init_process_group("gloo")
