@@ -17,6 +17,7 @@ from penstock.links.meeting import Address, Meeting, call, new_secret, route_to,
 from penstock.links.wire import Wire
 from penstock.workers.devices import existing_devices
 from penstock.workers.ranks import Ranks
+from penstock.workers.rendezvous import init_process_group
 
 _TIMEOUT = 120.0  # seconds in which all ranks have to be there
 _BUILDING = 1800.0  # seconds that building a pipeline may take, profiling and planning included
@@ -263,7 +264,7 @@ def _init() -> None:
             "script with torchrun --nproc-per-node 2 script.py, or call "
             "torch.distributed.init_process_group first"
         )
-    dist.init_process_group("gloo")
+    init_process_group()
 
 
 def _own_device() -> str:

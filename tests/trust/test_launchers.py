@@ -3,17 +3,24 @@ go on at the first attempt."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 import penstock as ps
 from penstock.workers.joining import _LAUNCHERS
-from tests.models import mlp
-from tests.torchrun.test_torchrun import Launcher, launcher, started
+from penstock.workers.rendezvous import attempt_of
+from tests.models import mlp, uniform_plan
+from tests.torchrun import restarting
+from tests.torchrun.test_torchrun import ROOT, Launcher, environment, launcher, started
 
 __all__ = ["launcher"]  # a fixture
 
@@ -88,3 +95,66 @@ def test_a_process_group_that_nobody_asked_for(launcher: Launcher, tmp_path: Pat
         assert alone[0] == "InputError"
         assert f"rank {rank} of 2 (torch.distributed has a process group)" in alone[1]
         assert links == ("shared memory",)
+
+
+# -- restarts ---------------------------------------------------------------------------------
+
+
+def attempt(store: dist.Store, ranks: Sequence[int], count: int, seconds: float = 10) -> list[Any]:
+    """What becomes of some of the ranks of an attempt."""
+
+    def one(rank: int) -> Any:
+        try:
+            part = attempt_of(store, rank, count, seconds)
+            part.set(str(rank), b"here")
+            return part.get(str((rank + 1) % count))
+        except TimeoutError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, ranks))
+
+
+def test_every_attempt_has_a_part_of_the_store_for_itself() -> None:
+    """Whoever was there before, and however many."""
+    store = dist.HashStore()
+    for count in (3, 3, 2, 1, 4):
+        assert attempt(store, range(count), count) == [b"here"] * count
+    for some in ([0, 2], [1, 2], [0, 1]):  # attempts that ended before all were there
+        for error in attempt(store, some, 3, 0.2):
+            assert isinstance(error, TimeoutError)
+        assert attempt(store, [2, 1, 0], 3) == [b"here"] * 3
+    for _ in range(20):
+        assert attempt(store, [2, 1, 0], 3) == [b"here"] * 3
+
+
+@pytest.mark.parametrize(
+    ("victim", "ranks"), [(0, 2), pytest.param(0, 3, marks=pytest.mark.slow),
+                          pytest.param(1, 2, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_killed_rank_is_restarted_once(tmp_path: Path, victim: int, ranks: int) -> None:
+    """The first restart goes on from the checkpoint, and ends with the bits of a run of threads."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command += ["--monitor-interval", "0.1", "--nproc-per-node", str(ranks)]
+    command += [str(ROOT / "tests/torchrun/restarting.py"), str(tmp_path), str(victim), str(ranks)]
+    found = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    starts = {path.name for path in tmp_path.iterdir()} - {"run"}
+    for rank in range(ranks):
+        assert {f"{rank} from 0 in 0", f"{rank} from {restarting.KILLED} in 1"} <= starts
+    model = restarting.parts(ranks)
+    program = ps.capture(model, (restarting.X,))
+    plan = uniform_plan(program, ranks, 2)
+    with ps.Pipeline(
+        model, (restarting.X,), devices=["cpu"] * ranks, program=program, plan=plan
+    ) as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
+        for _ in range(restarting.STEPS):
+            optimizer.zero_grad()
+            pipe.train_step(restarting.X, target=restarting.X, loss_fn=F.mse_loss)
+            optimizer.step()
+        saved = ps.load(tmp_path / "run").model_state()
+        for name, value in pipe.state_dict().items():
+            assert torch.equal(saved[name], value), name
