@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow zoo faults resume lint bench clean
+.PHONY: setup demo test test-share test-slow zoo faults resume lint bench clean
 
 setup: $(READY)
 
@@ -19,6 +19,10 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/pytest
+
+# A share of the slow tests, such as SHARE=3/8, and the core that every share has.
+test-share: $(READY)
+	$(BIN)/pytest -m slow --share $(SHARE) --timeout 1200
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow --timeout 1200

@@ -1,4 +1,4 @@
-"""Shared by all tests: CUDA tests are left out where there is no GPU."""
+"""Shared by all tests: which are left out, and what each of them finds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from uuid import uuid4
 import pytest
 import torch
 
+from tests import shares
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from penstock.loading import tolerate_missing_torchvision_operators
 
     tolerate_missing_torchvision_operators()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", help="a share of the tests, such as 3/8; see tests/shares.py")
 
 
 def pytest_configure() -> None:
@@ -22,10 +28,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    chosen = [item for item in items if "cuda" not in item.keywords]
-    config.hook.pytest_deselected(items=[item for item in items if "cuda" in item.keywords])
+    chosen = [i for i in items if torch.cuda.is_available() or "cuda" not in i.keywords]
+    if share := config.getoption("share"):
+        expression = config.getoption("markexpr")
+        if expression != "slow":
+            raise pytest.UsageError(f"--share is of the slow tests: -m slow, not -m {expression!r}")
+        slow = [item for item in chosen if "slow" in item.keywords]
+        chosen = shares.chosen(slow, *shares.parsed(share))
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
 
 

@@ -96,13 +96,17 @@ def threads_of(workers: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "scenario", ["contract_sample", pytest.param("contract_product", marks=pytest.mark.slow)]
+    "scenario",
+    [
+        "contract_sample",
+        *(pytest.param(f"contract_product:{name}", marks=pytest.mark.slow) for name in NAMES),
+    ],
 )
 @pytest.mark.timeout(1200)
 def test_the_bits_of_one_device_under_torchrun(
     scenario: str, launcher: Launcher, tmp_path: Path
 ) -> None:
-    ranks = launcher.run(scenario, tmp_path)
+    ranks = launcher.run(scenario, tmp_path, seconds=1100)
     assert all(ranks)
     for (name, point), first in ranks[0].items():
         ours: Bits = {}

@@ -69,5 +69,7 @@ def test_some_faults() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_all_faults_at_random_moments() -> None:
-    faults("--runs", "200")
+@pytest.mark.parametrize("seed", range(5))
+def test_all_faults_at_random_moments(seed: int) -> None:
+    """One run of each kind."""
+    faults("--seed", str(seed))

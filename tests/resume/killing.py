@@ -18,6 +18,7 @@ from penstock.storage.folder import INDEX
 from tests.resume.training import fork
 
 _HANGS = 120.0  # seconds after which a run hangs
+_TRIES = 5  # to kill it before its end
 KINDS = ("threads", "processes")
 MOMENTS = ("any", "save")
 """When a run is killed: at any time in training, or soon after a save has begun."""
@@ -31,7 +32,7 @@ class Outcome:
         workers: of its first start; later ones may have others.
         moment: when it was killed.
         seed: of what was left to chance.
-        kills: how often it was killed.
+        kills: how often it was killed; one that never was is not right.
         torn: how often a save was under way, as its files show.
         resumed: from which steps it went on.
         problems: what is not as it should be.
@@ -58,7 +59,7 @@ def run(workers: str, moment: str, seed: int, expected: dict[str, Any], folder: 
     """
     rng = random.Random(f"{workers} {moment} {seed}")
     outcome = Outcome(workers, moment, seed)
-    kind, stages = workers, 2
+    kind, stages, tries = workers, 2, 0
     for attempt in range(20):
         kills = rng.choice([1, 1, 2])
         delay = None
@@ -73,13 +74,26 @@ def run(workers: str, moment: str, seed: int, expected: dict[str, Any], folder: 
         elif watch.code != 0:
             outcome.problems.append(f"attempt {attempt} ended with {watch.code}")
             break
-        if (folder / "end.pt").exists():
+        if (folder / "end.pt").exists() and outcome.kills:
             break
+        if (folder / "end.pt").exists():  # before its moment had come: another one is tried
+            tries += 1
+            if tries == _TRIES:
+                outcome.problems.append(f"nobody killed it, in {tries} tries")
+                break
+            emptied(folder)
+            continue
         kind, stages = rng.choice(KINDS), rng.choice([2, 2, 3]) if kind == "threads" else 2
     outcome.problems += differing(folder / "end.pt", expected)
     if not outcome.problems:
         shutil.rmtree(folder)
     return outcome
+
+
+def emptied(folder: Path) -> None:
+    """Remove all that a run has left."""
+    shutil.rmtree(folder)
+    folder.mkdir()
 
 
 class Watch:

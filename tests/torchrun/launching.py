@@ -52,8 +52,16 @@ class Launcher:
         """The number of its process, if there is one."""
         return self._process.pid if self._process else None
 
-    def run(self, scenario: str, directory: Path, ranks: int = 2) -> list[Any]:
+    def run(
+        self, scenario: str, directory: Path, ranks: int = 2, seconds: float | None = None
+    ) -> list[Any]:
         """What every rank has found; `None` for one that did not get there.
+
+        Args:
+            scenario: a function of `tests.torchrun.scenarios`, and `:` with its argument.
+            directory: an empty one.
+            ranks: how many.
+            seconds: after which they are ended; `WATCHDOG` by default.
 
         Raises:
             RuntimeError: the launcher ended, or its ranks did not.
@@ -64,19 +72,20 @@ class Launcher:
         self._busy = True
         process.stdin.write(f"{scenario} {directory} {ranks} {free_port()}\n".encode())
         process.stdin.flush()
-        if not self._has_answered(process):
-            raise RuntimeError(f"the ranks of {scenario} have not ended within {WATCHDOG:.0f} s")
+        limit = WATCHDOG if seconds is None else seconds
+        if not self._has_answered(process, limit):
+            raise RuntimeError(f"the ranks of {scenario} have not ended within {limit:.0f} s")
         if process.poll() is not None:  # its ranks may still hold its output open
             raise RuntimeError(f"the launcher ended during {scenario}: {process.returncode}")
         process.stdout.readline()
         self._busy = False
         return collected(directory, ranks)
 
-    def _has_answered(self, process: subprocess.Popen[bytes]) -> bool:
+    def _has_answered(self, process: subprocess.Popen[bytes], seconds: float) -> bool:
         """Whether it has answered, or has ended, before it is too late."""
         end = os.pidfd_open(process.pid)
         try:
-            return bool(select.select([process.stdout, end], [], [], WATCHDOG)[0])
+            return bool(select.select([process.stdout, end], [], [], seconds)[0])
         finally:
             os.close(end)
 

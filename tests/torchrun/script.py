@@ -1,4 +1,7 @@
-"""What the ranks run: `script.py SCENARIO DIRECTORY`; each leaves its findings in the directory."""
+"""What the ranks run: `script.py SCENARIO[:ARGUMENT] DIRECTORY`.
+
+Each leaves its findings in the directory.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from tests.torchrun import scenarios
 
 def main() -> None:
     """Run it."""
-    name, path = sys.argv[1], Path(sys.argv[2]) / f"{os.environ['RANK']}.pt"
-    found = getattr(scenarios, name)(int(os.environ["RANK"]))
+    name, *arguments = sys.argv[1].split(":")
+    path = Path(sys.argv[2]) / f"{os.environ['RANK']}.pt"
+    found = getattr(scenarios, name)(int(os.environ["RANK"]), *arguments)
     torch.save(found, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
 
