@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-share test-slow zoo faults resume lint bench clean
+.PHONY: setup demo test test-share test-slow zoo faults resume lint bench figures clean
 
 setup: $(READY)
 
@@ -54,6 +54,18 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.partition --large --json out/partition.json
 	$(BIN)/python -W ignore -m benchmarks.halves --json out/halves.json
 	$(BIN)/python -W ignore -m benchmarks.truth --json out/truth.json
+
+# What README shows: measured, kept in docs/data, and written into the page. Take a quiet machine.
+figures: $(READY)
+	@mkdir -p docs/data
+	$(BIN)/penstock bench --quick --output out/figures
+	$(BIN)/python -m benchmarks.keep out/figures/bench.json bench
+	cp out/figures/bars.png out/figures/sweep.png docs/images/
+	$(BIN)/penstock bench rpc --quick --output out/figures
+	$(BIN)/python -m benchmarks.keep out/figures/rpc.json rpc
+	$(BIN)/python -m benchmarks.compare --record
+	$(BIN)/python -W ignore -m benchmarks.processes --record
+	$(BIN)/python -m benchmarks.tables
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

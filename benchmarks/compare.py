@@ -1,24 +1,28 @@
 """Penstock beside its peers, on two CPU workers, in one run.
 
-    python -m benchmarks.compare [--batch 32] [--image 128] [--rounds 7] [--quick] [--json FILE]
+    python -m benchmarks.compare [--batch 32] [--image 128] [--rounds 9] [--quick] [--record]
 
-First every configuration of `torch.distributed.pipelining` (schedule, number of micro-batches, cut
-by hand as in PyTorch's tutorial and again with Penstock's own cut) and of the RPC pipeline runs
-alone for a few steps, to find each peer's best. Then the best of each take turns with Penstock,
-one step each, round after round. A step is forward, loss, backward and the optimizer, for all.
+First every configuration of `torch.distributed.pipelining` (all its schedules, 2 to 16
+micro-batches, cut by hand as in PyTorch's tutorial and again with Penstock's own cut) and of the
+others runs alone for a few steps, to find each peer's best. Then the best of each take turns with
+Penstock, one step each, round after round, in an order that is drawn anew for every round. A step
+is forward, loss, backward and the optimizer, for all. All have the same conditions: one intra-op
+thread a worker (as many as cores for the process that has them all), an allocator that keeps freed
+memory, OpenMP as it comes (whether its threads sleep or spin when they wait is tried for the
+process that has several).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +32,17 @@ from rich.table import Table
 from torch import nn
 
 import penstock as ps
-from benchmarks import peers
-from penstock.bench.measure import machine
+from benchmarks import peers, record
 from penstock.bench.peers.models import Task, loss_function
 from penstock.capture import ROWS
 from penstock.engine.allocator import keep_freed_memory
 
 DEVICES = ("cpu", "cpu")
+WAITS: dict[str, dict[str, str]] = {
+    "": {},
+    ", OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
+}
+WARM_UP = 2  # steps of everybody that do not count, alone and in turns
 TALK = Console(stderr=True)
 
 
@@ -133,20 +141,16 @@ Start = Callable[[], peers.Peer]
 
 def candidates(batch: int, image: int, profile: ps.Profile) -> dict[str, dict[str, Start]]:
     """For each kind of peer its configurations, by name."""
-    counts = [m for m in (2, 4, 8) if batch % m == 0 and batch // m > 1]
+    counts = [m for m in peers.COUNTS if batch % m == 0 and batch // m > 1]
     task = {"batch": batch, "image": image}
     by_hand: dict[str, Start] = {}
     looped: dict[str, Start] = {}
     same_cut: dict[str, Start] = {}
-    choices = [(name, "1f1b", m) for name in ("GPipe", "1F1B") for m in counts]
-    names = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-    choices += [(name, "interleaved", m) for name in names for m in counts[1:2]]
-    for name, cut_for, m in choices:
+    for name, m in itertools.product(peers.SCHEDULES, counts):
+        cut_for = "1f1b" if name in peers.SINGLE else "interleaved"
         settings = {**task, "schedule": name, "microbatches": m}
-        of_one_stage = by_hand if cut_for == "1f1b" else looped
+        of_one_stage = by_hand if name in peers.SINGLE else looped
         of_one_stage[f"{name}, m={m}"] = lambda s=settings: peers.torch_pipelining(**s)
-        if "ZeroBubble" in name:
-            continue  # it fails where a stage hands on a value that it was given
         same_cut[f"{name}, m={m}"] = lambda s=settings, cut_for=cut_for: peers.torch_pipelining(
             **s, stages=penstock_cut(profile, s["microbatches"], cut_for)
         )
@@ -160,29 +164,44 @@ def candidates(batch: int, image: int, profile: ps.Profile) -> dict[str, dict[st
         "RPC pipeline": rpc,
         "DistributedDataParallel": {"": lambda: peers.data_parallel(**task)},
         "one process, all cores": {
-            f"m={m}": lambda m=m: peers.all_cores(**task, microbatches=m) for m in (1, counts[-1])
+            f"m={m}{said}": lambda m=m, waits=waits: peers.all_cores(
+                **task, microbatches=m, environment=waits
+            )
+            for m in (1, *counts)
+            for said, waits in WAITS.items()
         },
         "one device": {
-            f"m={m}": lambda m=m: peers.one_core(**task, microbatches=m) for m in (1, counts[-1])
+            f"m={m}": lambda m=m: peers.one_core(**task, microbatches=m) for m in (1, *counts)
         },
     }
 
 
-def scout(start: Start, steps: int) -> float:
-    """The median seconds of a peer that runs alone."""
-    peer = start()
+def scout(start: Start, steps: int) -> list[float] | str:
+    """The seconds of a peer's steps, alone and warm; or why it does not run."""
     try:
-        return statistics.median([peer.step() for _ in range(steps + 1)][1:])
+        peer = start()
+    except (RuntimeError, TypeError, ValueError, ps.PenstockError) as error:
+        return f"does not run: {str(error).splitlines()[-1]}"
+    try:
+        return [peer.step() for _ in range(steps + WARM_UP)][WARM_UP:]
+    except RuntimeError as error:
+        return f"failed: {str(error).splitlines()[-1]}"
     finally:
         peer.close()
 
 
+def fastest(scouted: dict[str, list[float] | str]) -> str | None:
+    """The configuration with the smallest median; `None` if none ran."""
+    medians = {n: statistics.median(s) for n, s in scouted.items() if not isinstance(s, str)}
+    return min(medians, key=medians.__getitem__, default=None)
+
+
 def find_best(
     kinds: dict[str, dict[str, Start]], steps: int
-) -> tuple[dict[str, Start], dict[str, dict[str, float]]]:
+) -> tuple[dict[str, Start], dict[str, dict[str, list[float] | str]]]:
     """The fastest configuration of every kind, and the seconds of all."""
     found: dict[str, Start] = {}
-    seconds: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, list[float] | str]] = {}
     with Progress(console=TALK) as bar:
         task = bar.add_task("finding each peer's best", total=sum(map(len, kinds.values())))
         for kind, configurations in kinds.items():
@@ -190,20 +209,25 @@ def find_best(
             for name, start in configurations.items():
                 seconds[kind][name] = scout(start, steps)
                 bar.advance(task)
-            best = min(seconds[kind], key=lambda name: seconds[kind][name])
-            found[f"{kind}, {best}" if best else kind] = configurations[best]
+            best = fastest(seconds[kind])
+            if best is not None:
+                found[f"{kind}, {best}" if best else kind] = configurations[best]
     return found, seconds
 
 
 def take_turns(
-    contestants: Sequence[Any], rounds: int, warm_up: int = 2, steps: int = 1
+    contestants: Sequence[Any], rounds: int, warm_up: int = WARM_UP, steps: int = 1, seed: int = 0
 ) -> dict[str, list[float]]:
-    """The mean seconds of each contestant's steps, so many each, round after round."""
+    """The mean seconds of each contestant's steps, so many each, round after round.
+
+    The order of a round is drawn anew, by a seed, so that nobody has always the same predecessor.
+    """
+    drawn = random.Random(seed)
     seconds: dict[str, list[float]] = {c.name: [] for c in contestants}
     with Progress(console=TALK) as bar:
         task = bar.add_task("taking turns", total=(rounds + warm_up) * len(contestants))
         for turn in range(rounds + warm_up):
-            for contestant in contestants:
+            for contestant in drawn.sample(contestants, len(contestants)):
                 taken = [contestant.step() for _ in range(steps)]
                 if turn >= warm_up:
                     seconds[contestant.name].append(statistics.mean(taken))
@@ -230,13 +254,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--image", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--scout", type=int, default=3, help="steps to find a peer's best")
+    parser.add_argument("--scout", type=int, default=5, help="steps to find a peer's best")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
     parser.add_argument("--quick", action="store_true", help="small images, few rounds")
-    parser.add_argument("--json", type=Path, help="write everything that was measured here")
+    record.add_options(parser)
     options = parser.parse_args()
     if options.quick:
         options.batch, options.image, options.rounds, options.scout = 8, 64, 3, 1
-    keep_freed_memory()
+    kept = keep_freed_memory()
     ours = Penstock(options.batch, options.image)
     TALK.print(str(ours.pipe.plan))
     kinds = candidates(options.batch, options.image, ours.profile)
@@ -249,14 +274,22 @@ def main() -> None:
             stack.callback(peer.close)
             peer.name = name
             contestants.append(peer)
-        seconds = take_turns(contestants, options.rounds)
+        seconds = take_turns(contestants, options.rounds, seed=options.seed)
     result = rows(contestants, seconds)
     train_step = statistics.median(ours.train_steps[2:])
     plan = ours.pipe.plan
     report = {
-        "machine": machine(),
         "batch": options.batch,
         "image": options.image,
+        "settings": {
+            "rounds": options.rounds,
+            "warm_up": WARM_UP,
+            "scout": options.scout,
+            "seed": options.seed,
+            "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",
+            "threads": "one a worker; the process with all cores has as many as cores",
+        },
+        "plan": plan.summary,
         "rows": [asdict(row) for row in result],
         "scouted": scouted,
         "train_step_seconds": train_step,
@@ -264,8 +297,7 @@ def main() -> None:
         "bound_seconds": plan.bound_seconds,
         "percent_of_bound": 100 * plan.bound_seconds / train_step,
     }
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    report = record.save("compare", report, options.json, options.record)
     print_table(result, report)
 
 

@@ -1,20 +1,20 @@
 """Worker processes beside worker threads, torch's pipelining and the RPC pipeline.
 
     python -m benchmarks.processes [--models resnet,gpt,wide,tiny] [--rounds 9] [--quick]
-                                   [--json FILE]
+                                   [--record]
 
 Two CPU workers with a thread each train four models. For every model, each configuration of
 `torch.distributed.pipelining` (schedule, number of micro-batches; cut by hand, and cut as Penstock
 does for as many micro-batches) runs alone for a few steps, to find the best of either cut. Then
-they take turns with Penstock, a step each or half a second of steps, round after round. A step is
-forward, loss, backward and the optimizer, for all. The start of two worker processes is timed at
-the end.
+they take turns with Penstock, a step each or half a second of steps, round after round, in an order
+that is drawn anew for every round. A step is forward, loss, backward and the optimizer, for all;
+every process has one intra-op thread and keeps freed memory. The start of two worker processes is
+timed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +29,10 @@ from rich.console import Console
 from torch import nn
 
 import penstock as ps
-from benchmarks.compare import Cut, take_turns
+from benchmarks import record
+from benchmarks.compare import WARM_UP, Cut, fastest, scout, take_turns
 from benchmarks.flat import uniform_plan
-from benchmarks.peers.torch_pipelining import torch_pipelining_of
+from benchmarks.peers.torch_pipelining import LOOPED, torch_pipelining_of
 from benchmarks.subjects import Subject, subjects
 from penstock.bench.measure import machine
 from penstock.bench.peers.peer import Peer
@@ -119,7 +119,7 @@ def torchs(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Start]]:
     by_hand: dict[str, Start] = {}
     ours: dict[str, Start] = {}
     for schedule in subject.schedules:
-        looped = schedule.startswith("Interleaved")
+        looped = schedule in LOOPED
         cut = subject.in_four if looped else subject.by_hand
         if cut is None:
             continue
@@ -132,34 +132,16 @@ def torchs(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Start]]:
     return {"torch pipelining, cut by hand": by_hand, "torch pipelining, Penstock's cut": ours}
 
 
-def scouted(starts: dict[str, Start], steps: int) -> dict[str, float]:
-    """The median seconds of each that runs, alone; why the others do not is said."""
-    found = {}
-    for name, start in starts.items():
-        try:
-            peer = start()
-        except (RuntimeError, TypeError, ps.PenstockError) as error:
-            TALK.print(f"{name} does not run: {str(error).splitlines()[-1]}", markup=False)
-            continue
-        try:
-            found[name] = statistics.median([peer.step() for _ in range(steps + 1)][1:])
-        except RuntimeError as error:
-            TALK.print(f"{name} failed: {str(error).splitlines()[-1]}", markup=False)
-        finally:
-            peer.close()
-    return found
-
-
 def others(
     subject: Subject, costs: ps.Profile, steps: int, stack: ExitStack, notes: dict[str, Any]
 ) -> Iterator[Any]:
     """torch's best of either cut, and the RPC pipeline at every number of micro-batches."""
     for kind, starts in torchs(subject, costs).items():
         TALK.print(f"finding the best of {len(starts)}: {kind}")
-        seconds = notes[kind] = scouted(starts, steps)
-        if not seconds:
+        notes[kind] = {name: scout(start, steps) for name, start in starts.items()}
+        best = fastest(notes[kind])
+        if best is None:
             continue
-        best = min(seconds, key=lambda name: seconds[name])
         peer = starts[best]()
         stack.callback(peer.close)
         peer.name = f"{kind}, {best}"
@@ -171,7 +153,7 @@ def others(
         yield from (Rpc(rpc, count) for count in (1, *subject.counts))
 
 
-def measure(subject: Subject, rounds: int, scout: int) -> dict[str, Any]:
+def measure(subject: Subject, rounds: int, steps_alone: int, seed: int) -> dict[str, Any]:
     """Everything that was measured of one model."""
     notes: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -182,9 +164,9 @@ def measure(subject: Subject, rounds: int, scout: int) -> dict[str, Any]:
             TALK.print(f"{subject.name}, {workers}: {ours[-1].plan.summary}", markup=False)
         program = ps.capture(subject.build().train(), (subject.data()[0],))
         costs = profile_for(program, devices=list(map(torch.device, DEVICES)), request=Request())
-        contestants = [*ours, *others(subject, costs, scout, stack, notes)]
+        contestants = [*ours, *others(subject, costs, steps_alone, stack, notes)]
         steps = max(1, round(TURN / ours[0].plan.predicted_step_seconds))
-        seconds = take_turns(contestants, rounds, steps=steps)
+        seconds = take_turns(contestants, rounds, steps=steps, seed=seed)
     return {
         "model": subject.name,
         "rows": [_row(c, seconds[c.name], seconds[ours[0].name]) for c in contestants],
@@ -256,18 +238,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", default="resnet,gpt,wide,tiny")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--scout", type=int, default=3, help="steps to find torch's best")
+    parser.add_argument("--scout", type=int, default=5, help="steps to find torch's best")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
-    parser.add_argument("--json", type=Path, help="write everything that was measured here")
+    record.add_options(parser)
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.scout = 2, 1
-    keep_freed_memory()
+    kept = keep_freed_memory()
     use_threads(1)  # the unsplit model too, while it is captured and profiled
     found = subjects(options.quick)
     results = []
     for name in options.models.split(","):
-        results.append(measure(found[name], options.rounds, options.scout))
+        results.append(measure(found[name], options.rounds, options.scout, options.seed))
         print(*show(results[-1]), sep="\n", flush=True)
     started = start_up()
     print(
@@ -275,10 +258,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"takes {show_seconds(started['import_torch_seconds'])}"
     )
     print(machine())
-    report = {"models": results, "start_up": started, "machine": machine()}
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return report
+    settings = {
+        "rounds": options.rounds,
+        "warm_up": WARM_UP,
+        "scout": options.scout,
+        "seed": options.seed,
+        "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",
+        "threads": "one a worker",
+    }
+    report = {"models": results, "start_up": started, "settings": settings}
+    return record.save("processes", report, options.json, options.record)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.peers.torch_pipelining import COUNTS, SCHEDULES
 from penstock.bench.peers.models import Data, Given, Loss, Task, quarter_cut, resnet50, tutorial_cut
 
 Stages = Callable[[], Sequence[nn.Module]]
 WORDS = 4096
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
-"""Of torch's pipelining. Its zero-bubble schedules are slower than these on CPUs
-(`benchmarks.compare` has them), and fail where a value passes a stage unchanged."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Subject:
     loss: Loss
     by_hand: Stages
     in_four: Stages | None
-    counts: tuple[int, ...] = (2, 4, 8)
+    counts: tuple[int, ...] = COUNTS
     rpc: bool = False
     schedules: tuple[str, ...] = SCHEDULES
 
@@ -154,7 +152,7 @@ def _sequence(
 def subjects(quick: bool) -> dict[str, Subject]:
     """The four models, by a short name; with `quick` so small that a step takes milliseconds."""
     rows, image = (8, 32) if quick else (32, 128)
-    counts = (2,) if quick else (2, 4, 8)
+    counts = (2,) if quick else COUNTS
     resnet = Subject(
         f"ResNet-50, batch {rows}, {image}x{image}",
         resnet50,
@@ -185,7 +183,7 @@ def subjects(quick: bool) -> dict[str, Subject]:
             mlp,
             partial(numbers, many, 4),
             mean_square,
-            counts if quick else (4, 8, 16),
+            counts,
         ),
         "tiny": _sequence(
             f"{len(tiny())} tiny calls, 32 rows of 16",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +17,6 @@ from benchmarks.contract.trainers import (
     Found,
     OneDevice,
     Penstock,
-    PenstockAlone,
     PenstockProcesses,
     Trainer,
 )
@@ -46,24 +45,18 @@ class Verdict:
         largest: the largest absolute difference; `None` where nothing could be compared.
         where: what differs by that.
         reason: why nothing could be compared.
-        by_design: why it cannot be the same bits, where that was chosen.
+        applies: whether it could be asked at all.
     """
 
     largest: float | None = None
     where: str = ""
     reason: str = ""
-    by_design: str = ""
+    applies: bool = True
 
     @property
     def is_exact(self) -> bool:
         """Whether everything was the same bits."""
         return self.largest == 0 and not self.where
-
-    @property
-    def is_as_promised(self) -> bool:
-        """Whether it is exact, or differs in what cannot be."""
-        chosen = self.by_design and self.largest is not None and self.largest < float("inf")
-        return self.is_exact or bool(chosen)
 
     def __str__(self) -> str:
         if self.reason:
@@ -72,15 +65,14 @@ class Verdict:
             return "exact"
         if self.largest == float("inf"):
             return f"differs: {self.where} is missing, infinite or of another shape"
-        why = f", by design: {self.by_design}" if self.by_design else ""
-        return f"differs by {self.largest:.1e} ({self.where}){why}"
+        return f"differs by {self.largest:.1e} ({self.where})"
 
 
 class Contenders:
     """Everybody who is asked; the peers' processes are kept from case to case."""
 
     def __init__(self) -> None:
-        self._crews: dict[tuple[str, int], Crew] = {}
+        self._crews: dict[str, Crew] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -93,33 +85,32 @@ class Contenders:
         """What one contender makes of a case."""
         reason = dict(case.without).get(name)
         if reason:
-            return Verdict(reason=reason)
-        for workers in (2, 1) if case.of_itself else (2,):
-            if name in _PEERS:
-                self._crew(name, workers)  # that it does not start is not the case's fault
+            return Verdict(reason=f"does not apply: {reason}", applies=False)
+        if name in _PEERS:
+            self._crew(name)  # that it does not start is not the case's fault
+        expected = run(case, OneDevice)
         try:
-            found = self._found(case, name, 2)
-            expected = self._found(case, name, 1) if case.of_itself else run(case, OneDevice)
+            found = self._found(case, name)
         except Exception as error:
             return Verdict(reason=f"not supported: {in_a_few_words(error)}")
-        return replace(compared(found, expected), by_design=case.by_design)
+        return compared(found, expected)
 
-    def _found(self, case: Case, name: str, workers: int) -> Found:
+    def _found(self, case: Case, name: str) -> Found:
         if name in _OURS:
-            return run(case, _OURS[name] if workers > 1 else PenstockAlone)
-        ranks = self._crew(name, workers).call("run", cloudpickle.dumps((case.setup, case.script)))
+            return run(case, _OURS[name])
+        ranks = self._crew(name).call("run", cloudpickle.dumps((case.setup, case.script)))
         found: Found = {}
         for rank in reversed(ranks):  # the first is right where several have something
             found |= rank
         return found
 
-    def _crew(self, name: str, workers: int) -> Crew:
+    def _crew(self, name: str) -> Crew:
         """The processes of a peer; new ones after a failure."""
-        crew = self._crews.get((name, workers))
+        crew = self._crews.get(name)
         if crew is None or not crew.pids:
             build = partial(peers.Rank, _PEERS[name])
-            crew = Crew(name, [build] * workers, timeout=_PATIENCE)
-            self._crews[name, workers] = crew
+            crew = Crew(name, [build] * 2, timeout=_PATIENCE)
+            self._crews[name] = crew
         return crew
 
 

@@ -32,16 +32,6 @@ def linear() -> nn.Module:
     return Chain(*layers, nn.Linear(WIDTH, WIDTH))
 
 
-def dropout() -> nn.Module:
-    """Dropout in both halves."""
-    return Chain(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)),
-        nn.Tanh(),
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)),
-        nn.Linear(WIDTH, WIDTH),
-    )
-
-
 def batchnorm() -> nn.Module:
     """BatchNorm in both halves."""
     return Chain(

@@ -83,16 +83,13 @@ class TorchPipelining(Peer):
 
     It gets what an expert would give it: the shapes between the stages, another schedule for
     another size of micro-batch, and the weights of micro-batches in the loss instead of torch's own
-    scaling of gradients, unless it is left alone.
+    scaling of gradients.
     """
 
     def __init__(self, setup: Setup, seed: int = 1, group: Any = None) -> None:
         super().__init__(setup, seed, group)
         halves = self.model.stages()  # type: ignore[operator]
         self._stages = halves if self._size > 1 else [self.model]
-        if setup.boundary_dtype is not None:
-            self._stages = [Narrowed(stage, setup.boundary_dtype, k, len(self._stages))
-                            for k, stage in enumerate(self._stages)]  # fmt: skip
         if setup.recompute:
             self._stages = [Checkpointed(stage) for stage in self._stages]
         self._mine = self._stages[self._rank]
@@ -134,8 +131,7 @@ class TorchPipelining(Peer):
         results = schedule.step(*given, target=target if last else None, losses=losses)
         if last:
             self.outputs = results if outputs else None
-            scale = 1 / len(losses) if self.setup.left_alone else 1.0
-            self.losses.append(torch.stack(losses).sum() * scale)
+            self.losses.append(torch.stack(losses).sum())
 
     def evaluate(self, inputs: Any) -> Tensor | None:
         self.model.eval()
@@ -146,21 +142,17 @@ class TorchPipelining(Peer):
 
     def clip(self, norm: float) -> Tensor:
         total = nn.utils.get_total_norm([p.grad for p in self.own.values() if p.grad is not None])
-        if not self.setup.left_alone:
-            squares = total.square()
-            dist.all_reduce(squares, group=self._group)
-            total = squares.sqrt()
+        squares = total.square()
+        dist.all_reduce(squares, group=self._group)
+        total = squares.sqrt()
         nn.utils.clip_grads_with_norm_(self.own.values(), norm, total)
         return total
 
     def scaler(self, scale: float) -> torch.amp.GradScaler:
-        if self.setup.left_alone:
-            return super().scaler(scale)
         return ShardedGradScaler("cpu", init_scale=scale)
 
     def sum_shared(self, name: str) -> None:
-        if not self.setup.left_alone:
-            dist.all_reduce(self.own[name].grad, group=self._group)
+        dist.all_reduce(self.own[name].grad, group=self._group)
 
     def _save(self, folder: Path, optimizer: Any) -> None:
         """By `torch.distributed.checkpoint`, which goes by names."""
@@ -179,29 +171,28 @@ class TorchPipelining(Peer):
         if self._metrics is not None:  # the loss is where anything can be called
             with torch.no_grad():
                 self.metrics.append(self._metrics(output, target))
-        return loss if self.setup.left_alone else loss * self._shares.pop(0)
+        return loss * self._shares.pop(0)
 
     def _schedule(self, inputs: Any) -> Any:
         """A schedule for batches of these shapes."""
         key = torch.is_grad_enabled(), tuple(x.shape for x in flatten(inputs)[0])
         if key not in self._schedules:
             given, results = self._example(split(inputs, self.setup.microbatches)[0])
-            told = {} if self.setup.left_alone else {"output_args": results}
             stage = PipelineStage(
                 self._mine,
                 self._rank,
                 self._size,
                 torch.device("cpu"),
                 group=self._group,
-                input_args=None if self.setup.left_alone else given,
-                **told,
+                input_args=given,
+                output_args=results,
             )
             kind: Any = get_schedule_class(self.setup.schedule)
             self._schedules[key] = kind(
                 stage,
                 self.setup.microbatches,
                 loss_fn=self._weighted if torch.is_grad_enabled() else None,
-                scale_grads=self.setup.left_alone,
+                scale_grads=False,
             )
         return self._schedules[key]
 
@@ -228,19 +219,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, *values: Tensor) -> Any:
         return checkpoint(self.stage, *values, use_reentrant=False)
-
-
-class Narrowed(nn.Module):
-    """A stage whose floating point boundaries are in half precision, as somebody casts by hand."""
-
-    def __init__(self, stage: nn.Module, dtype: torch.dtype, number: int, stages: int) -> None:
-        super().__init__()
-        self.stage, self.dtype = stage, dtype
-        self.first, self.last = number == 0, number == stages - 1
-
-    def forward(self, value: Tensor) -> Any:
-        result = self.stage(value if self.first else value.float())
-        return result if self.last else result.to(self.dtype)
 
 
 class DataParallel(Peer):

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.contract.cases import Case
 from benchmarks.contract.measured import Verdict
+from benchmarks.record import origin
 
 Results = Mapping[Case, Mapping[str, Verdict]]
 
@@ -21,22 +22,18 @@ with PyTorch. Everything that is there in the end is compared: gradients, parame
 losses and results. *Exact* is the same bits; otherwise the largest absolute difference, and where
 it is.
 
-- **Penstock** cuts the model by itself, or where the case says so. Its workers are threads;
-  `--processes` adds a column of worker processes.
+- **Penstock** cuts the model by itself, or where the case says so, on worker threads and on worker
+  processes.
 - **torch.distributed.pipelining** has stages that were written by hand, over gloo, with 1F1B. It
   is given what an expert would give it: the shapes between the stages, a schedule for every batch
   size, the weights of micro-batches in the loss instead of its own scaling of gradients, a norm of
-  gradients that is summed over the processes by hand. The lines that say *by default* or *nothing
-  by hand* leave all that away.
+  gradients that is summed over the processes by hand.
 - **data parallelism** is `DistributedDataParallel` on two ranks, each with half of the
   micro-batches, which it accumulates under `no_sync`, its losses weighted so that the mean over
   ranks is that of the batch. It sums in another order than one device, so small differences
   are rounding; statistics of BatchNorm are those of the rank's own rows.
-- Of dropout, each is compared with itself on one worker, with the same seed.
-- For running statistics that are put off (`deferred`), which plain PyTorch does not have, the one
-  device uses Penstock's own code.
-- What is not exact *by design* was asked to be otherwise: one case rounds what crosses the cut. Its
-  bits depend on the cut alone, whatever workers and schedule.
+- What plain PyTorch does not define on one device is no case here: dropout, whose masks depend on
+  who draws when, and what Penstock alone offers. Their tests are among the others.
 
 """
 
@@ -48,10 +45,11 @@ def as_markdown(results: Results) -> str:
     for case, verdicts in results.items():
         cells = [_cell(verdict) for verdict in verdicts.values()]
         lines.append(f"| {case.title} | {' | '.join(cells)} |")
-    counts = [
-        f"{name}: {sum(verdicts[name].is_exact for verdicts in results.values())}" for name in names
-    ]
-    lines += ["", f"Exact, of {len(results)} cases: {', '.join(counts)}."]
+    counts = []
+    for name in names:
+        asked = [verdicts[name] for verdicts in results.values() if verdicts[name].applies]
+        counts.append(f"{name} {sum(verdict.is_exact for verdict in asked)} of {len(asked)}")
+    lines += ["", f"Exact, of the cases that apply: {'; '.join(counts)}."]
     return _HEAD.format(torch=torch.__version__) + "\n".join(lines) + "\n"
 
 
@@ -63,7 +61,7 @@ def _cell(verdict: Verdict) -> str:
 def as_data(results: Results) -> dict[str, Any]:
     """The same for programs."""
     return {
-        "torch": torch.__version__,
+        **origin(),
         "cases": [
             {
                 "case": case.name,
@@ -72,6 +70,7 @@ def as_data(results: Results) -> dict[str, Any]:
                 "results": {
                     name: {
                         "exact": verdict.is_exact,
+                        "applies": verdict.applies,
                         "largest": None if verdict.largest == float("inf") else verdict.largest,
                         "where": verdict.where,
                         "said": str(verdict),

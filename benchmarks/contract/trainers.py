@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 import penstock as ps
 from benchmarks.flat import uniform_plan
 from penstock.capture.trees import flatten, unflatten
-from penstock.engine.batchnorm import BatchNormMode, Norms, closed_norms
 from penstock.workers.hiring import Workers
 
 Found = dict[str, Tensor]
@@ -39,10 +38,7 @@ class Setup:
         cuts: where Penstock cuts; anywhere if there are none.
         recompute: whether activations are computed again in the backward.
         unused: whether parameters may get no gradient, which DistributedDataParallel must be told.
-        left_alone: leave peers as they come: without the settings that an expert would choose.
         schedule: what torch.distributed.pipelining runs.
-        batchnorm: when running statistics are updated, as a `Pipeline` is told.
-        boundary_dtype: what values travel in from stage to stage, if not in their own.
     """
 
     model: Callable[[], nn.Module]
@@ -50,10 +46,7 @@ class Setup:
     cuts: Sequence[str | int] = ()
     recompute: bool = False
     unused: bool = False
-    left_alone: bool = False
     schedule: str = "1F1B"
-    batchnorm: BatchNormMode = "microbatch"
-    boundary_dtype: torch.dtype | None = None
 
 
 class Trainer(ABC):
@@ -171,16 +164,7 @@ class Trainer(ABC):
 
 
 class OneDevice(Trainer):
-    """Plain PyTorch that accumulates micro-batches in order: what is exact.
-
-    Running statistics that are put off are Penstock's own doing, as plain PyTorch does not do it.
-    """
-
-    def __init__(self, setup: Setup, seed: int = 1) -> None:
-        super().__init__(setup, seed)
-        self._norms = Norms()
-        if setup.batchnorm == "deferred":
-            self._norms.add(self.model.modules())
+    """Plain PyTorch that accumulates micro-batches in order: what is exact."""
 
     def step(
         self,
@@ -195,16 +179,14 @@ class OneDevice(Trainer):
         m, total = self.setup.microbatches, torch.zeros(())
         results: list[Any] = []
         parts = zip(split(inputs, m), split(target, m), shares(target, m, weight), strict=True)
-        with self._norms.during_a_pass():
-            for k, (x, y, share) in enumerate(parts):
-                with self._norms.during(k):
-                    output = self.model(*x)
-                part = loss(output, y) * share
-                part.backward()
-                total = total + part.detach()
-                results.append(output)
-                if metrics is not None:
-                    self.metrics.append(metrics(output.detach(), y))
+        for x, y, share in parts:
+            output = self.model(*x)
+            part = loss(output, y) * share
+            part.backward()
+            total = total + part.detach()
+            results.append(output)
+            if metrics is not None:
+                self.metrics.append(metrics(output.detach(), y))
         self.losses.append(total)
         self.outputs = torch.cat(results) if outputs else None
 
@@ -238,8 +220,7 @@ class Penstock(Trainer):
     def _pipeline(self, inputs: Any) -> ps.Pipeline:
         if self._pipe is None:
             setup = self.setup
-            closed = closed_norms(self.model, setup.batchnorm, ())
-            program = ps.capture(self.model, inputs, keep_closed=closed)
+            program = ps.capture(self.model, inputs)
             plan = uniform_plan(
                 program,
                 len(self.devices),
@@ -254,8 +235,6 @@ class Penstock(Trainer):
                 program=program,
                 plan=plan,
                 workers=self.workers,
-                batchnorm=setup.batchnorm,
-                boundary_dtype=setup.boundary_dtype,
             )
         return self._pipe
 
@@ -311,12 +290,6 @@ class Penstock(Trainer):
     def close(self) -> None:
         if self._pipe is not None:
             self._pipe.close()
-
-
-class PenstockAlone(Penstock):
-    """Penstock on one worker."""
-
-    devices = ("cpu",)
 
 
 class PenstockProcesses(Penstock):

@@ -11,10 +11,6 @@ from penstock.bench.peers.models import Task, loss_function, resnet50
 from penstock.bench.peers.peer import CrewPeer, Peer, Reading
 from penstock.bench.peers.processes import Place
 
-# Threads of OpenMP spin at the end of every parallel region. Where anything else wants their core
-# that makes two threads many times slower than one, so by default they sleep instead.
-_SLEEP_WHEN_WAITING = {"OMP_WAIT_POLICY": "passive"}
-
 
 class OneProcess:
     """The whole model; more than one micro-batch means gradient accumulation."""
@@ -72,7 +68,8 @@ def all_cores(
 ) -> Peer:
     """One process with `threads` intra-op threads; as many as it may use cores by default.
 
-    `environment={"GOMP_SPINCOUNT": "300000"}` lets its threads spin as OpenMP would by itself.
+    `environment={"OMP_WAIT_POLICY": "passive"}` lets its threads sleep where they wait; by default
+    they spin for a while, which is faster unless somebody else wants their cores.
     """
     task = Task(batch, image, microbatches, learning_rate)
     return CrewPeer(
@@ -80,5 +77,5 @@ def all_cores(
         [partial(OneProcess, task, model_seed)],
         threads=threads or len(os.sched_getaffinity(0)),
         timeout=timeout,
-        environment=_SLEEP_WHEN_WAITING | dict(environment or {}),
+        environment=environment,
     )

@@ -19,8 +19,11 @@ from penstock.bench.peers.models import Task, Work, quarter_cut, tutorial_cut
 from penstock.bench.peers.peer import CrewPeer, Peer, Reading, seconds_between_barriers
 from penstock.bench.peers.processes import Place
 
-# What a comparison offers, by torch's names; the last three run two stages in each process.
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+# What a comparison offers, by torch's names: one stage in each process, or two of them.
+SINGLE = ("GPipe", "1F1B")
+LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (*SINGLE, *LOOPED)
+COUNTS = (2, 4, 8, 16)  # of micro-batches: those among which Penstock's planner looks as well
 
 # Schedules that deal four stages to two ranks as 0 1 1 0; the others deal 0 1 0 1.
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")

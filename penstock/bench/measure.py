@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -114,14 +115,17 @@ def warm_up(contestants: Sequence[Contestant], tick: Tick) -> None:
 def take_turns(contestants: Sequence[Contestant], repeats: int, batches: int, tick: Tick) -> None:
     """Measure all of them round by round, so that what disturbs one disturbs all.
 
+    The order of a round is drawn anew, the same in every run: nobody always follows the same one.
+
     Args:
         contestants: who takes part; they have warmed up.
         repeats: rounds.
         batches: steps of each in a round.
         tick: called before each turn.
     """
+    drawn = random.Random(0)
     for _ in range(repeats):
-        for contestant in contestants:
+        for contestant in drawn.sample(contestants, len(contestants)):
             tick(contestant.name)
             start = time.perf_counter()
             for _ in range(batches):

@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.contract.cases import CASES
-from benchmarks.contract.measured import OTHERS, OURS, Verdict, compared, in_a_few_words, run
+from benchmarks.contract.cases import CASES, Case
+from benchmarks.contract.measured import (
+    OTHERS,
+    OURS,
+    Contenders,
+    Verdict,
+    compared,
+    in_a_few_words,
+    run,
+)
 from benchmarks.contract.table import as_data, as_markdown
 from benchmarks.contract.trainers import OneDevice, Penstock
 
@@ -39,15 +47,21 @@ def test_what_is_compared() -> None:
         assert "missing" in str(compared(changed, whole))
 
 
-def test_what_differs_by_design_says_so() -> None:
-    case = BY_NAME["narrow_boundaries"]
-    verdict = compared(run(case, Penstock), run(case, OneDevice))
-    chosen = dataclasses.replace(verdict, by_design=case.by_design)
-    assert str(chosen) == f"{verdict}, by design: what crosses the cut is rounded"
-    promised = [v.is_as_promised for v in (Verdict(0.0), chosen, verdict)]
-    assert promised == [True, True, False]
-    for broken in (Verdict(reason="not supported"), Verdict(float("inf"), "a")):
-        assert not dataclasses.replace(broken, by_design=case.by_design).is_as_promised
+def test_the_reference_is_plain_and_no_case_is_made_to_fail() -> None:
+    """It shares nothing with Penstock, and everybody is asked the same in the same way."""
+    assert not set(vars(OneDevice)) & {"_norms", "_pipe"}
+    assert {field.name for field in dataclasses.fields(Case)} == {"script", "setup", "without"}
+    assert not any("default" in case.title or "by hand" in case.title for case in CASES)
+    assert not any(set(dict(case.without)) & set(OURS) for case in CASES)
+
+
+def test_what_does_not_apply_is_not_counted() -> None:
+    verdicts = {name: Verdict(0.0) for name in (*OURS, *OTHERS)}
+    alone = BY_NAME["fewer_microbatches_than_stages"]
+    verdicts[OTHERS[1]] = Contenders().verdict(alone, OTHERS[1])
+    page = as_markdown({CASES[0]: verdicts})
+    assert "does not apply: one micro-batch is not shared" in page
+    assert "data parallelism 0 of 0" in page
 
 
 def test_errors_in_a_few_words() -> None:
@@ -63,5 +77,5 @@ def test_the_page() -> None:
     results = {CASES[0]: verdicts}
     page = as_markdown(results)
     assert "| **exact** | not supported: it \\| is not | **exact** |" in page
-    assert "Penstock: 1, torch.distributed.pipelining: 0, data parallelism: 1" in page
+    assert "Penstock 1 of 1; torch.distributed.pipelining 0 of 1; data parallelism 1 of 1" in page
     assert as_data(results)["cases"][0]["results"]["Penstock"]["exact"] is True

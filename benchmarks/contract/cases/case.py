@@ -30,17 +30,12 @@ class Case:
     Attributes:
         script: what everybody does.
         setup: what for.
-        of_itself: compared with what the same tool has with one worker, for what is defined by
-            where it draws from a generator.
-        without: who cannot be asked this, and why.
-        by_design: why what is compared cannot be the same bits, where that was chosen.
+        without: to whom this does not apply, and why.
     """
 
     script: Script
     setup: Setup
-    of_itself: bool = False
     without: tuple[tuple[str, str], ...] = ()
-    by_design: str = ""
 
     @property
     def name(self) -> str:
@@ -59,16 +54,14 @@ CASES: list[Case] = []
 def case(
     model: Callable[[], Any] = models.linear,
     *,
-    of_itself: bool = False,
     without: dict[str, str] | None = None,
-    by_design: str = "",
     **setup: Any,
 ) -> Callable[[Script], Script]:
     """Add a case: what the decorated function does, with this model."""
 
     def added(script: Script) -> Script:
         reasons = tuple((without or {}).items())
-        CASES.append(Case(script, Setup(model, **setup), of_itself, reasons, by_design))
+        CASES.append(Case(script, Setup(model, **setup), reasons))
         return script
 
     return added

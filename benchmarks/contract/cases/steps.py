@@ -28,7 +28,7 @@ def two_microbatches(trainer: Trainer) -> Found:
 @case(
     microbatches=1,
     schedule="GPipe",
-    without={"data parallelism": "does not apply: one micro-batch is not shared"},
+    without={"data parallelism": "one micro-batch is not shared"},
 )
 def fewer_microbatches_than_stages(trainer: Trainer) -> Found:
     """Fewer micro-batches than stages."""
@@ -92,14 +92,6 @@ def accumulation(trainer: Trainer) -> Found:
     return trainer.found()
 
 
-@case(left_alone=True)
-def accumulation_by_default(trainer: Trainer) -> Found:
-    """Gradients accumulated over three steps, everything left at its default."""
-    for k in range(3):
-        trainer.step((X + k,), Y)
-    return trainer.found()
-
-
 @case(models.batchnorm)
 def accumulation_around_an_evaluation(trainer: Trainer) -> Found:
     """Gradients accumulated over two steps, with an evaluation between, and BatchNorm."""
@@ -151,14 +143,6 @@ def clipping(trainer: Trainer) -> Found:
     return trainer.found(norm=norm)
 
 
-@case(left_alone=True)
-def clipping_by_default(trainer: Trainer) -> Found:
-    """The same, with `clip_grad_norm_` on the parameters of each process and nothing by hand."""
-    trainer.step((X,), Y)
-    norm = trainer.clip(0.05)
-    return trainer.found(norm=norm)
-
-
 @case()
 def autocast_bfloat16(trainer: Trainer) -> Found:
     """Autocast in bfloat16."""
@@ -175,8 +159,9 @@ def autocast_float16(trainer: Trainer) -> Found:
     return trainer.found()
 
 
-def scaled(trainer: Trainer) -> Found:
-    """Four steps in float16 under a loss scale at which the first layer's gradient overflows."""
+@case(models.steep)
+def loss_scaling(trainer: Trainer) -> Found:
+    """float16 with a loss scale (`GradScaler`), where one stage overflows."""
     scaler = trainer.scaler(2.0**14)
     scaler.scale(torch.zeros(()))  # where there is no loss it would not begin
 
@@ -195,48 +180,12 @@ def scaled(trainer: Trainer) -> Found:
     return trainer.found(scale=torch.tensor(scaler.get_scale()))
 
 
-@case(models.steep)
-def loss_scaling(trainer: Trainer) -> Found:
-    """float16 with a loss scale (`GradScaler`), where one stage overflows."""
-    return scaled(trainer)
-
-
-@case(models.steep, left_alone=True)
-def loss_scaling_by_default(trainer: Trainer) -> Found:
-    """The same, with a plain `GradScaler` in each process."""
-    return scaled(trainer)
-
-
 @case(models.batchnorm)
 def batchnorm(trainer: Trainer) -> Found:
     """BatchNorm: gradients, and the running statistics."""
     trainer.step((X,), Y)
     trainer.step((X + 1,), Y)
     return trainer.found()
-
-
-@case(models.batchnorm, left_alone=True)
-def batchnorm_by_default(trainer: Trainer) -> Found:
-    """The same, when nobody says what shapes are between the stages."""
-    trainer.step((X,), Y)
-    trainer.step((X + 1,), Y)
-    return trainer.found()
-
-
-@case(
-    models.batchnorm,
-    batchnorm="deferred",
-    without={
-        "torch.distributed.pipelining": "not supported: nothing in it puts off running statistics",
-        "data parallelism": "not supported: SyncBatchNorm normalises by other statistics, and "
-        "not on CPUs",
-    },
-)
-def batchnorm_deferred(trainer: Trainer) -> Found:
-    """BatchNorm whose running statistics are those of the whole batch (`deferred`)."""
-    trainer.step((X,), Y)
-    trainer.step((X + 1,), Y)
-    return trainer.found(result=trainer.evaluate((X,)))
 
 
 @case(models.batchnorm)
@@ -250,14 +199,6 @@ def evaluation(trainer: Trainer) -> Found:
 def evaluation_of_ten_rows(trainer: Trainer) -> Found:
     """Ten rows in evaluation mode, in four micro-batches."""
     return trainer.found(result=trainer.evaluate((X[:10],)))
-
-
-@case(models.dropout, of_itself=True)
-def dropout(trainer: Trainer) -> Found:
-    """Dropout: the masks are those of one worker with the same seed."""
-    trainer.step((X,), Y)
-    trainer.step((X,), Y)
-    return trainer.found()
 
 
 @case(recompute=True)
@@ -293,17 +234,7 @@ def toggled(trainer: Trainer) -> Found:
 
 @case(models.Tied)
 def tied_weights(trainer: Trainer) -> Found:
-    """Tied weights in both stages, with what torch needs done by hand."""
-    trainer.step((X,), Y)
-    trainer.sum_shared("first.0.weight")
-    optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
-    optimizer.step()
-    return trainer.found()
-
-
-@case(models.Tied, left_alone=True)
-def tied_weights_by_default(trainer: Trainer) -> Found:
-    """Tied weights in both stages, nothing done by hand."""
+    """Tied weights in both stages."""
     trainer.step((X,), Y)
     trainer.sum_shared("first.0.weight")
     optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
@@ -327,18 +258,6 @@ def mixture_of_experts(trainer: Trainer) -> Found:
         return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + 0.02 * balance.sum()
 
     trainer.step((TOKENS,), TOKENS.roll(-1, 1), loss)
-    return trainer.found()
-
-
-@case(
-    cuts=("2",),
-    boundary_dtype=torch.bfloat16,
-    by_design="what crosses the cut is rounded",
-    without={"data parallelism": "does not apply: it cuts nothing"},
-)
-def narrow_boundaries(trainer: Trainer) -> Found:
-    """Boundaries that travel in bfloat16, compared with one device that rounds nothing."""
-    trainer.step((X,), Y)
     return trainer.found()
 
 

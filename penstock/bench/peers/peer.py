@@ -10,14 +10,6 @@ import torch.distributed as dist
 
 from penstock.bench.peers.processes import Build, Crew
 
-# A choice for `environment=`: one heap for all threads that is never given back. By default glibc
-# returns large freed blocks to the kernel, and pays page faults for them in every step.
-KEEP_FREED_MEMORY: Mapping[str, str] = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_ARENA_MAX": "1",
-}
-
 
 class Peer(Protocol):
     """A way of training one model that was started once and waits, idle, for its next step."""

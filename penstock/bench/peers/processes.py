@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.engine.allocator import keep_freed_memory
+
 HOST = "127.0.0.1"
 
 # Seconds that the others get to say what they know once one process has failed: a rank that is
@@ -222,6 +224,7 @@ def _serve(connection: Connection, place: Place, build: Build, threads: int) -> 
     """The life of one process: build the servant, run commands, leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     try:
+        keep_freed_memory()  # as Penstock's workers do, or the peers would pay for page faults
         torch.set_num_threads(threads)
         servant = build(place)
         connection.send(_Reply(True, None))

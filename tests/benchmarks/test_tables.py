@@ -1,0 +1,139 @@
+"""Tables of README are what the data in docs/data say, and the data say where they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import record, tables
+from benchmarks.compare import fastest, scout, take_turns
+
+ORIGIN = {
+    "commit": "0123456789ab",
+    "date": "2026-01-02",
+    "torch": "2.13.0",
+    "machine": {"processor": "A Processor", "cores": 2},
+    "settings": {
+        "rounds": 9,
+        "warm_up": 2,
+        "scout": 5,
+        "allocator": "every process keeps freed memory",
+        "threads": "one a worker",
+    },
+}
+COMPARED = {
+    **ORIGIN,
+    "plan": "1f1b, m=4",
+    "predicted_step_seconds": 1.0,
+    "train_step_seconds": 1.1,
+    "percent_of_bound": 90.0,
+    "rows": [
+        {"name": "Penstock, m=4", "median": 1.2, "spread": 0.01, "slower": 1.0},
+        {"name": "a peer, m=2", "median": 1.5, "spread": 0.02, "slower": 1.25},
+    ],
+}
+PROCESSES = {
+    **ORIGIN,
+    "models": [
+        {
+            "model": "ResNet-50",
+            "rows": [
+                {"name": "Penstock, processes", "median": 1.0, "slower": 1.0},
+                {"name": "Penstock, threads", "median": 0.9, "slower": 0.9},
+                {
+                    "name": "torch pipelining, cut by hand, 1F1B, m=4",
+                    "median": 1.5,
+                    "slower": 1.5,
+                },
+            ],
+        }
+    ],
+}
+
+
+def test_the_docs_say_what_the_data_say() -> None:
+    for page in tables.PAGES:
+        text = (tables.ROOT / page).read_text()
+        assert tables.filled(text) == text, "run python -m benchmarks.tables"
+
+
+def test_readme_has_a_place_for_every_table() -> None:
+    text = (tables.ROOT / "README.md").read_text()
+    assert [found[2] for found in tables._TABLE.finditer(text)] == list(tables.TABLES)
+
+
+def test_a_page_is_filled(tmp_path: Path) -> None:
+    page = "before\n<!-- table: compare -->\nold\n<!-- end of table -->\nafter\n"
+    assert tables.filled(page, tmp_path) == page  # nothing was measured
+    (tmp_path / "compare.json").write_text(json.dumps(COMPARED))
+    found = tables.filled(page, tmp_path)
+    assert "old" not in found
+    assert "| **Penstock** (1f1b, m=4) | 1.200 ± 0.010 |  |" in found
+    assert "| a peer, m=2 | 1.500 ± 0.020 | 1.25x |" in found
+    assert "commit 0123456789ab" in found
+    assert found.startswith("before\n")
+    assert found.endswith("\nafter\n")
+    assert tables.filled(found, tmp_path) == found
+    with pytest.raises(ValueError, match="no table nothing"):
+        tables.filled(page.replace("compare", "nothing"), tmp_path)
+
+
+def test_a_line_a_model() -> None:
+    found = tables.processes(PROCESSES)
+    assert "| ResNet-50 | 1 | 0.9 | 1.5 (1.50x; 1F1B, m=4) | does not run |" in found
+
+
+def test_data_have_an_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "DATA", tmp_path / "data")
+    whole = record.save("some", {"rows": [1]}, tmp_path / "here.json", record=True)
+    for path in (tmp_path / "here.json", tmp_path / "data/some.json"):
+        assert json.loads(path.read_text()) == whole
+    assert {"commit", "date", "torch", "machine", "rows"} == whole.keys()
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert record.commit() == "unknown"
+
+
+class Turns:
+    """Notes whose turn it is."""
+
+    def __init__(self, name: str, noted: list[str]) -> None:
+        self.name, self._noted = name, noted
+
+    def step(self) -> float:
+        self._noted.append(self.name)
+        return float(len(self._noted))
+
+
+def test_the_order_of_turns_is_drawn_anew_for_every_round() -> None:
+    def order(seed: int) -> list[str]:
+        noted: list[str] = []
+        found = take_turns([Turns(n, noted) for n in "abcd"], 8, warm_up=2, seed=seed)
+        assert all(len(seconds) == 8 for seconds in found.values())
+        return ["".join(noted[k : k + 4]) for k in range(0, len(noted), 4)]
+
+    rounds = order(0)
+    assert len(rounds) == 10
+    assert {"".join(sorted(each)) for each in rounds} == {"abcd"}
+    assert len(set(rounds)) > 3
+    assert order(0) == rounds != order(1)
+
+
+def test_scouting_leaves_out_what_is_not_warm_and_what_does_not_run() -> None:
+    clock = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    closed: list[int] = []
+    peer: Any = SimpleNamespace(step=lambda: next(clock), close=lambda: closed.append(1))
+    assert scout(lambda: peer, 5) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert closed == [1]
+
+    def refused() -> Any:
+        raise ValueError("a batch of 8 is not 16 equal micro-batches")
+
+    assert scout(refused, 5) == "does not run: a batch of 8 is not 16 equal micro-batches"
+    seconds: dict[str, Any] = {"a": [3.0, 1.0, 2.0], "b": [1.5, 1.5, 9.0], "c": "does not run: x"}
+    assert fastest(seconds) == "b"
+    assert fastest({"c": "failed: x"}) is None
