@@ -3,8 +3,9 @@
     python -m benchmarks.tables [--check]
 
 rewrites what stands between `<!-- table: NAME -->` and `<!-- end of table -->`, for every NAME
-whose data are there; `--check` changes nothing and says whether anything would. `docs/data/NAME.json` is
-written by `python -m benchmarks.NAME --record`, so figures and docs cannot drift apart.
+whose data are there; `--check` changes nothing and says whether anything would. The file
+`docs/data/NAME.json` is written by `python -m benchmarks.NAME --record`, so figures and docs
+cannot drift apart.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def conditions(report: dict[str, Any]) -> str:
         f"Medians of {settings['rounds']} rounds in turns, the order drawn for each, after "
         f"{settings['warm_up']} that do not count; every peer in the configuration that was its "
         f"fastest over {settings['scout']} steps. {machine['processor']}, "
-        f"{machine['cores']} cores, torch {report['torch']}, commit {report['commit']}, {report['date']}; "
-        f"{settings['allocator']}; threads: {settings['threads']}."
+        f"{machine['cores']} cores, torch {report['torch']}, commit {report['commit']}, "
+        f"{report['date']}; {settings['allocator']}; threads: {settings['threads']}."
     )
 
 
