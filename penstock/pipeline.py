@@ -192,6 +192,7 @@ class Pipeline(Forwarding, Saves):
             crew = launch.crew(plan, model, timeout)
             stack.callback(crew.close)
             place(self.program, plan.cuts, launch.homes(plan), source, crew.hold)
+            self.program.recordings.rebind()
             deferred = batchnorm == "deferred"
             self._runner = Runner(self.program, plan, launch.in_order(plan), crew, deferred)
             self.links = in_words(crew.links, plan.boundary_dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.capture import Key, Program, Ref
+from penstock.capture import Key, Program, Ref, Sizes
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.engine.batch import Batch
@@ -55,6 +55,7 @@ class Runner:
         training = evaluation = Ways(program, plan, devices, True, crew.add, deferred)
         if not program.same_in_eval:
             evaluation = Ways(program, plan, devices, False, crew.add, deferred)
+        self._program = program
         self._ways = {True: training, False: evaluation}
         self._num_workers = len(devices)
         self.batches = 0
@@ -74,19 +75,27 @@ class Runner:
         def routed() -> Batch:
             batch, known = make(), len(ways)
             try:
-                taken = [ways.taken(part) for part in batch.parts]
+                with self._program.recordings.looking():
+                    taken = [ways.taken(part) for part in batch.parts]
             except Exception as error:  # at a new size, the model's own forward runs
                 if (clearer := lone_row(error, batch.rows)) is not None:
                     raise clearer from error
                 raise
             pairs = zip(taken, batch.parts, strict=True)
             news = {w: part for w, part in pairs if w >= known}
-            return replace(batch, ways=taken, news=news, number=self.batches)
+            sizes: list[Sizes] = [
+                {**s, **ways.numbers(w)} for s, w in zip(batch.sizes, taken, strict=True)
+            ]
+            return replace(batch, ways=taken, sizes=sizes, news=news, number=self.batches)
 
         batch = self.crew.told(routed)
         for way in sorted(batch.news):  # elsewhere it is recorded now, under the same number
             if way >= len(ways):
                 ways.taken(batch.news[way])
+        if not batch.parts:
+            with self._program.recordings.looking():
+                for way, sizes in zip(batch.ways, batch.sizes, strict=True):
+                    ways.check(way, sizes)
         return batch
 
     def order(self, what: Pass, batch: Batch, training: bool, loss: Loss | None = None) -> Order:

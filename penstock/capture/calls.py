@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from penstock.capture.numbers import Number
+from penstock.capture.reads import Reads
 from penstock.capture.trees import Leaf, Structure, flatten, map_leaves
 
 INPUTS = -1
@@ -315,6 +318,7 @@ class Trace:
         answers: what was decided.
         joins: for every leaf of the result how it is put together from micro-batches, see
             `penstock.capture.results`.
+        reads: what Python has read besides, see `penstock.capture.reads`.
     """
 
     inputs: tuple[Any, ...]
@@ -334,6 +338,8 @@ class Trace:
         """How a value that is a leaf of the result is put together from micro-batches."""
         return self.joins[self.outputs.index(value)]
 
+    reads: Reads = field(default_factory=Reads)
+
     def info(self, value: Value) -> Any:
         """The `TensorInfo` of a value (or the constant or `OPAQUE` that stands there)."""
         if isinstance(value, Attribute):
@@ -341,6 +347,11 @@ class Trace:
         if value.call == INPUTS:
             return self.inputs[value.leaf]
         return self.calls[value.call].outputs[value.leaf]
+
+    def numbers(self) -> bool:
+        """Whether a number that is passed in is among its arguments or its results."""
+        arguments = (leaf for c in self.calls for leaf in flatten((c.args, c.kwargs))[0])
+        return any(isinstance(leaf, Number) for leaf in chain(arguments, self.outputs))
 
     def pruned(self) -> Trace:
         """The trace without the functions whose results nobody uses (checks on masks, say).

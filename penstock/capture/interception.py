@@ -31,6 +31,9 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
     apply = torch.autograd.Function.__dict__["apply"]
     set_plainly = nn.Module.__setattr__
     hook = checkpointing._checkpoint_hook
+    find_registered = nn.Module.__getattr__
+    grad_enabled = torch.is_grad_enabled
+    reading = recorder.reading
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_module(module, call_module, args, kwargs)
@@ -42,6 +45,26 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         recorder.check_assignment(module, name)
         set_plainly(module, name, value)
+
+    def get_attribute(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        reading.attribute(module, name, value)
+        return value
+
+    def get_registered(module: nn.Module, name: str) -> Any:
+        try:
+            with reading.paused():  # of its registries
+                value = find_registered(module, name)
+        except AttributeError:
+            reading.absent(module, name)
+            raise
+        reading.attribute(module, name, value)
+        return value
+
+    def is_grad_enabled() -> bool:
+        enabled = grad_enabled()
+        reading.asked_for_grad(enabled)
+        return enabled
 
     def checkpoint_hook(frame: Any) -> Any:
         return nullcontext() if recorder.is_outside else hook(frame)
@@ -56,11 +79,23 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         for owner, name, ours in (
             (nn.Module, "__call__", call),
             (nn.Module, "__setattr__", set_attribute),
+            (nn.Module, "__getattr__", get_registered),
+            (nn.Module, "__getattribute__", get_attribute),
+            (torch, "is_grad_enabled", is_grad_enabled),
             (torch.autograd.Function, "apply", classmethod(checked)),
             (checkpointing, "_checkpoint_hook", checkpoint_hook),
         ):
-            original = owner.__dict__[name]
+            original = vars(owner).get(name)
             recorder.patches.append((owner, name, ours, original))
-            stack.callback(setattr, owner, name, original)
+            stack.callback(put_back, owner, name, original)
             setattr(owner, name, ours)
+        stack.callback(reading.release)
         yield
+
+
+def put_back(owner: Any, name: str, original: Any) -> None:
+    """Let an owner have what it had under this name, if it had anything of its own."""
+    if original is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)

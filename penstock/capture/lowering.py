@@ -30,6 +30,7 @@ from penstock.capture.calls import (
     function_name,
 )
 from penstock.capture.halves import Deferral, Half, may_be_halved, run_halved
+from penstock.capture.numbers import Number, at
 from penstock.capture.randomness import draw, draw_in_python
 from penstock.capture.stage import Stage
 from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
@@ -216,6 +217,8 @@ class _Lowering:
             return self.value(leaf)
         if isinstance(leaf, Size):
             return self._size(leaf)
+        if isinstance(leaf, Number):
+            return self.graph.call_function(at, (self._constant(leaf), self._sizes))
         if isinstance(leaf, Submodule):
             self._add_module(leaf.path)
             return self.graph.get_attr(_attribute_path(leaf.path))
@@ -289,7 +292,7 @@ def assembled(
         if isinstance(leaf, (Ref, Attribute)):
             leaves.append(values[leaf])
         else:
-            leaves.append(leaf.at(sizes) if isinstance(leaf, Size) else leaf)
+            leaves.append(leaf.at(sizes) if isinstance(leaf, (Size, Number)) else leaf)
     return unflatten(structure, leaves)
 
 

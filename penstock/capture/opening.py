@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -14,10 +14,13 @@ from torch import nn
 
 from penstock.capture.attributes import with_history
 from penstock.capture.blame import hint, where
-from penstock.capture.calls import ROWS, Assigned, Attribute, Call, Sizes, Trace, Unrecordable
+from penstock.capture.calls import ROWS, Assigned, Call, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
 from penstock.capture.equality import same
+from penstock.capture.looking_inside import Opening, check_kinds
 from penstock.capture.meta import META, held_on_meta, is_on_meta
+from penstock.capture.passing import passing_in
+from penstock.capture.places import MISSING, Place
 from penstock.capture.preserve import Parameters, settle, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
@@ -25,15 +28,11 @@ from penstock.capture.recorder import record
 from penstock.capture.results import joined
 from penstock.capture.sizes import Undecided, adapted, differs_from, generalise, shown
 from penstock.capture.trees import flatten, unflatten
-from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError, PenstockError
 
-# torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
-_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 _KEY = Key(0, 0, 0)
 _MISSING = object()
 _MORE = 32  # recordings where random numbers may decide
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def capture(
@@ -72,7 +71,7 @@ def capture(
         InputError: the example has no batch dimension, or its inputs disagree on it; `dynamic`
             names what is not there; or `model` or `args` are something else.
     """
-    _check_kinds(model, args)
+    check_kinds(model, args)
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, structure = flatten((args, kwargs))
     dims = varying(args, kwargs, batch_dim, dynamic or {})
@@ -80,93 +79,17 @@ def capture(
     if not sizes[ROWS]:
         raise InputError("the example has no rows; give one of the size that is usual")
     attempts = dims.attempts(sizes)
-    capturer = _Capturer(model, leaves, structure, dims, _Opening(model, keep_closed))
+    capturer = _Capturer(model, leaves, structure, dims, Opening(model, keep_closed))
     capturer.parameters = Parameters(model)
     try:
         with untouched(model), torch.enable_grad():
-            return capturer.first_that_works(attempts)
+            program = capturer.first_that_works(attempts)
     finally:
         if capturer.parameters is not None:
             capturer.parameters.restore(thoroughly=True)
         capturer.parameters = None  # the program holds on to the capturer
-
-
-def _check_kinds(model: Any, args: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}, not an nn.Module")
-    if not isinstance(args, (tuple, list)):
-        raise InputError(
-            f"args is a {type(args).__name__}, not the tuple of the model's positional arguments; "
-            "write args=(x,)"
-        )
-
-
-class _Opening:
-    """Which modules the program looks inside, and why it does not into the others."""
-
-    def __init__(self, model: nn.Module, keep_closed: Iterable[str]) -> None:
-        self.modules = dict(model.named_modules())
-        names = {id(module): name for name, module in self.modules.items()}
-        aliases = {n: names[id(m)] for n, m in model.named_modules(remove_duplicate=False)}
-        self.closed: dict[str, str] = {}
-        self.forced: set[str] = set()
-        if isinstance(keep_closed, str) or not isinstance(keep_closed, Iterable):
-            raise InputError(f'keep_closed={keep_closed!r} is no list of names; write ["layer1"]')
-        for path in keep_closed:
-            if path not in aliases:
-                known = ", ".join(list(self.modules)[1:6])
-                raise CaptureError(
-                    f"keep_closed names {path!r}, but the model has no such module; "
-                    f"its modules are {known}, …"
-                )
-            self.closed[aliases[path]] = "kept closed as asked"
-        for path, module in self.modules.items():
-            if isinstance(module, torch.jit.ScriptModule):
-                self.closed[path] = "it is compiled by torch.jit"
-            elif is_compiled(module):
-                self.closed[path] = "it is compiled by torch.compile"
-            elif module._forward_hooks or module._forward_pre_hooks:
-                self.closed[path] = "it has forward hooks, which must run around it"
-            elif module._backward_hooks or module._backward_pre_hooks:
-                self.closed[path] = "it has backward hooks, which must run around it"
-
-    def is_open(self, path: str) -> bool:
-        """Whether the program looks inside this module, and inside all that it is in."""
-        if any(outer in self.closed for outer in with_owners(path)):
-            return False
-        module = self.modules[path]
-        composite = any(True for _ in module.children()) and not isinstance(module, _FUSED)
-        return path == "" or composite or path in self.forced
-
-    def close(self, path: str, why: str) -> None:
-        """Close a module, and every other of its class: what one does, the others do."""
-        self.closed[path] = why
-        kind = type(self.modules[path])
-        if path and not issubclass(kind, _CONTAINERS):
-            for other, module in self.modules.items():
-                if other and type(module) is kind:
-                    self.closed.setdefault(other, why)
-
-    def force(self, trace: Trace) -> bool:
-        """Open the closed modules that share a parameter or buffer with another call.
-
-        Then the parameter is read by the program itself, and can cross a cut like any value.
-        """
-        users: dict[str, set[int]] = {}
-        for number, call in enumerate(trace.calls):
-            read = (v.name for v in call.reads() if isinstance(v, Attribute))
-            for name in {*call.hidden, *read}:
-                users.setdefault(name, set()).add(number)
-        shared = {
-            call.target
-            for call in trace.calls
-            if isinstance(call.target, str) and any(len(users[n]) > 1 for n in call.hidden)
-        }
-        # Those in a closed module stay closed even so, and keep what shares with them together.
-        able = (p for p in shared - self.forced if p not in self.closed)
-        new = {p for p in able if not self.is_open(p)}
-        self.forced |= new
-        return bool(new)
+    program.recordings.rebind()
+    return program
 
 
 class _Capturer:
@@ -178,7 +101,7 @@ class _Capturer:
         leaves: list[Any],
         structure: Any,
         varying: Varying,
-        opening: _Opening,
+        opening: Opening,
     ) -> None:
         self.model = model
         self.leaves = leaves
@@ -186,7 +109,10 @@ class _Capturer:
         self.varying = varying
         self.opening = opening
         self.parameters: Parameters | None = None
+        self.numbers: Mapping[Place, Any] = {}  # that are passed in
+        self.as_it_is = False  # whether training flags and inputs stay as they are
         self._settled: bool | None = None
+        self._marks: set[Place] = set()  # which that leaves, and which are not there later
 
     def first_that_works(self, attempts: Sequence[list[Sizes]]) -> Program:
         """The program, recorded at the first of these choices of sizes that the model takes.
@@ -249,7 +175,14 @@ class _Capturer:
             args, kwargs = self._batch(sizes)
             flags = [module.training for module in self.model.modules()]
             self.model.eval()
+            before = {path: dict(vars(m)) for path, m in self.model.named_modules()}
             self._settled = settle(self.model, lambda: self.model(*args, **kwargs))
+            self._marks = {
+                Place(path, (name,))
+                for path, module in self.model.named_modules()
+                for name, value in vars(module).items()
+                if path in before and value is not before[path].get(name, MISSING)
+            }
             for module, flag in zip(self.model.modules(), flags, strict=True):
                 module.training = flag
             return self._settled
@@ -271,31 +204,64 @@ class _Capturer:
             frozenset(self.parameters.written) if self.parameters is not None else frozenset(),
         )
 
-    def way(self, program: Program, leaves: Sequence[Any], training: bool) -> Trace:
+    def way(
+        self, program: Program, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Any]
+    ) -> Trace:
         """The trace that inputs take which decide otherwise than the example.
+
+        Where gradients make a difference to it, it is recorded as they are now.
 
         Raises:
             CaptureError: it cannot be recorded with the modules that are open already.
         """
+        with torch.enable_grad():
+            trace = self._way(program, leaves, training, numbers)
+        asked = trace.reads.grad is not None and not torch.is_grad_enabled()
+        return self._way(program, leaves, training, numbers) if asked else trace
+
+    def _way(
+        self, program: Program, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Any]
+    ) -> Trace:
         model, leaves = self._at_home(leaves)
         other = _Capturer(model, leaves, self.structure, self.varying, self.opening)
+        other.as_it_is = True
         sizes = self.varying.sizes(leaves)
-        with untouched(model), torch.enable_grad():
+        with untouched(model):
             if self._settled:
                 other.settle(sizes)
             problems = []
             for points in self.varying.attempts(sizes)[1:]:
                 try:
-                    return other._one_way(program, points, training)
+                    return other._passing_in(numbers, program, points, training)
                 except Exception as problem:
                     problems.append(problem)
         if not isinstance(problems[0], Unrecordable):
             raise problems[0]
         raise CaptureError(
-            "on this batch, or under this autocast, the model decides otherwise than on the "
-            f"example, and goes a way that cannot be recorded: {problems[0]}. Capture with this "
-            "batch as example, or with keep_closed= for the module that decides"
+            "on this batch, under this autocast or with its attributes as they are now, the model "
+            "decides otherwise than on the example, and goes a way that cannot be recorded: "
+            f"{problems[0]}. Capture with this batch as example, or with keep_closed= for the "
+            "module that decides"
         ) from problems[0]
+
+    def _passing_in(
+        self,
+        numbers: Mapping[Place, Any],
+        program: Program,
+        points: Sequence[Sizes],
+        training: bool,
+    ) -> Trace:
+        """One way, with numbers in attributes as values that are passed in, if that is possible."""
+
+        def recorded(now: Mapping[Place, Any]) -> Trace:
+            self.numbers = now
+            return self._one_way(program, points, training)
+
+        def again() -> Trace:
+            self.numbers = {}
+            return self._record(points[0], training)[0].pruned()
+
+        return passing_in(self.model, numbers, recorded, again, points[0])
 
     def _one_way(self, program: Program, points: Sequence[Sizes], training: bool) -> Trace:
         trace, expected = self._trace(points, training)
@@ -320,7 +286,10 @@ class _Capturer:
         model, leaves = self._at_home(leaves)
         other = _Capturer(model, leaves, self.structure, self.varying, self.opening)
         other.parameters = Parameters(model) if program.written else None
-        with untouched(model), torch.enable_grad():
+        other.as_it_is = True
+        other.numbers = {place: place.find(model) for place in trace.reads.numbers}
+        grad = torch.enable_grad() if trace.reads.grad is None else nullcontext()
+        with untouched(model), grad:
             recorded = other._record(sizes, training, strict=False)[0].pruned()
         path = differs_from(recorded, trace, sizes)
         if path is not None:
@@ -403,9 +372,16 @@ class _Capturer:
         with untouched(self.model, self.parameters):
             self._set_mode(training)
             trace, result = record(
-                self.model, self.opening.is_open, args, kwargs, key, strict=strict
+                *(self.model, self.opening.is_open, args, kwargs, key),
+                strict=strict,
+                numbers=self.numbers,
             )
-            return trace, [_without_history(leaf) for leaf in flatten(result)[0]]
+            results = [_without_history(leaf) for leaf in flatten(result)[0]]
+        for mark in self._marks:
+            trace.reads.seen.pop(mark, None)
+        if strict and (place := trace.reads.changed(self.model)) is not None:
+            raise Unrecordable(trace.reads.readers[place], f"the forward changes {place}, it reads")
+        return trace, results
 
     def _check(
         self, program: Program, trace: Trace, sizes: Sizes, expected: list[Any], training: bool
@@ -444,14 +420,24 @@ class _Capturer:
 
     def _set_mode(self, training: bool) -> None:
         """Training keeps what the user froze, if the model is in training mode at all."""
+        if self.as_it_is:
+            return
         if not training or not self.model.training:
             self.model.train(training)
 
     def _batch(self, sizes: Sizes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(
-            self.structure, self.varying.resized(self.leaves, sizes)
+            self.structure, self._inputs(sizes)
         )
         return batch
+
+    def _inputs(self, sizes: Sizes) -> list[Any]:
+        """The leaves of inputs that are this large, which require gradients as those given do."""
+        leaves = self.varying.resized(self.leaves, sizes)
+        for leaf, given in zip(leaves, self.leaves, strict=True):
+            if self.as_it_is and isinstance(given, torch.Tensor) and given.requires_grad:
+                leaf.requires_grad_()
+        return leaves
 
 
 def _without_history(leaf: Any) -> Any:

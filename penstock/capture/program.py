@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Ref, Size, Sizes, TensorInfo, Trace, Value, ambient
+from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Axis, Varying
 from penstock.capture.explain import Explanation, explain
@@ -22,6 +22,7 @@ from penstock.capture.lowering import assemble, lower
 from penstock.capture.meta import META, is_on_meta
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
+from penstock.capture.recordings import Recordings, Source
 from penstock.capture.trees import flatten, unflatten
 from penstock.errors import InputError, PlanError
 
@@ -43,18 +44,6 @@ class StageProgram:
     overwritten: tuple[int, ...] = ()
 
 
-class Source(Protocol):
-    """Where more of a program comes from, when inputs show that it is needed."""
-
-    def way(self, program: Program, leaves: Sequence[Any], training: bool) -> Trace:
-        """The trace that these inputs take."""
-
-    def check_at(
-        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool
-    ) -> None:
-        """Raise unless the model does on these inputs what the trace says."""
-
-
 class Program:
     """What `penstock.capture` returns. `program(*args, **kwargs)` replays the model's forward.
 
@@ -68,6 +57,7 @@ class Program:
         is_open: whether it looks inside the module of this name.
         was_on_meta: whether it was captured without weights.
         written: the parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
+        recordings: of all ways that were taken so far.
         left: the attributes in which a forward leaves tensors with a history, by qualified name.
 
     Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
@@ -92,11 +82,6 @@ class Program:
         self.model = model
         self.train = train
         self.eval = evaluation
-        self._source = source
-        self._ways = {
-            True: [_Way(model, train, varying, points)],
-            False: [_Way(model, evaluation, varying, points)],
-        }
         self.varying = varying
         self.example = tuple(example)
         self.closed = dict(closed)
@@ -105,6 +90,7 @@ class Program:
         self.left: frozenset[str] = frozenset()
         self.was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
+        self.recordings = Recordings(self, source, points)
 
     def __len__(self) -> int:
         return len(self.train.calls)
@@ -133,18 +119,7 @@ class Program:
             CaptureError: it cannot be recorded with the modules that are open; or at this size
                 the model does something else than at those that it was captured at.
         """
-        ways = self._ways[training]
-        sizes = self.varying.sizes(leaves)
-        casting = None if self.was_on_meta else ambient().casting
-        for way in ways:
-            if casting in (None, way.casting) and way.fits(leaves, sizes):
-                if not way.has_seen(sizes):
-                    self._source.check_at(self, way.trace, leaves, training)
-                    way.see(sizes)
-                return way.trace
-        trace = self._source.way(self, leaves, training)
-        ways.append(_Way(self.model, trace, self.varying, [sizes]))
-        return trace
+        return self.recordings.trace_for(leaves, training)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward in the model's present mode, like `model(*args, **kwargs)`.
@@ -173,12 +148,17 @@ class Program:
         device = META if is_on_meta(model) else None
         module = lower(model, trace, range(len(trace.calls)), inputs, outputs, device)
         whole = StageProgram(module, inputs, outputs)
-        return lambda leaves: self._run(whole, trace, leaves, key)
+        return lambda leaves: self._run(whole, trace, leaves, key, model)
 
     def _run(
-        self, whole: StageProgram, trace: Trace, leaves: Sequence[Any], key: Key | None
+        self,
+        whole: StageProgram,
+        trace: Trace,
+        leaves: Sequence[Any],
+        key: Key | None,
+        model: nn.Module | None = None,
     ) -> Any:
-        sizes = self.varying.sizes(leaves)
+        sizes = {**self.varying.sizes(leaves), **trace.reads.passed_in(model or self.model)}
         results = whole.module(sizes, key, *(leaves[_input(value)] for value in whole.inputs))
         values = dict(zip(whole.outputs, results, strict=True))
         return assemble(trace, values, sizes)
@@ -346,67 +326,6 @@ class Program:
             outputs = [str(o) for o in call.outputs if isinstance(o, TensorInfo)]
             digest.update(f"{call.path}|{call.label}|{outputs}\n".encode())
         return digest.hexdigest()[:16]
-
-
-class _Way:
-    """A trace, whether inputs take it, and at which sizes it was compared with the model.
-
-    `casting` is the autocast that it was recorded under.
-
-    Rows between those seen are taken to be like them. Other dimensions often are padded to
-    multiples of something, so each of their sizes is a matter of its own; and so are the rows where
-    a float grew with them, which may have been whole by chance.
-    """
-
-    def __init__(
-        self, model: nn.Module, trace: Trace, varying: Varying, points: Sequence[Sizes]
-    ) -> None:
-        self.trace = trace
-        self._names = varying.names if _has_floats(trace) else varying.names[1:]
-        self._rows = min(p[ROWS] for p in points), max(p[ROWS] for p in points)
-        self._others = {self._named(p) for p in points}
-        self.casting = ambient().casting
-        self._model = model
-        self._asked: fx.GraphModule | None = None
-
-    def _named(self, sizes: Sizes) -> tuple[int, ...]:
-        return tuple(sizes[name] for name in self._names)
-
-    def has_seen(self, sizes: Sizes) -> bool:
-        """Whether it was compared with the model at such sizes."""
-        least, most = self._rows
-        return least <= sizes[ROWS] <= most and self._named(sizes) in self._others
-
-    def see(self, sizes: Sizes) -> None:
-        """It was compared at these."""
-        self._rows = min(self._rows[0], sizes[ROWS]), max(self._rows[1], sizes[ROWS])
-        self._others.add(self._named(sizes))
-
-    def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
-        """Whether the model's Python reads off these inputs what it read in the recording."""
-        questions = self.trace.questions
-        if questions is None:
-            return True
-        crossing = Cuts(questions)
-        inputs = crossing.boundary(0)
-        if self._asked is None:
-            everything = range(len(questions.calls))
-            device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
-            outputs = questions.outputs
-            self._asked = lower(self._model, questions, everything, inputs, outputs, device)
-        values = [leaves[_input(value)] for value in inputs]
-        if any(call.mutates for call in questions.calls):
-            values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
-        with torch.no_grad():
-            answers = self._asked(sizes, None, *values)
-        return tuple(answers) == self.trace.answers
-
-
-def _has_floats(trace: Trace) -> bool:
-    """Whether sizes are there that Python has as floats."""
-    arguments = [leaf for call in trace.calls for leaf in flatten((call.args, call.kwargs))[0]]
-    leaves = (*arguments, *trace.outputs)
-    return any(isinstance(leaf, Size) and leaf.kind is float for leaf in leaves)
 
 
 def _input(value: Value) -> int:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -36,9 +35,11 @@ from penstock.capture.calls import (
     ambient,
     function_name,
 )
-from penstock.capture.interception import intercepted
+from penstock.capture.interception import intercepted, put_back
 from penstock.capture.known import Known
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
+from penstock.capture.numbers import Followed, plain, put
+from penstock.capture.places import Place
 from penstock.capture.randomness import (
     Draws,
     Key,
@@ -47,28 +48,17 @@ from penstock.capture.randomness import (
     python_kept,
     seed_python,
 )
+from penstock.capture.reads import Reading
 from penstock.capture.trees import flatten, map_leaves
-from penstock.capture.watching import Contents, OpenAttributes, Watch, changed, compiled
-
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+from penstock.capture.vocabulary import GRADIENTS, METADATA, PARTS, SIZES, is_plain
+from penstock.capture.watching import (
+    Contents,
+    OpenAttributes,
+    Watch,
+    changed,
+    check_decision,
+    compiled,
 )
-
-# Reading these says nothing of a tensor's values, so they are not calls of the program.
-_METADATA = frozenset(
-    """
-    shape dtype device ndim is_cuda is_cpu requires_grad layout is_sparse is_quantized is_meta
-    is_mkldnn names grad_fn is_leaf itemsize nbytes is_mps is_xpu is_nested output_nr _version
-    size dim stride is_contiguous numel nelement is_floating_point is_complex __len__ is_signed
-    element_size storage_offset get_device has_names is_inference is_conj is_neg ndimension
-    is_tensor __repr__ __hash__ __format__ data_ptr _is_view is_same_size result_type can_cast
-    promote_types broadcast_shapes dim_order is_shared is_pinned
-    """.split()
-)
-# Those that say how large it is, and the calls whose number of results does.
-_SIZES = frozenset("shape size numel nelement __len__ nbytes stride is_contiguous".split())
-_PARTS = frozenset("unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
 
 
 def record(
@@ -79,6 +69,7 @@ def record(
     key: Key | None = None,
     *,
     strict: bool = True,
+    numbers: Mapping[Place, Any] | None = None,
 ) -> tuple[Trace, Any]:
     """Run `model(*args, **kwargs)` and record it.
 
@@ -89,6 +80,7 @@ def record(
         kwargs: keyword arguments.
         key: seeds every call, as a replay with this key does those that draw random numbers.
         strict: whether open modules must leave their attributes alone.
+        numbers: those in attributes that become values which are passed in.
 
     Returns:
         the trace, and what the model returned.
@@ -96,9 +88,9 @@ def record(
     Raises:
         Unrecordable: something in an open module cannot be recorded.
     """
-    recorder = Recorder(model, is_open, key)
-    known = recorder.known
-    with intercepted(recorder), python_kept():
+    recorder = Recorder(model, is_open, key, numbers or {})
+    known, reading = recorder.known, recorder.reading
+    with put(model, reading.followed()), intercepted(recorder), python_kept():
         trace = recorder.begin(args, kwargs)
         attributes = OpenAttributes(model, is_open)
         held = [
@@ -106,10 +98,12 @@ def record(
             for name, tensor in named_tensors(model)
             if not isinstance(tensor, nn.Parameter)
         ]
-        with recorder:
+        with recorder, reading.listening():
             result = model(*args, **kwargs)
         if strict:
             attributes.check_unchanged()
+            if (place := reading.changed()) is not None:
+                raise Unrecordable(reading.reads.readers[place], f"the forward changes {place}")
         recorder.end(result)
         trace.changed = changed(held)
         shared = ((n, t) for n, t, _ in held if n in trace.changed and known.has_storage(t))
@@ -120,7 +114,13 @@ def record(
 class Recorder(TorchFunctionMode):
     """The torch-function mode behind `record`."""
 
-    def __init__(self, model: nn.Module, is_open: Callable[[str], bool], key: Key | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        is_open: Callable[[str], bool],
+        key: Key | None,
+        numbers: Mapping[Place, Any] | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.is_open = is_open
@@ -136,6 +136,9 @@ class Recorder(TorchFunctionMode):
         self._open: list[str] = [""]
         self._inside = 0
         self._seen: Counter[str] = Counter()
+        self.reading = Reading(
+            model, self.paths, lambda: self.is_outside, lambda: self._open[-1], numbers or {}
+        )
         for name, tensor in named_tensors(model):
             if self.known.get(tensor) is None:
                 self.known.put(tensor, Attribute(name))
@@ -154,20 +157,28 @@ class Recorder(TorchFunctionMode):
         path = self.paths.get(id(module))
         if path is None or not self.is_outside:
             return call(module, *args, **kwargs)
-        if self.is_open(path):
+        with self.reading.paused():
+            is_open = self.is_open(path)
+        if is_open:
             self._open.append(path)
             try:
                 return call(module, *args, **kwargs)
             finally:
                 self._open.pop()
+        with self.reading.paused():
+            hidden = self._hidden(module, args, kwargs)
+            self.reading.called(path, module)
+        function = self._undisturbed if path in self.compiled else self._without_mode
+        return self._record(path, partial(function, call, module), args, kwargs, hidden)
+
+    def _hidden(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[str, ...]:
+        """The names of the tensors in a closed module, and in those that it is given."""
         given = (m for m in flatten((args, kwargs))[0] if id(m) in self.paths)
-        hidden = tuple(  # a tensor that an earlier call has put there is known by its place
+        return tuple(  # a tensor that an earlier call has put there is known by its place
             str(self.known.get(tensor) or f"{self.paths[id(held)]}.{name}")
             for held in (module, *given)
             for name, tensor in named_tensors(held)
         )
-        function = self._undisturbed if path in self.compiled else self._without_mode
-        return self._record(path, partial(function, call, module), args, kwargs, hidden)
 
     def _without_mode(
         self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
@@ -180,7 +191,7 @@ class Recorder(TorchFunctionMode):
         """Run a closed module as if nothing was recorded: torch.compile looks at everything."""
         with ExitStack() as stack:
             for owner, name, ours, original in self.patches:
-                setattr(owner, name, original)
+                put_back(owner, name, original)
                 stack.callback(setattr, owner, name, ours)
             return self._without_mode(*args, **kwargs)
 
@@ -205,9 +216,11 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return func(*args, **kwargs)
         leaves = flatten((args, kwargs))[0]
-        if name in _SIZES or name in _PARTS:
+        if name in SIZES or name in PARTS:
             self._check_sizes(leaves)
-        if name in _METADATA:
+        if name in GRADIENTS:
+            self.reading.asked_of(leaves, self.known.get)
+        if name in METADATA:
             return func(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return self._without_tensors(func, args, kwargs)
@@ -250,6 +263,7 @@ class Recorder(TorchFunctionMode):
                 self._bind(leaf, Ref(INPUTS, k), Origin.INPUTS) for k, leaf in enumerate(leaves)
             ),
             input_structure=structure,
+            reads=self.reading.reads,
         )
         return self.trace
 
@@ -280,6 +294,8 @@ class Recorder(TorchFunctionMode):
             call.identity = self._identify(call)
             now = ambient()
             call.ambient = None if now == self._ambient else now
+            if self.reading.reads.numbers:
+                args, kwargs = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
             result, dynamic = self._observe(call, function, args, kwargs)
             self._append(call, result, dynamic)
         finally:
@@ -303,7 +319,7 @@ class Recorder(TorchFunctionMode):
         if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
             if origin is Origin.NOTHING or self._only_passes_on(call, leaves):
                 return
-            self._check_decision(call, origin, leaves)
+            check_decision(call, origin, leaves)
             self.trace.decisions += (Ref(number, 0),)
         for value in call.mutates:
             info = self.trace.info(value)
@@ -369,21 +385,6 @@ class Recorder(TorchFunctionMode):
             return leaf
         return self.weightless.values(self.trace, known)
 
-    def _check_decision(self, call: Call, origin: Origin, leaves: Sequence[Any]) -> None:
-        """Raise unless what Python reads is a yes or no about the inputs."""
-        if origin is Origin.MODEL:
-            raise Unrecordable(
-                call.path,
-                f"its Python reads a tensor's value ({call.label}) that depends on a parameter, "
-                "a buffer or a random number",
-            )
-        if call.result is not None or type(leaves[0]) is not bool:
-            raise Unrecordable(
-                call.path,
-                f"its Python reads a tensor's value ({call.label}) that depends on the inputs, "
-                "and that is more than a yes or no",
-            )
-
     def _origin(self, call: Call) -> Origin:
         """What the results of a call are made of."""
         if call.is_module or call.random:
@@ -399,7 +400,7 @@ class Recorder(TorchFunctionMode):
     # -- values ---------------------------------------------------------------------------
 
     def _is_value(self, leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) or not _is_plain(leaf)
+        return isinstance(leaf, torch.Tensor) or not is_plain(leaf)
 
     def _is_dynamic(self, value: Value) -> bool:
         """Whether the sizes of a value may depend on values."""
@@ -421,6 +422,8 @@ class Recorder(TorchFunctionMode):
 
     def _encode(self, leaf: Any) -> Any:
         """The name of an argument: a value if it is one, else the constant itself."""
+        if isinstance(leaf, Followed):
+            return leaf.number
         known = self.known.get(leaf) if self._is_value(leaf) else None
         if known is not None:
             if isinstance(known, Attribute) and known not in self.trace.attributes:
@@ -432,7 +435,7 @@ class Recorder(TorchFunctionMode):
                 self._open[-1],
                 f"it uses a tensor ({leaf.dtype}, {shape}) that no recorded call made",
             )
-        if _is_plain(leaf):
+        if is_plain(leaf):
             return leaf
         if isinstance(leaf, nn.Module) and id(leaf) in self.paths:
             return Submodule(self.paths[id(leaf)])
@@ -445,7 +448,3 @@ class Recorder(TorchFunctionMode):
         storage = self.known.storage(tensor)
         shape = tuple(tensor.shape)
         return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, nn.Module))

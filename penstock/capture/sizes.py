@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import combinations, zip_longest
 from math import prod
 from typing import Any
@@ -27,6 +28,8 @@ from penstock.capture.calls import (
     Unrecordable,
 )
 from penstock.capture.equality import same_constant
+from penstock.capture.numbers import Number
+from penstock.capture.reads import Reads
 from penstock.capture.trees import flatten, unflatten
 
 
@@ -59,6 +62,7 @@ def generalise(traces: Sequence[Trace], points: Sequence[Sizes]) -> Trace:
         first.changed,
         first.rewritten,
         first.decisions,
+        reads=reduce(Reads.with_all_of, (trace.reads for trace in traces)),
     )
 
 
@@ -126,6 +130,7 @@ class _Adapter:
             attributes=dict(zip(general.attributes, infos, strict=True)),
             changed=one.changed,
             rewritten=one.rewritten,
+            reads=one.reads,
         )
 
     def call(self, general: Call, one: Call) -> Call:
@@ -154,6 +159,9 @@ class _Adapter:
     def leaf(self, general: Any, one: Any) -> Any:
         if isinstance(general, Size):
             _demand(type(one) is general.kind and general.at(self.sizes) == one)
+            return general
+        if isinstance(general, Number) and type(one) is not Number:
+            _demand(same_constant(general.at(self.sizes), one))
             return general
         if isinstance(general, TensorInfo) and isinstance(one, TensorInfo):
             _demand(general.dynamic == one.dynamic)

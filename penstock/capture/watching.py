@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.attributes import REGISTRIES
-from penstock.capture.calls import Assigned, Unrecordable
+from penstock.capture.calls import Assigned, Call, Origin, Unrecordable
 from penstock.capture.equality import same_tensor
 
 
@@ -57,6 +57,22 @@ class Contents:
         if _version(tensor) != self._version:
             return True
         return self._copy is not None and not same_tensor(self._copy, tensor)
+
+
+def check_decision(call: Call, origin: Origin, leaves: Sequence[Any]) -> None:
+    """Raise unless what Python reads is a yes or no about the inputs."""
+    if origin is Origin.MODEL:
+        raise Unrecordable(
+            call.path,
+            f"its Python reads a tensor's value ({call.label}) that depends on a parameter, "
+            "a buffer or a random number",
+        )
+    if call.result is not None or type(leaves[0]) is not bool:
+        raise Unrecordable(
+            call.path,
+            f"its Python reads a tensor's value ({call.label}) that depends on the inputs, "
+            "and that is more than a yes or no",
+        )
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -12,6 +12,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
+from torch.nn.modules import module as torch_module
+
 from penstock.capture import Program
 from penstock.capture.watching import with_owners
 from penstock.errors import InputError
@@ -22,9 +24,30 @@ _REGISTRIES = itemgetter(
 )
 
 
+_GLOBAL = (
+    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
+    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
+)
+
+
 def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:
     """The numbers of the hooks of modules, given by their `vars`; none is ever used twice."""
     return list(chain.from_iterable(chain.from_iterable(map(_REGISTRIES, modules))))
+
+
+def check_no_global_hooks() -> None:
+    """Raise if there are hooks of all modules.
+
+    Raises:
+        InputError: there is one.
+    """
+    if any(_GLOBAL):
+        raise InputError(
+            "there are hooks of all modules (torch.nn.modules.module.register_module_forward_hook "
+            "and its like). The calls of an opened module are a part of the program by themselves, "
+            "and other processes have hooks of their own, so they would be called for some modules "
+            "only: remove them while a pipeline is built or used, or register hooks on modules"
+        )
 
 
 class Opened:
@@ -36,6 +59,7 @@ class Opened:
     def __init__(self, program: Program) -> None:
         traces = (program.train, program.eval)
         within = {call.path for trace in traces for call in trace.calls}
+        within |= {p.module for t in traces for p in t.reads.seen if p.names == ("forward",)}
         paths = {path for inner in within for path in with_owners(inner)}
         modules = dict(program.model.named_modules())
         self._modules = {
@@ -51,6 +75,7 @@ class Opened:
         Raises:
             InputError: it has.
         """
+        check_no_global_hooks()
         if not hooks_of(self._vars):
             return
         path = next(path for path, module in self._modules.items() if hooks_of([vars(module)]))

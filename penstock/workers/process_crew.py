@@ -26,6 +26,7 @@ from penstock.links.parcel import Outbox, pack
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.crew import Driven
+from penstock.workers.following import Following
 from penstock.workers.jobs import (
     AddWay,
     Build,
@@ -84,6 +85,7 @@ class ProcessCrew(Driven):
         self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
         self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
         self._unchanged = [Unchanged(model) for _ in range(count)]
+        self._following = [Following() for _ in range(count)]
         self._backups: dict[int, list[Backup]] = {}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
@@ -153,6 +155,7 @@ class ProcessCrew(Driven):
         self._modules[worker] += modules
         number = partial(self._shared.number, worker)
         self._unchanged[worker].add(modules, lambda tensor: number(tensor) is not None)
+        self._following[worker].add(modules)
         part = replace(way, stages=stages)
         try:
             return AddWay(self._packed(worker), self._outboxes[worker].pack((part, modules)))
@@ -198,7 +201,24 @@ class ProcessCrew(Driven):
         else:
             self._training[worker] = training or ()
         part = order.part(placement[0] == worker, placement[-1] == worker)
-        return RunPass(part, gradients, training, forgotten)
+        return RunPass(part, gradients, training, self._news(worker), forgotten)
+
+    def _news(self, worker: int) -> bytes | None:
+        """The attributes of its modules that have changed."""
+        news = self._following[worker].news()
+        if not news:
+            return None
+        try:
+            return self._outboxes[worker].pack(news)
+        except Exception as error:
+            modules = self._modules[worker]
+            changed = [
+                f"{type(modules[k]).__name__}.{n}" for k, names in news.items() for n in names
+            ]
+            raise InputError(
+                f"attributes were changed ({', '.join(changed)}) and cannot be sent to the process "
+                f'of worker {worker}: {type(error).__name__}: {error}. Use workers="threads"'
+            ) from error
 
     def finish(self, ticket: tuple[Order, Round]) -> Outcome:
         """Wait for a pass."""
@@ -213,6 +233,8 @@ class ProcessCrew(Driven):
                     self._shared.after(worker, present)
             outcome = Outcome.of([outcome for outcome, _ in parts])
             _bring(outcome.buffers, order.loss)
+            for following in self._following:
+                following.confirm()
             del self._backups[order.number]  # last: until then everything can be undone
         except BaseException:
             self._undo()
@@ -231,6 +253,8 @@ class ProcessCrew(Driven):
         """Tell the workers everything anew: nobody knows what they have been told."""
         self._shared.doubt()
         self._training = [() for _ in range(self._count)]
+        for following in self._following:
+            following.doubt()
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch, with the next pass."""

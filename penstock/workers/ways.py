@@ -13,6 +13,7 @@ from penstock.capture import Attribute, Join, Program, Ref, Sizes, Trace, Value
 from penstock.capture.attributes import find, named_tensors
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
+from penstock.capture.numbers import PASSED
 from penstock.engine.backup import Backup
 from penstock.engine.batchnorm import check_closed, running_statistics
 from penstock.engine.microbatch import check_mergeable
@@ -143,6 +144,27 @@ class Ways:
             if way.trace is trace:
                 return number
         return self._add(trace)
+
+    def numbers(self, number: int) -> dict[str, Any]:
+        """The numbers that a way is passed, as they are now in the model's attributes."""
+        reads = self._ways[number].trace.reads
+        return reads.passed_in(self._program.model) if reads.numbers else {}
+
+    def check(self, number: int, sizes: Sizes) -> None:
+        """Raise unless the model here would take a way, too, that another process has chosen.
+
+        Raises:
+            InputError: it would not.
+        """
+        if number >= len(self._ways):
+            raise InputError("the model is not on this rank what it is where the first stage is")
+        self._program.recordings.check_holds(self._ways[number].trace, self.training)
+        for name, here in self.numbers(number).items():
+            if here != sizes[name]:
+                raise InputError(
+                    f"{name.removeprefix(PASSED)} is {here} on this rank, and {sizes[name]} on the "
+                    "one with the first stage; change models on all ranks alike"
+                )
 
     def common(self, microbatches: Sequence[MicroBatch], anyway: bool = False) -> Way:
         """The way of all micro-batches, as far as putting their results together is concerned.

@@ -117,13 +117,13 @@ def test_a_size_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Odd(lambda _, x: x.relu())
     program = ps.capture(model, (torch.randn(6, 8, 4),), dynamic=LENGTH)
     compared: list[tuple[int, int]] = []
-    check = program._source.check_at
+    check = program.recordings._source.check_at
 
     def counted(program: Any, trace: Any, leaves: Any, training: bool) -> None:
         compared.append(tuple(leaves[0].shape[:2]))
         check(program, trace, leaves, training)
 
-    monkeypatch.setattr(program._source, "check_at", counted)
+    monkeypatch.setattr(program.recordings._source, "check_at", counted)
     for shape in [(3, 8), (9, 8), (5, 8), (9, 7), (2, 20), (9, 20), (7, 20), (4, 3)]:
         program(torch.randn(*shape, 4))
     assert compared == [(9, 8), (2, 20), (4, 3)]

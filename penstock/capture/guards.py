@@ -1,0 +1,288 @@
+"""Whether what a forward has read when it was recorded is still as it was.
+
+It is looked at before every pass, so what is compared is gathered once, in flat lists, whose items
+mostly are the very same objects. Where they are not, everything is compared by value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.capture.attributes import REGISTRIES, find
+from penstock.capture.places import (
+    MISSING,
+    Place,
+    asks_itself,
+    attributes_of,
+    frozen,
+    look,
+    parts_of,
+    static,
+)
+from penstock.capture.reads import Reads
+from penstock.errors import InputError
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+MOST_WAYS = 64
+"""So many recordings of one mode are kept."""
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+class Guards:
+    """What one recording has read, and what was there.
+
+    Args:
+        model: whose forward was recorded, as it is now.
+        reads: what was read.
+    """
+
+    def __init__(self, model: nn.Module, reads: Reads) -> None:
+        self.reads = reads
+        self._model = model
+        self._places = [place for place in reads.seen if place not in reads.numbers]
+        self._kinds = {place: type(place.find(model)) for place in reads.numbers}
+        self._frozen = {
+            place: frozen(place.find(model) if seen is MISSING else seen)
+            for place, seen in reads.seen.items()
+            if place not in reads.numbers
+        }
+        self._fast: _Cells | None = None
+        self._requires_grad = list(reads.requires_grad.values())
+        self._tensors = [find(model, name) for name in reads.requires_grad]
+
+    def hold(self) -> bool:
+        """Whether the model's Python would read now what it has read then.
+
+        Raises:
+            InputError: but for a tensor or a module, which has been replaced.
+        """
+        different = self.different()
+        if different is None:
+            return True
+        if isinstance(different, Place) and self.is_replaced(different):
+            raise self._replaced(different)
+        return False
+
+    def different(self) -> Place | str | None:
+        """Where something else is now than was read; `None` if nowhere.
+
+        Plain data goes before tensors and modules.
+        """
+        reads = self.reads
+        if reads.grad not in (None, torch.is_grad_enabled()):
+            return "whether gradients are enabled"
+        if any(type(p.find(self._model)) is not kind for p, kind in self._kinds.items()):
+            return next(iter(self._kinds))
+        if reads.outcomes:
+            passed = reads.passed_in(self._model)
+            if any(number.at(passed) is not outcome for number, outcome in reads.outcomes):
+                return next(iter(self._kinds))
+        asked = list(map(_REQUIRES_GRAD, self._tensors))
+        if asked != self._requires_grad:
+            pairs = zip(reads.requires_grad, asked, self._requires_grad, strict=True)
+            return f"{next(name for name, one, other in pairs if one != other)}.requires_grad"
+        if self._fast is not None:
+            verdict = self._fast.verdict()
+            if verdict is not None:
+                return None if verdict is True else verdict
+        places = [p for p in self._places if frozen(p.find(self._model)) != self._frozen[p]]
+        if not places:
+            self._fast = _Cells(self._model, self._places, self._frozen)
+            return None
+        return min(places, key=self.is_replaced)
+
+    def is_replaced(self, place: Place) -> bool:
+        """Whether what is different there is a tensor or a module."""
+        if place not in self._frozen:
+            return False
+        now = frozen(place.find(self._model))
+        return set(parts_of(now)) != set(parts_of(self._frozen[place]))
+
+    def check_replaced(self) -> None:
+        """Raise if a tensor or a module has been replaced, whatever else is different.
+
+        Raises:
+            InputError: one has.
+        """
+        for place in self._places:
+            if frozen(place.find(self._model)) != self._frozen[place] and self.is_replaced(place):
+                raise self._replaced(place)
+
+    def _replaced(self, place: Place) -> InputError:
+        value = place.find(self._model)
+        now = MISSING if value is MISSING else frozen(value)
+        name = _name_in(place, now, self._frozen[place])
+        return InputError(
+            f"{name!r} is another tensor than when the pipeline was built, or another module, or "
+            "it came or went since; the stages have what was there then. Copy values into it "
+            "instead (parameter.data.copy_(...), or load_state_dict without assign=True), or build "
+            "a new pipeline"
+        )
+
+    def rebind(self) -> None:
+        """Take the tensors and modules for the right ones that are there now."""
+        for place in self._places:
+            if self.is_replaced(place):
+                self._frozen[place] = frozen(place.find(self._model))
+        self._tensors = [find(self._model, name) for name in self.reads.requires_grad]
+        self._fast = None
+
+    def other_numbers(self) -> dict[Place, Any]:
+        """The places where a number was read, and is another one of its kind now; what it was."""
+        found = {}
+        for place, seen in self.reads.seen.items():
+            if type(seen) in (int, float) and place not in self.reads.numbers:
+                now = place.find(self._model)
+                if type(now) is type(seen) and frozen(now) != frozen(seen):
+                    found[place] = seen
+        return found
+
+
+class _Cells:
+    """Where to look, in flat lists: dictionaries and keys, objects and names, containers."""
+
+    def __init__(
+        self, model: nn.Module, places: Iterable[Place], wanted: Mapping[Place, Any]
+    ) -> None:
+        self._found: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._places: list[Place] = []
+        self._static: dict[tuple[type, str], tuple[Any, str]] = {}
+        self._asked: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._lists: dict[int, Any] = {}
+        self._mappings: dict[int, Any] = {}
+        self._arrays: list[tuple[Any, bytes]] = []
+        for place in places:
+            self._add(place.owner(model), place)
+        self._keys = [name for _, name in self._found.values()]
+        self._dicts = [held for held, _ in self._found.values()]
+        self._names = [name for _, name in self._static.values()]
+        self._classes = [held for held, _ in self._static.values()]
+        self._asked_names = [name for _, name in self._asked.values()]
+        self._objects = [held for held, _ in self._asked.values()]
+        self._sequences = list(self._lists.values())
+        self._tables = list(self._mappings.values())
+        self._expected = self._now()
+
+    def _add(self, owner: Any, place: Place) -> None:
+        name, value = place.last, look(owner, place.last)
+        if asks_itself(owner):
+            self._asked[id(owner), name] = owner, name
+        elif isinstance(owner, type):
+            self._add_class(owner, name)
+        else:
+            own = attributes_of(owner)
+            if (id(own), name) not in self._found:
+                self._found[id(own), name] = own, name
+                self._places.append(place)
+            if name not in own and isinstance(owner, nn.Module):
+                for registry in REGISTRIES:
+                    held = own.get(registry)
+                    if isinstance(held, dict) and (name in held or value is MISSING):
+                        self._found[id(held), name] = held, name
+                        self._places.append(place)
+            if name not in own and (value is not MISSING):
+                self._add_class(type(owner), name)
+        self._add_contents(value)
+
+    def _add_class(self, kind: type, name: str) -> None:
+        if static(kind, name) is MISSING:
+            return
+        for owner in type.mro(kind):
+            self._static[owner, name] = vars(owner), name
+            if name in vars(owner):
+                return
+
+    def _add_contents(self, value: Any) -> None:
+        if isinstance(value, dict):
+            if id(value) not in self._mappings:
+                self._mappings[id(value)] = value
+                for item in dict.values(value):
+                    self._add_contents(item)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            if id(value) not in self._lists:
+                self._lists[id(value)] = value
+                for item in value:
+                    self._add_contents(item)
+        elif isinstance(value, np.ndarray):
+            self._arrays.append((value, value.tobytes()))
+
+    def _now(self) -> list[Any]:
+        missing = repeat(MISSING)
+        return [
+            *map(dict.get, self._dicts, self._keys, missing),
+            *map(MappingProxyType.get, self._classes, self._names, missing),
+            *map(getattr, self._objects, self._asked_names, missing),
+            *chain.from_iterable(self._sequences),
+            *chain.from_iterable(self._tables),
+            *chain.from_iterable(map(dict.values, self._tables)),
+        ]
+
+    def verdict(self) -> Place | Literal[True] | None:
+        """`True` if all is as it was; a place that is not, if that is plain; else `None`."""
+        now = self._now()
+        if len(now) != len(self._expected):
+            return None
+        if all(map(is_, now, self._expected)):
+            return True if self._same_arrays() else None
+        for k, (new, old) in enumerate(zip(now, self._expected, strict=True)):
+            if new is old:
+                continue
+            if type(new) not in _SIMPLE or type(old) not in _SIMPLE:
+                return None
+            if frozen(new) != frozen(old):
+                return self._places[k] if k < len(self._places) else None
+            self._expected[k] = new
+        return True if self._same_arrays() else None
+
+    def _same_arrays(self) -> bool:
+        return all(array.tobytes() == content for array, content in self._arrays)
+
+
+def _name_in(place: Place, now: Any, before: Any) -> str:
+    """The name of the tensor or module at which two frozen values differ first."""
+    names = [name for name in place.names if name not in REGISTRIES]
+    if place.last in REGISTRIES and now is not MISSING:
+        (_, keys, values), (_, old_keys, old_values) = now, before
+        current, old = (
+            dict(zip(keys, values, strict=True)),
+            dict(zip(old_keys, old_values, strict=True)),
+        )
+        differ = (key for key in {**old, **current} if current.get(key) != old.get(key))
+        names += [str(key) for _, key in differ][:1]
+    return ".".join((place.module, *names)).lstrip(".")
+
+
+def check_settled(new: Guards, all_of_them: Sequence[Guards]) -> None:
+    """Raise if a recording is of no use, or if they become too many.
+
+    Args:
+        new: what the last recording has read.
+        all_of_them: of the same mode.
+
+    Raises:
+        InputError: what it has read is something else again; or something is never twice the same.
+    """
+    different = new.different()
+    if different is not None:
+        raise InputError(
+            f"the forward reads {different}, which was something else while it was recorded than "
+            "it is now, so nobody can know what it will do"
+        )
+    if len(all_of_them) > MOST_WAYS:
+        often = Counter(str(g.different()) for g in all_of_them[:-1]).most_common(1)[0][0]
+        raise InputError(
+            f"the forward reads {often}, which was something else {MOST_WAYS} times, and each time "
+            "the forward was recorded anew. A number that changes may be used in arithmetic and "
+            "comparisons, and is then passed in; otherwise keep it in a buffer that is changed in "
+            "place, or keep the module closed that reads it, with keep_closed="
+        )

@@ -1,0 +1,96 @@
+"""Which modules of a model are opened, and which stay closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture.calls import Attribute, Trace
+from penstock.capture.watching import is_compiled, with_owners
+from penstock.errors import CaptureError, InputError
+
+# torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Opening:
+    """Which modules the program looks inside, and why it does not into the others."""
+
+    def __init__(self, model: nn.Module, keep_closed: Iterable[str]) -> None:
+        self.modules = dict(model.named_modules())
+        names = {id(module): name for name, module in self.modules.items()}
+        aliases = {n: names[id(m)] for n, m in model.named_modules(remove_duplicate=False)}
+        self.closed: dict[str, str] = {}
+        self.forced: set[str] = set()
+        if isinstance(keep_closed, str) or not isinstance(keep_closed, Iterable):
+            raise InputError(f'keep_closed={keep_closed!r} is no list of names; write ["layer1"]')
+        for path in keep_closed:
+            if path not in aliases:
+                known = ", ".join(list(self.modules)[1:6])
+                raise CaptureError(
+                    f"keep_closed names {path!r}, but the model has no such module; "
+                    f"its modules are {known}, …"
+                )
+            self.closed[aliases[path]] = "kept closed as asked"
+        for path, module in self.modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self.closed[path] = "it is compiled by torch.jit"
+            elif is_compiled(module):
+                self.closed[path] = "it is compiled by torch.compile"
+            elif module._forward_hooks or module._forward_pre_hooks:
+                self.closed[path] = "it has forward hooks, which must run around it"
+            elif module._backward_hooks or module._backward_pre_hooks:
+                self.closed[path] = "it has backward hooks, which must run around it"
+
+    def is_open(self, path: str) -> bool:
+        """Whether the program looks inside this module, and inside all that it is in."""
+        if any(outer in self.closed for outer in with_owners(path)):
+            return False
+        module = self.modules[path]
+        composite = any(True for _ in module.children()) and not isinstance(module, _FUSED)
+        return path == "" or composite or path in self.forced
+
+    def close(self, path: str, why: str) -> None:
+        """Close a module, and every other of its class: what one does, the others do."""
+        self.closed[path] = why
+        kind = type(self.modules[path])
+        if path and not issubclass(kind, _CONTAINERS):
+            for other, module in self.modules.items():
+                if other and type(module) is kind:
+                    self.closed.setdefault(other, why)
+
+    def force(self, trace: Trace) -> bool:
+        """Open the closed modules that share a parameter or buffer with another call.
+
+        Then the parameter is read by the program itself, and can cross a cut like any value.
+        """
+        users: dict[str, set[int]] = {}
+        for number, call in enumerate(trace.calls):
+            read = (v.name for v in call.reads() if isinstance(v, Attribute))
+            for name in {*call.hidden, *read}:
+                users.setdefault(name, set()).add(number)
+        shared = {
+            call.target
+            for call in trace.calls
+            if isinstance(call.target, str) and any(len(users[n]) > 1 for n in call.hidden)
+        }
+        # Those in a closed module stay closed even so, and keep what shares with them together.
+        able = (p for p in shared - self.forced if p not in self.closed)
+        new = {p for p in able if not self.is_open(p)}
+        self.forced |= new
+        return bool(new)
+
+
+def check_kinds(model: Any, args: Any) -> None:
+    """Raise if these are no module and no positional arguments."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}, not an nn.Module")
+    if not isinstance(args, (tuple, list)):
+        raise InputError(
+            f"args is a {type(args).__name__}, not the tuple of the model's positional arguments; "
+            "write args=(x,)"
+        )

@@ -1,0 +1,191 @@
+"""Numbers in attributes that change from step to step, passed in instead of being recorded.
+
+While a forward is recorded, such a number is in its place as one that remembers how others are made
+of it: arithmetic gives an expression, comparisons are noted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock.capture.places import MISSING, Place, attributes_of
+from penstock.capture.trees import Leaf
+
+PASSED = "@"
+"""Names of numbers that are passed in begin with it, among those of sizes."""
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
+}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
+}
+_OPERATORS = _ARITHMETIC | _COMPARISONS
+_UNARY = ("neg", "pos", "abs")
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Leaf):
+    """A number made of those that are passed in.
+
+    Attributes:
+        made: by which operator; `"named"` for one that is passed in.
+        of: what it is made of; its name then.
+    """
+
+    made: str
+    of: tuple[Any, ...]
+
+    def at(self, sizes: Mapping[str, Any]) -> Any:
+        """The number, from those that were passed in."""
+        if self.made == "named":
+            return sizes[self.of[0]]
+        operands = (o.at(sizes) if isinstance(o, Number) else o for o in self.of)
+        return _OPERATORS[self.made](*operands)
+
+    def __str__(self) -> str:
+        if self.made == "named":
+            return str(self.of[0]).removeprefix(PASSED)
+        return f"{self.made}({', '.join(map(str, self.of))})"
+
+
+Outcome = tuple[Number, bool]
+"""A comparison that Python has made, and what came of it."""
+
+
+def at(number: Number, sizes: Mapping[str, Any]) -> Any:
+    """What lowered code calls."""
+    return number.at(sizes)
+
+
+def name_of(place: Place) -> str:
+    """By which the number there is passed in."""
+    return f"{PASSED}{place}"
+
+
+class Followed:
+    """A number that remembers how others are made of it. One of its subclasses is a number."""
+
+    plain: int | float
+    number: Number
+    note: Callable[[Outcome], None]
+
+    def __hash__(self) -> int:
+        self.note((Number("eq", (self.number, self.plain)), True))
+        return hash(self.plain)
+
+    def __bool__(self) -> bool:
+        self.note((Number("ne", (self.number, 0)), self.plain != 0))
+        return self.plain != 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self.plain), (self.plain,)
+
+    def __copy__(self) -> int | float:
+        return self.plain
+
+    def __deepcopy__(self, memo: Any) -> int | float:
+        return self.plain
+
+
+class _Float(Followed, float):
+    __hash__ = Followed.__hash__
+
+
+class _Int(Followed, int):
+    __hash__ = Followed.__hash__
+
+
+def followed(plain: int | float, number: Number, note: Callable[[Outcome], None]) -> Any:
+    """The number, which remembers that it is this expression."""
+    kind = _Float if type(plain) is float else _Int
+    made = kind(plain)
+    made.plain, made.number, made.note = plain, number, note
+    return made
+
+
+def plain(value: Any) -> Any:
+    """The number itself."""
+    return value.plain if isinstance(value, Followed) else value
+
+
+def _number(value: Any) -> Any:
+    return value.number if isinstance(value, Followed) else value
+
+
+def _method(name: str, reflected: bool) -> Callable[..., Any]:
+    function = _OPERATORS[name]
+
+    def method(self: Followed, *others: Any) -> Any:
+        if not all(isinstance(o, (int, float)) for o in others):
+            return NotImplemented
+        operands = (*others, self) if reflected else (self, *others)
+        result = function(*map(plain, operands))
+        made = Number(name, tuple(map(_number, operands)))
+        if name in _COMPARISONS:
+            self.note((made, result))
+            return result
+        return followed(result, made, self.note) if type(result) in (int, float) else result
+
+    return method
+
+
+for _name in _OPERATORS:
+    for _kind in (_Float, _Int):
+        setattr(_kind, f"__{_name}__", _method(_name, reflected=False))
+        if _name in _ARITHMETIC and _name not in _UNARY:
+            setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
+
+
+@contextmanager
+def put(model: nn.Module, numbers: Mapping[Place, Any]) -> Iterator[None]:
+    """While open, these numbers are in these places."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for place, number in numbers.items():
+            own = attributes_of(place.owner(model))
+            before.append((own, place.last, own.get(place.last, MISSING)))
+            own[place.last] = number
+        yield
+    finally:
+        for own, name, value in reversed(before):
+            own.pop(name, None)
+            if value is not MISSING:
+                own[name] = value
+
+
+def can_be_put(model: nn.Module, place: Place) -> bool:
+    """Whether a number there is an attribute of the object itself, or of its class."""
+    owner = place.owner(model)
+    return owner is not MISSING and not isinstance(owner, type) and hasattr(owner, "__dict__")
+
+
+def alternatives(
+    now: Mapping[Place, Any], then: Mapping[Place, Any], outcomes: Sequence[Outcome]
+) -> list[dict[Place, Any]]:
+    """Other values of these numbers, with which all comparisons come out as they did.
+
+    Those of an earlier recording first, then some on the way there, where most are allowed too.
+    """
+    found = []
+    for share in (1, 0.5, 0.125, 0.015625):
+        near = {place: _between(now[place], then[place], share) for place in now}
+        passed = {name_of(place): number for place, number in near.items()}
+        same = all(number.at(passed) is outcome for number, outcome in outcomes)
+        if same and near not in found and all(near[place] != now[place] for place in now):
+            found.append(near)
+    return found
+
+
+def _between(now: Any, then: Any, share: float) -> Any:
+    if share == 1:
+        return then
+    between = now + (then - now) * share
+    return round(between) if type(now) is int else between

@@ -1,0 +1,204 @@
+"""Where Python finds what is no tensor: attributes of modules, and of what hangs on them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.capture.attributes import REGISTRIES
+
+SCALARS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+"""Plain data that cannot be changed, and that is equal or not."""
+
+_FUNCTIONS = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType),
+    *(types.ModuleType, property, staticmethod, classmethod),
+)
+_LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "threading")
+_MOST_BYTES = 1 << 20  # of an array that is compared
+
+
+class _Missing(Enum):
+    MISSING = "nothing"
+
+
+MISSING: Final = _Missing.MISSING
+"""What is found where nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An attribute, by the way that leads to it.
+
+    Attributes:
+        module: the qualified name of the module where the way begins.
+        names: of the attributes, one after the other: `("config", "temperature")`.
+    """
+
+    module: str
+    names: tuple[str, ...]
+
+    @property
+    def last(self) -> str:
+        """The name of the attribute."""
+        return self.names[-1]
+
+    def owner(self, model: nn.Module) -> Any:
+        """The object that has the attribute; `MISSING` if the way there has gone."""
+        found: Any = model
+        for name in self.module.split(".") if self.module else ():
+            found = _of(found, "_modules").get(name, MISSING)
+            if found is MISSING:
+                return found
+        for name in self.names[:-1]:
+            found = look(found, name)
+        return found
+
+    def find(self, model: nn.Module) -> Any:
+        """What is there now."""
+        owner = self.owner(model)
+        return MISSING if owner is MISSING else look(owner, self.last)
+
+    def __str__(self) -> str:
+        return ".".join((self.module, *self.names)).lstrip(".")
+
+
+def attributes_of(obj: Any) -> dict[str, Any]:
+    """An object's own attributes, without asking the object."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _of(obj: Any, name: str) -> Mapping[str, Any]:
+    return attributes_of(obj).get(name) or {}
+
+
+def look(obj: Any, name: str) -> Any:
+    """What Python finds as `obj.name`, as it is kept: a property itself, and not its value."""
+    if asks_itself(obj):
+        return getattr(obj, name, MISSING)
+    kept = static(type(obj) if not isinstance(obj, type) else obj, name)
+    if isinstance(kept, types.MemberDescriptorType):
+        return getattr(obj, name, MISSING)
+    if isinstance(kept, property):
+        return kept
+    own = attributes_of(obj)
+    if name in own:
+        return own[name]
+    if isinstance(obj, nn.Module):
+        for registry in REGISTRIES:
+            if name in _of(obj, registry):
+                return _of(obj, registry)[name]
+    return kept
+
+
+def static(kind: type, name: str) -> Any:
+    """What a class has under a name, without its descriptor being asked."""
+    for owner in type.mro(kind):
+        if name in vars(owner):
+            return vars(owner)[name]
+    return MISSING
+
+
+def asks_itself(obj: Any) -> bool:
+    """Whether an object of a helper's class finds its attributes by code of its own."""
+    kind = type(obj)
+    found = static(kind, "__getattribute__")
+    found = getattr(found, "finds", found)
+    return isinstance(found, types.FunctionType) and not issubclass(kind, nn.Module)
+
+
+def noting(kind: type, note: Callable[[Any, str, Any], None]) -> Callable[[Any, str], Any]:
+    """A class's `__getattribute__` that notes what it finds."""
+    finds: Callable[[Any, str], Any] = getattr(kind, "__getattribute__")  # noqa: B009 - as it is
+
+    def get_attribute(obj: Any, name: str) -> Any:
+        value = finds(obj, name)
+        note(obj, name, value)
+        return value
+
+    get_attribute.finds = finds  # type: ignore[attr-defined]
+    return get_attribute
+
+
+def is_helper(value: Any) -> bool:
+    """Whether this is an object of a class in Python, the reads of whose attributes can be seen."""
+    kind = type(value)
+    if isinstance(value, (nn.Module, torch.Tensor, type, Enum, *_FUNCTIONS, *SCALARS)):
+        return False
+    if isinstance(value, (list, tuple, dict, set, frozenset, np.ndarray, np.generic)):
+        return False
+    heap = bool(kind.__flags__ & (1 << 9))  # Py_TPFLAGS_HEAPTYPE: classes that are written to
+    immutable = bool(kind.__flags__ & (1 << 8))
+    library = (kind.__module__ or "").partition(".")[0] in _LIBRARIES
+    return (heap and not immutable and not library) or isinstance(value, types.SimpleNamespace)
+
+
+class Held:
+    """A tensor or a module, or something else that nobody can look into: it is itself or not."""
+
+    __slots__ = ("is_part", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.is_part = isinstance(value, (torch.Tensor, nn.Module))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Held):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        method = isinstance(self.value, types.MethodType)  # made anew whenever it is asked for
+        return method and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def frozen(value: Any, depth: int = 8) -> Any:
+    """What is compared of a value: equal for values that a forward cannot tell from each other."""
+    if isinstance(value, float):
+        return type(value), float(value).hex()  # 0.0 is not -0.0, and no number is no number
+    if isinstance(value, (*SCALARS, Enum)):
+        return type(value), value
+    if isinstance(value, (torch.Tensor, nn.Module)) or depth == 0:
+        return Held(value)
+    if isinstance(value, dict):
+        keys, items = tuple(dict.keys(value)), dict.values(value)
+        return type(value), tuple(map(_key, keys)), tuple(frozen(v, depth - 1) for v in items)
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(frozen(item, depth - 1) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(frozen(item, depth - 1) for item in value)
+    if isinstance(value, (np.ndarray, np.generic)) and value.nbytes <= _MOST_BYTES:
+        return type(value), value.dtype, value.shape, value.tobytes()
+    if is_helper(value):
+        return "helper", type(value)
+    return Held(value)
+
+
+def _key(key: Any) -> Any:
+    return (type(key), key)
+
+
+def parts_of(frozen_value: Any) -> Iterator[Any]:
+    """The tensors and modules in something that was frozen."""
+    if isinstance(frozen_value, Held):
+        if frozen_value.is_part:
+            yield frozen_value
+    elif isinstance(frozen_value, (tuple, frozenset)):
+        for item in frozen_value:
+            yield from parts_of(item)

@@ -1,0 +1,276 @@
+"""What the Python of open modules reads besides tensors, noted while it is recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture.attributes import REGISTRIES
+from penstock.capture.numbers import Followed, Number, Outcome, followed, name_of, plain
+from penstock.capture.places import (
+    MISSING,
+    SCALARS,
+    Place,
+    asks_itself,
+    attributes_of,
+    frozen,
+    is_helper,
+    look,
+    noting,
+    static,
+)
+
+_OWN = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward", "training", *REGISTRIES}
+_TORCH = ("torch.autograd", "torch.utils", "torch.overrides", "penstock.")
+_SCALARS = (*SCALARS, float, Enum)
+
+
+@dataclass
+class Reads:
+    """What the Python of a recording has read, on which it depends that the forward is this one.
+
+    Attributes:
+        seen: what was in every place: plain data as it was, of anything else `MISSING`.
+        readers: the open module that was the first to read it.
+        grad: whether gradients were enabled, if that was asked.
+        requires_grad: of parameters and other tensors of the model, by name.
+        inputs: whether they required a gradient, by their number.
+        numbers: the places whose number is passed in.
+        outcomes: comparisons of those with others.
+    """
+
+    seen: dict[Place, Any] = field(default_factory=dict)
+    readers: dict[Place, str] = field(default_factory=dict, compare=False)
+    grad: bool | None = None
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    inputs: dict[int, bool] = field(default_factory=dict)
+    numbers: tuple[Place, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+
+    def with_all_of(self, other: Reads) -> Reads:
+        """What two recordings have read that are generalised together."""
+        return Reads(
+            other.seen | self.seen,
+            other.readers | self.readers,
+            self.grad if self.grad is not None else other.grad,
+            other.requires_grad | self.requires_grad,
+            other.inputs | self.inputs,
+            self.numbers,
+            tuple(dict.fromkeys((*self.outcomes, *other.outcomes))),
+        )
+
+    def passed_in(self, model: nn.Module) -> dict[str, Any]:
+        """The numbers of its places as they are now, by the names under which they are passed."""
+        return {name_of(place): place.find(model) for place in self.numbers}
+
+    def changed(self, model: nn.Module) -> Place | None:
+        """A place where, after the forward, something else is than it has read."""
+        for place, value in self.seen.items():
+            if value is MISSING or place.last == "training" or place in self.numbers:
+                continue
+            if frozen(place.find(model)) != frozen(value):
+                return place
+        return None
+
+
+class Reading:
+    """Notes what is read while a forward runs.
+
+    Args:
+        model: whose forward.
+        paths: the qualified names of its modules, by id.
+        is_outside: whether the Python that runs now is an open module's own.
+        reader: the open module whose Python runs now.
+        numbers: the places whose numbers are followed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: Mapping[int, str],
+        is_outside: Callable[[], bool],
+        reader: Callable[[], str],
+        numbers: Mapping[Place, Any],
+    ) -> None:
+        self.reads = Reads(numbers=tuple(numbers))
+        self._model = model
+        self._is_outside = is_outside
+        self._reader = reader
+        self._roots = {key: Place(path, ()) for key, path in paths.items()}
+        self._kept: list[Any] = []
+        self._quiet = 1
+        self._frozen: dict[Place, Any] = {}
+        self._lenient: dict[Place, Any] = {}
+        self._patched: dict[type, Any] = {}
+        self._numbers = numbers
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While open, what is read is noted."""
+        self._quiet -= 1
+        try:
+            yield
+        finally:
+            self._quiet += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, nothing is noted."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    def followed(self) -> dict[Place, Any]:
+        """The numbers that are followed, to be put in their places."""
+        return {
+            place: followed(value, Number("named", (name_of(place),)), self._note)
+            for place, value in self._numbers.items()
+        }
+
+    def _note(self, outcome: Outcome) -> None:
+        if not self._quiet and self._is_outside() and outcome not in self.reads.outcomes:
+            self.reads.outcomes += (outcome,)
+
+    # -- attributes -----------------------------------------------------------------------
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Note that Python has read an attribute of a module or a helper."""
+        if self._quiet or (name.startswith("__") and name != "__dict__"):
+            return
+        root = self._roots.get(id(owner))
+        if root is None or not self._is_outside():
+            return
+        if name in _OWN and issubclass(type(owner), nn.Module):  # isinstance would ask the owner
+            return
+        with self.paused():
+            if name == "__dict__":
+                for key, held in list(attributes_of(owner).items()):
+                    if key not in _OWN:
+                        self._at(owner, Place(root.module, (*root.names, key)), held)
+            else:
+                self._at(owner, Place(root.module, (*root.names, name)), value)
+
+    def absent(self, module: nn.Module, name: str) -> None:
+        """Note that Python has looked for an attribute that a module does not have."""
+        self.attribute(module, name, MISSING)
+
+    def _at(self, owner: Any, place: Place, value: Any) -> None:
+        if place in self._frozen or isinstance(value, Followed):
+            return
+        if asks_itself(owner):
+            if callable(value) and not isinstance(value, type):
+                return
+            kept = value
+        else:
+            kept = look(owner, place.last)
+            if _is_inherited(owner, place.last, kept):
+                return
+        self._frozen[place] = frozen(kept)
+        self.reads.seen[place] = kept if isinstance(kept, _SCALARS) else MISSING
+        self.reads.readers[place] = self._reader()
+        self._follow(value, place)
+
+    def _follow(self, value: Any, place: Place) -> None:
+        """See to it that reads of a helper's own attributes are noted, too."""
+        if isinstance(value, type):
+            if (value.__module__ or "").partition(".")[0] not in ("torch", "builtins", "numpy"):
+                for name, held in list(vars(value).items()):
+                    if isinstance(held, _SCALARS) and not name.startswith("__"):
+                        self._roots.setdefault(id(value), place)
+                        self._at(value, Place(place.module, (*place.names, name)), held)
+        elif is_helper(value) and id(value) not in self._roots:
+            self._roots[id(value)] = place
+            self._kept.append(value)
+            self._patch(type(value))
+
+    def _patch(self, kind: type) -> None:
+        if kind in self._patched:
+            return
+        own = vars(kind).get("__getattribute__", MISSING)
+        try:
+            type.__setattr__(kind, "__getattribute__", noting(kind, self.attribute))
+        except TypeError:
+            return
+        self._patched[kind] = own
+
+    def release(self) -> None:
+        """Let the classes of helpers be as they were."""
+        for kind, own in self._patched.items():
+            if own is MISSING:
+                type.__delattr__(kind, "__getattribute__")
+            else:
+                type.__setattr__(kind, "__getattribute__", own)
+        self._patched.clear()
+
+    # -- other things ---------------------------------------------------------------------
+
+    def called(self, path: str, module: nn.Module) -> None:
+        """Note that a closed module is called: which tensors and modules stand where in it."""
+        if not self._is_outside():
+            return
+        for name, inner in module.named_modules(prefix=path):
+            for registry in REGISTRIES:
+                place = Place(name, (registry,))
+                held = attributes_of(inner).get(registry)
+                if place not in self._frozen and isinstance(held, dict):
+                    self._lenient.setdefault(place, frozen(held))
+
+    def asked_for_grad(self, value: bool) -> None:
+        """Note that Python has asked whether gradients are enabled."""
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if not self._quiet and self._is_outside() and not caller.startswith(_TORCH):
+            self.reads.grad = value
+
+    def asked_of(self, leaves: Iterable[Any], known: Callable[[Any], Any]) -> None:
+        """Note that Python has asked whether tensors require gradients.
+
+        Args:
+            leaves: the tensors, among others.
+            known: says which value one is.
+        """
+        if self._quiet or not self._is_outside():
+            return
+        for tensor in leaves:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            value = known(tensor)
+            if value is not None and hasattr(value, "name"):
+                self.reads.requires_grad[value.name] = tensor.requires_grad
+            elif value is not None and value.call < 0:
+                self.reads.inputs[value.leaf] = tensor.requires_grad
+            else:  # it is made of others
+                with self.paused():
+                    for name, parameter in self._model.named_parameters():
+                        self.reads.requires_grad.setdefault(name, parameter.requires_grad)
+                self.reads.grad = torch.is_grad_enabled()
+
+    def changed(self) -> Place | None:
+        """A place that the forward itself has changed since it was read; call it at the end.
+
+        Registries of closed modules that it changes, for their own use, are left out from here on.
+        """
+        with self.paused():
+            for place, before in self._lenient.items():
+                if frozen(place.find(self._model)) == before:
+                    self.reads.seen[place] = MISSING
+                    self.reads.readers[place] = place.module
+            for place, before in self._frozen.items():
+                if frozen(plain(place.find(self._model))) != before:
+                    return place
+        return None
+
+
+def _is_inherited(owner: Any, name: str, kept: Any) -> bool:
+    """Whether this comes with torch's or Python's own classes: nobody changes it there."""
+    if kept is MISSING or isinstance(owner, type) or name in attributes_of(owner):
+        return False
+    return static(nn.Module, name) is kept or static(object, name) is kept

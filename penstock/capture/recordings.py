@@ -1,0 +1,188 @@
+"""The recordings of a program: one for every way through the model, and which of them is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from penstock.capture.calls import ROWS, Ref, Size, Sizes, Trace, ambient
+from penstock.capture.cuts import Cuts
+from penstock.capture.dims import Varying
+from penstock.capture.guards import Guards, check_settled
+from penstock.capture.lowering import lower
+from penstock.capture.places import Place
+from penstock.capture.trees import flatten
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.capture.program import Program
+
+
+class Source(Protocol):
+    """Where more of a program comes from, when inputs show that it is needed."""
+
+    def way(
+        self, program: Program, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Any]
+    ) -> Trace:
+        """The trace that these inputs take, with the numbers passed in for which that is possible.
+
+        `numbers` are those in attributes that have changed, with what they were before.
+        """
+
+    def check_at(
+        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool
+    ) -> None:
+        """Raise unless the model does on these inputs what the trace says."""
+
+
+class Recordings:
+    """All of them.
+
+    Args:
+        program: which has the example's, in both modes.
+        source: makes more of them.
+        points: the sizes at which the example's were compared with the model.
+    """
+
+    def __init__(self, program: Program, source: Source, points: Sequence[Sizes]) -> None:
+        self._program = program
+        self._source = source
+        self._of = {
+            training: [_Recording(program.model, trace, program.varying, points)]
+            for training, trace in ((True, program.train), (False, program.eval))
+        }
+        self._numbers: dict[Place, Any] = {}  # in attributes, that change
+        self._looked: dict[int, bool] | None = None
+
+    def trace_for(self, leaves: Sequence[Any], training: bool) -> Trace:
+        """See `Program.trace_for`."""
+        program, known = self._program, self._of[training]
+        sizes = program.varying.sizes(leaves)
+        casting = None if program.was_on_meta else ambient().casting
+        for each in known:
+            as_then = casting in (None, each.casting) and self._holds(each.guards)
+            if as_then and each.fits(leaves, sizes):
+                if not each.has_seen(sizes):
+                    self._source.check_at(program, each.trace, leaves, training)
+                    each.see(sizes)
+                return each.trace
+        trace = self._source.way(program, leaves, training, self._changed_numbers(training))
+        known.append(_Recording(program.model, trace, program.varying, [sizes]))
+        check_settled(known[-1].guards, [each.guards for each in known])
+        return trace
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """While open, what the forward reads of the model stays as it is: it is looked at once."""
+        self._looked = {}
+        try:
+            yield
+        finally:
+            self._looked = None
+
+    def _holds(self, guards: Guards) -> bool:
+        """Whether what a recording has read is as it was."""
+        if self._looked is None:
+            return guards.hold()
+        if id(guards) not in self._looked:
+            self._looked[id(guards)] = guards.hold()
+        return self._looked[id(guards)]
+
+    def check_holds(self, trace: Trace, training: bool) -> None:
+        """Raise unless what this trace's recording has read is as it was.
+
+        Raises:
+            InputError: something is not, and what.
+        """
+        guards = next(each.guards for each in self._of[training] if each.trace is trace)
+        if not self._holds(guards):
+            raise InputError(
+                f"the forward reads {guards.different()}, which is not on this rank what it is on "
+                "the one with the first stage; change models on all ranks alike"
+            )
+
+    def _changed_numbers(self, training: bool) -> Mapping[Place, Any]:
+        """The numbers in attributes that have ever changed, with some other value of each."""
+        for each in self._of[training]:
+            each.guards.check_replaced()
+            self._numbers |= each.guards.other_numbers()
+        return self._numbers
+
+    def rebind(self) -> None:
+        """Take the tensors and modules for the right ones that are in the model now."""
+        for each in (*self._of[True], *self._of[False]):
+            each.guards.rebind()
+
+
+class _Recording:
+    """A trace, whether inputs take it, and at which sizes it was compared with the model.
+
+    `casting` is the autocast that it was recorded under.
+
+    Rows between those seen are taken to be like them. Other dimensions often are padded to
+    multiples of something, so each of their sizes is a matter of its own; and so are the rows where
+    a float grew with them, which may have been whole by chance.
+    """
+
+    def __init__(
+        self, model: nn.Module, trace: Trace, varying: Varying, points: Sequence[Sizes]
+    ) -> None:
+        self.trace = trace
+        self._names = varying.names if _has_floats(trace) else varying.names[1:]
+        self._rows = min(p[ROWS] for p in points), max(p[ROWS] for p in points)
+        self._others = {self._named(p) for p in points}
+        self.casting = ambient().casting
+        self.guards = Guards(model, trace.reads)
+        self._model = model
+        self._asked: fx.GraphModule | None = None
+
+    def _named(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(sizes[name] for name in self._names)
+
+    def has_seen(self, sizes: Sizes) -> bool:
+        """Whether it was compared with the model at such sizes."""
+        least, most = self._rows
+        return least <= sizes[ROWS] <= most and self._named(sizes) in self._others
+
+    def see(self, sizes: Sizes) -> None:
+        """It was compared at these."""
+        self._rows = min(self._rows[0], sizes[ROWS]), max(self._rows[1], sizes[ROWS])
+        self._others.add(self._named(sizes))
+
+    def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
+        """Whether the model's Python reads off these inputs what it read in the recording."""
+        asked = self.trace.reads.inputs
+        if any(leaves[k].requires_grad is not wanted for k, wanted in asked.items()):
+            return False
+        questions = self.trace.questions
+        if questions is None:
+            return True
+        crossing = Cuts(questions)
+        inputs = crossing.boundary(0)
+        if self._asked is None:
+            everything = range(len(questions.calls))
+            device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
+            outputs = questions.outputs
+            self._asked = lower(self._model, questions, everything, inputs, outputs, device)
+        values = [leaves[_input(value)] for value in inputs]
+        if any(call.mutates for call in questions.calls):
+            values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+        with torch.no_grad():
+            answers = self._asked(sizes, None, *values)
+        return tuple(answers) == self.trace.answers
+
+
+def _has_floats(trace: Trace) -> bool:
+    """Whether sizes are there that Python has as floats."""
+    arguments = [leaf for call in trace.calls for leaf in flatten((call.args, call.kwargs))[0]]
+    leaves = (*arguments, *trace.outputs)
+    return any(isinstance(leaf, Size) and leaf.kind is float for leaf in leaves)
+
+
+def _input(value: Any) -> int:
+    """The number of the input leaf that a value of the first boundary is."""
+    return value.leaf if isinstance(value, Ref) else -1
