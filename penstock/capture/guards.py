@@ -175,6 +175,9 @@ class _Cells:
 
     def _add(self, owner: Any, place: Place) -> None:
         name, value = place.last, look(owner, place.last)
+        if name == "__dict__":
+            self._lists[id(attributes_of(owner))] = attributes_of(owner)
+            return
         if asks_itself(owner):
             self._asked[id(owner), name] = owner, name
         elif isinstance(owner, type):

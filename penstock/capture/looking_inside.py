@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from penstock.capture.calls import Attribute, Trace
 from penstock.capture.watching import is_compiled, with_owners
@@ -15,6 +16,27 @@ from penstock.errors import CaptureError, InputError
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+_GLOBAL = (
+    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
+    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
+)
+
+
+def check_no_global_hooks() -> None:
+    """Raise if there are hooks of all modules.
+
+    Raises:
+        InputError: there is one.
+    """
+    if any(_GLOBAL):
+        raise InputError(
+            "there are hooks of all modules (torch.nn.modules.module.register_module_forward_hook "
+            "and its like). The calls of an opened module are a part of the program by themselves, "
+            "and other processes have hooks of their own, so they would be called for some modules "
+            "only: remove them while a pipeline is built or used, or register hooks on modules"
+        )
 
 
 class Opening:
@@ -94,3 +116,4 @@ def check_kinds(model: Any, args: Any) -> None:
             f"args is a {type(args).__name__}, not the tuple of the model's positional arguments; "
             "write args=(x,)"
         )
+    check_no_global_hooks()

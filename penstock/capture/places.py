@@ -20,6 +20,9 @@ SCALARS = (
 )
 """Plain data that cannot be changed, and that is equal or not."""
 
+INTERNAL = frozenset(vars(nn.Module()))
+"""The attributes that every module has for its own use, and `training`."""
+
 _FUNCTIONS = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType),
     *(types.ModuleType, property, staticmethod, classmethod),
@@ -88,6 +91,8 @@ def _of(obj: Any, name: str) -> Mapping[str, Any]:
 
 def look(obj: Any, name: str) -> Any:
     """What Python finds as `obj.name`, as it is kept: a property itself, and not its value."""
+    if name == "__dict__":  # the names of all
+        return tuple(key for key in attributes_of(obj) if key not in INTERNAL)
     if asks_itself(obj):
         return getattr(obj, name, MISSING)
     kept = static(type(obj) if not isinstance(obj, type) else obj, name)

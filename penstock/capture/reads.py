@@ -27,7 +27,12 @@ from penstock.capture.places import (
     static,
 )
 
-_OWN = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward", "training", *REGISTRIES}
+_OWN = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {
+    "forward",
+    "training",
+    "__dict__",
+    *REGISTRIES,
+}
 _TORCH = ("torch.autograd", "torch.utils", "torch.overrides", "penstock.")
 _SCALARS = (*SCALARS, float, Enum)
 
@@ -153,11 +158,16 @@ class Reading:
             return
         with self.paused():
             if name == "__dict__":
-                for key, held in list(attributes_of(owner).items()):
-                    if key not in _OWN:
-                        self._at(owner, Place(root.module, (*root.names, key)), held)
+                self._all_of(owner, root)
             else:
                 self._at(owner, Place(root.module, (*root.names, name)), value)
+
+    def _all_of(self, owner: Any, root: Place) -> None:
+        """Note all attributes of an object: how many of them are read cannot be seen."""
+        self._at(owner, Place(root.module, (*root.names, "__dict__")), MISSING)
+        for key, held in list(attributes_of(owner).items()):
+            if key not in _OWN:
+                self._at(owner, Place(root.module, (*root.names, key)), held)
 
     def absent(self, module: nn.Module, name: str) -> None:
         """Note that Python has looked for an attribute that a module does not have."""
@@ -166,7 +176,7 @@ class Reading:
     def _at(self, owner: Any, place: Place, value: Any) -> None:
         if place in self._frozen or isinstance(value, Followed):
             return
-        if asks_itself(owner):
+        if asks_itself(owner) and place.last != "__dict__":
             if callable(value) and not isinstance(value, type):
                 return
             kept = value
@@ -190,17 +200,20 @@ class Reading:
         elif is_helper(value) and id(value) not in self._roots:
             self._roots[id(value)] = place
             self._kept.append(value)
-            self._patch(type(value))
+            if not self._patch(type(value)):
+                self._all_of(value, place)
 
-    def _patch(self, kind: type) -> None:
+    def _patch(self, kind: type) -> bool:
+        """Whether reads of the attributes of such objects are noted from here on."""
         if kind in self._patched:
-            return
+            return True
         own = vars(kind).get("__getattribute__", MISSING)
         try:
             type.__setattr__(kind, "__getattribute__", noting(kind, self.attribute))
         except TypeError:
-            return
+            return False
         self._patched[kind] = own
+        return True
 
     def release(self) -> None:
         """Let the classes of helpers be as they were."""

@@ -55,7 +55,7 @@ class Recordings:
             training: [_Recording(program.model, trace, program.varying, points)]
             for training, trace in ((True, program.train), (False, program.eval))
         }
-        self._numbers: dict[Place, Any] = {}  # in attributes, that change
+        self._numbers: dict[Place, list[Any]] = {}  # in attributes, that change: some values
         self._looked: dict[int, bool] | None = None
 
     def trace_for(self, leaves: Sequence[Any], training: bool) -> Trace:
@@ -109,8 +109,15 @@ class Recordings:
         """The numbers in attributes that have ever changed, with some other value of each."""
         for each in self._of[training]:
             each.guards.check_replaced()
-            self._numbers |= each.guards.other_numbers()
-        return self._numbers
+            for place, was in each.guards.other_numbers().items():
+                self._numbers.setdefault(place, []).append(was)
+        found: dict[Place, Any] = {}
+        for place, values in self._numbers.items():
+            now = place.find(self._program.model)
+            others = [was for was in values if type(was) is type(now) and was != now]
+            found |= {place: others[-1]} if others else {}
+            values[:] = [*values[-2:], now]
+        return found
 
     def rebind(self) -> None:
         """Take the tensors and modules for the right ones that are in the model now."""

@@ -12,9 +12,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from torch.nn.modules import module as torch_module
-
 from penstock.capture import Program
+from penstock.capture.looking_inside import check_no_global_hooks
 from penstock.capture.watching import with_owners
 from penstock.errors import InputError
 
@@ -24,30 +23,9 @@ _REGISTRIES = itemgetter(
 )
 
 
-_GLOBAL = (
-    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
-    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
-)
-
-
 def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:
     """The numbers of the hooks of modules, given by their `vars`; none is ever used twice."""
     return list(chain.from_iterable(chain.from_iterable(map(_REGISTRIES, modules))))
-
-
-def check_no_global_hooks() -> None:
-    """Raise if there are hooks of all modules.
-
-    Raises:
-        InputError: there is one.
-    """
-    if any(_GLOBAL):
-        raise InputError(
-            "there are hooks of all modules (torch.nn.modules.module.register_module_forward_hook "
-            "and its like). The calls of an opened module are a part of the program by themselves, "
-            "and other processes have hooks of their own, so they would be called for some modules "
-            "only: remove them while a pipeline is built or used, or register hooks on modules"
-        )
 
 
 class Opened:

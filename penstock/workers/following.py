@@ -1,4 +1,4 @@
-"""Attributes of the modules that a worker process has copies of: what changes here follows there."""
+"""Attributes of modules of which a worker process has copies: they follow what changes here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.places import MISSING, attributes_of, frozen, is_helper
+from penstock.capture.places import INTERNAL, MISSING, attributes_of, frozen, is_helper
+from penstock.capture.trees import map_leaves
 
 _VERSION = attrgetter("_version")
-_INTERNAL = frozenset(vars(nn.Module()))  # `training` and hooks among them, which go other ways
 
 News = Mapping[int, Mapping[str, Any]]
 """For modules, by their number, the attributes that are others now; `MISSING` for those gone."""
@@ -47,10 +47,11 @@ class Following:
         self._tensors: list[torch.Tensor] = []
         for own in self._vars:
             for name, value in own.items():
-                if name not in _INTERNAL:
+                if name not in INTERNAL:
                     self._dicts.append(own)
                     self._keys.append(name)
                     self._look_into(value)
+        self._versions = list(map(_VERSION, self._tensors))
         self._expected = self._now()
 
     def _look_into(self, value: Any) -> None:
@@ -72,7 +73,6 @@ class Following:
         tables = self._tables.values()
         return [
             *map(len, self._vars),
-            *map(_VERSION, self._tensors),
             *map(dict.get, self._dicts, self._keys, repeat(MISSING)),
             *chain.from_iterable(self._sequences.values()),
             *chain.from_iterable(tables),
@@ -82,9 +82,9 @@ class Following:
     def news(self) -> News:
         """What the process has to be told before the next pass."""
         now = self._now()
-        if not self._again and len(now) == len(self._expected):
-            if all(map(is_, now, self._expected)):
-                return {}
+        same = len(now) == len(self._expected) and all(map(is_, now, self._expected))
+        if same and not self._again and self._versions == list(map(_VERSION, self._tensors)):
+            return {}
         news, self._again = self._again, {}
         for number, (own, known) in enumerate(zip(self._vars, self._known, strict=True)):
             found = _own(own)
@@ -113,12 +113,16 @@ def follow(modules: list[nn.Module], news: News) -> None:
             if value is MISSING:
                 own.pop(name, None)
             else:
-                own[name] = value
+                own[name] = map_leaves(_owned, value)
+
+
+def _owned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value  # its memory is only lent
 
 
 def _own(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """What a process should know of them, in a form that can be compared."""
-    return {name: _contents(value) for name, value in attributes.items() if name not in _INTERNAL}
+    return {name: _contents(value) for name, value in attributes.items() if name not in INTERNAL}
 
 
 def _contents(value: Any, depth: int = 6) -> Any:

@@ -23,7 +23,7 @@ from penstock.loading import (
 )
 from penstock.plan import Plan
 from penstock.workers.assembly import STARTING, UPDATING, Assembly
-from penstock.workers.following import follow
+from penstock.workers.following import News, follow
 from penstock.workers.optimizing import use_settings
 from penstock.workers.shared_model import Gradients, Package
 from penstock.workers.site import CPU, Site, loading
@@ -166,14 +166,14 @@ class RunPass:
         order: this worker's part of it.
         gradients: of the parameters; `None` if there will be none.
         training: for every module whether it is in training mode, if that has changed.
-        attributes: of modules, those that have changed, packed.
+        attributes: of modules, those that have changed.
         forgotten: modes and numbers of batches that will not come back.
     """
 
     order: Order
     gradients: Gradients | None
     training: Sequence[bool] | None
-    attributes: bytes | None
+    attributes: News
     forgotten: Sequence[tuple[bool, int]]
 
     def __call__(self, site: Site) -> tuple[Outcome, list[int]]:
@@ -183,9 +183,7 @@ class RunPass:
         if self.training is not None:
             for module, training in zip(site.modules, self.training, strict=True):
                 module.training = training
-        if self.attributes is not None:
-            with loading():
-                follow(site.modules, site.inbox.unpack(self.attributes))
+        follow(site.modules, self.attributes)
         if self.gradients is not None:
             site.begin(self.gradients)
         assembly = site.assemblies[self.order.training]

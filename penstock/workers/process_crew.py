@@ -26,7 +26,7 @@ from penstock.links.parcel import Outbox, pack
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.crew import Driven
-from penstock.workers.following import Following
+from penstock.workers.following import Following, News
 from penstock.workers.jobs import (
     AddWay,
     Build,
@@ -203,22 +203,14 @@ class ProcessCrew(Driven):
         part = order.part(placement[0] == worker, placement[-1] == worker)
         return RunPass(part, gradients, training, self._news(worker), forgotten)
 
-    def _news(self, worker: int) -> bytes | None:
+    def _news(self, worker: int) -> News:
         """The attributes of its modules that have changed."""
         news = self._following[worker].news()
-        if not news:
-            return None
-        try:
-            return self._outboxes[worker].pack(news)
-        except Exception as error:
-            modules = self._modules[worker]
-            changed = [
-                f"{type(modules[k]).__name__}.{n}" for k, names in news.items() for n in names
-            ]
-            raise InputError(
-                f"attributes were changed ({', '.join(changed)}) and cannot be sent to the process "
-                f'of worker {worker}: {type(error).__name__}: {error}. Use workers="threads"'
-            ) from error
+        if news:
+            kinds = [type(module).__name__ for module in self._modules[worker]]
+            names = [f"{kinds[k]}.{name}" for k, names in news.items() for name in names]
+            _check_sent(f"what was changed ({', '.join(names)})", news)
+        return news
 
     def finish(self, ticket: tuple[Order, Round]) -> Outcome:
         """Wait for a pass."""
