@@ -160,6 +160,7 @@ class _Cells:
         self._asked: dict[tuple[int, str], tuple[Any, str]] = {}
         self._lists: dict[int, Any] = {}
         self._mappings: dict[int, Any] = {}
+        self._registries: dict[int, dict[str, Any]] = {}
         self._arrays: list[tuple[Any, bytes]] = []
         for place in places:
             self._add(place.owner(model), place)
@@ -195,7 +196,10 @@ class _Cells:
                         self._places.append(place)
             if name not in own and (value is not MISSING):
                 self._add_class(type(owner), name)
-        self._add_contents(value)
+        if name in REGISTRIES and isinstance(value, dict):
+            self._registries[id(value)] = value  # whose keys nobody changes without the values
+        else:
+            self._add_contents(value)
 
     def _add_class(self, kind: type, name: str) -> None:
         if static(kind, name) is MISSING:
@@ -225,6 +229,7 @@ class _Cells:
             *map(dict.get, self._dicts, self._keys, missing),
             *map(MappingProxyType.get, self._classes, self._names, missing),
             *map(getattr, self._objects, self._asked_names, missing),
+            *chain.from_iterable(map(dict.values, self._registries.values())),
             *chain.from_iterable(self._sequences),
             *chain.from_iterable(self._tables),
             *chain.from_iterable(map(dict.values, self._tables)),
