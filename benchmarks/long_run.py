@@ -27,8 +27,8 @@ from examples.train_gpt2 import Text, build_model, language_loss
 from penstock.bench.measure import machine
 from penstock.drawing import bare, canvas, require_matplotlib, save
 from penstock.observe.progress import Progress
+from penstock.train.reference import one_device, run_with_threads
 from penstock.train.report import Comparison, VerifyReport, compare
-from penstock.verification import Reference, run_with_threads
 
 BATCH, MICROBATCHES = 8, 4
 RATE = 3e-3
@@ -85,7 +85,7 @@ def train(
                     input_ids=x, target=y, loss_fn=language_loss
                 )
             )
-            reference = Reference(alone, program, MICROBATCHES, (), {"input_ids": tokens})
+            reference = one_device(alone, program, MICROBATCHES, (), {"input_ids": tokens})
             work = lambda r=reference, k=step, y=target: r.train_step(k, language_loss, y)  # noqa: E731
             whole[str(step)] = run_with_threads(
                 lambda w=work: theirs.step(w), pipe.threads_per_worker

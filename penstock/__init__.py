@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.capture import Program, capture
     from penstock.checkpoint.checkpoint import Checkpoint, load
     from penstock.errors import (
+        AuditError,
         CaptureError,
         CheckpointError,
         ClosedError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.weights import SeededWeights, empty_weights
 
 _HOMES = {
+    "AuditError": "penstock.errors",
     "CaptureError": "penstock.errors",
     "Checkpoint": "penstock.checkpoint.checkpoint",
     "CheckpointError": "penstock.errors",
@@ -66,6 +68,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AuditError",
     "CaptureError",
     "Checkpoint",
     "CheckpointError",

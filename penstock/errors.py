@@ -1,6 +1,7 @@
 """Every error that Penstock raises on purpose.
 
     PenstockError
+    ├── AuditError         the pipeline no longer does what the model's own forward does
     ├── CaptureError       the model's forward cannot be recorded as asked
     ├── CheckpointError    a checkpoint cannot be written, or what is there is not as it was written
     ├── InputError         a batch, target, loss or argument does not fit
@@ -19,6 +20,7 @@ A message says what, the values, why, and the nearest thing that works.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -32,6 +34,60 @@ class RowsWarning(UserWarning):
     It is said once. `warnings.filterwarnings("ignore", category=penstock.RowsWarning)` where it is
     meant so, as in gradient accumulation.
     """
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a model's own forward parts from the program that was recorded of it.
+
+    Attributes:
+        stage: the stage that makes the call; `None` if that is not known.
+        call: its number in the program; `None` if that is not known.
+        label: what it is, `"head.softmax()"` for instance.
+        module: whose forward makes it, by name and class.
+        why: what is known of the cause.
+    """
+
+    stage: int | None
+    call: int | None
+    label: str
+    module: str
+    why: str
+
+    def __str__(self) -> str:
+        parts = [f"in {self.module}"] if self.module else []
+        parts += [f"call {self.call} ({self.label})"] if self.label else []
+        parts += [f"stage {self.stage}"] if self.stage is not None else []
+        return f"{', '.join(parts)}: {self.why}" if parts else self.why
+
+
+class AuditError(PenstockError):
+    """The pipeline no longer does what the model's own forward does.
+
+    Raised before the pass is run: parameters, gradients, buffers and random generators are as they
+    were before it.
+
+    Attributes:
+        step: the pass before which it was found, counted from 0 since the pipeline was built.
+        microbatch: which of its micro-batches was run both ways.
+        stage, call, label, module: where the difference arises, see `Difference`.
+        why: what is known of the cause.
+    """
+
+    def __init__(self, what: str, microbatch: int, step: int, place: Difference) -> None:
+        self.what, self.microbatch, self.step, self.place = what, microbatch, step, place
+        self.stage, self.call, self.label = place.stage, place.call, place.label
+        self.module, self.why = place.module, place.why
+        super().__init__(
+            f"micro-batch {microbatch} of pass {step} {what}. It arises {place}. The pipeline runs "
+            "what the forward did when it was recorded. If its Python reads something else since "
+            "(a module-level variable, a closure, a file, the clock), pass that in as an input, "
+            "keep it in a buffer, build the pipeline with keep_closed=[...] for the module that "
+            "reads it, which then runs its own Python, or build the pipeline anew after each "
+            "change. The pass was not run, and everything is as it was before"
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.what, self.microbatch, self.step, self.place)
 
 
 class CaptureError(PenstockError):

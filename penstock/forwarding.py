@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from penstock.audit import Auditor
 from penstock.autograd import Passage, deliver
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
@@ -64,6 +65,7 @@ class Forwarding(ModelLike):
     _runner: Runner
     _merge: Merge
     _opened: Opened
+    _auditor: Auditor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for a batch, in its own structure.
@@ -74,6 +76,7 @@ class Forwarding(ModelLike):
         Raises:
             InputError: the batch does not fit, or a result cannot be put together from
                 micro-batches.
+            AuditError: the stages no longer do what the model's own forward does.
             WorkerError: a stage failed; the original error is its cause.
             ClosedError: the pipeline is closed.
         """
@@ -82,7 +85,8 @@ class Forwarding(ModelLike):
             batch = self._batch(partial(self._split, args, kwargs))
             order = self._order("forward" if graph else "infer", batch)
             result = self._result_of(order, self._merge, graph)
-            outcome = self._runner.run(order)
+            with self._auditor.around(order, batch):
+                outcome = self._runner.run(order)
         if not graph:
             return result(outcome.parts)
         passage = Passage(partial(self._back, order), outcome.differentiable)

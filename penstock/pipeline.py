@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from penstock.audit import Audited, Auditor
 from penstock.autograd import backward_into_inputs
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
@@ -38,6 +39,7 @@ from penstock.schedule import Timeline
 from penstock.train.groups import parameter_groups
 from penstock.train.model_like import evaluating
 from penstock.train.optimizer import PipelineOptimizer
+from penstock.train.pace import Setting
 from penstock.train.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
 from penstock.workers.hiring import Workers
@@ -108,6 +110,10 @@ class Pipeline(Forwarding, Saves):
             wait for ranks that are not yet there counts, and `None` is ten minutes at least.
         allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` leaves the C library's behaviour.
+        audit: `"auto"`, `n`, or `None`: when one micro-batch of a pass is run by the model's own
+            forward and backward on one device as well, and compared bit for bit. `"auto"`: often
+            in the first twenty passes, then for less than 0.5 % of the time; `n`: before every n-th
+            pass. Not under torchrun, where no rank has all weights; `audit` says what was done.
         progress: called as profiling goes on, with steps done, steps in all, and what is done.
 
     Attributes:
@@ -151,6 +157,7 @@ class Pipeline(Forwarding, Saves):
         weights: Any = None,
         timeout: float | None = None,
         allocator: Allocator = "keep",
+        audit: Setting = "auto",
         progress: Progress | None = None,
     ) -> None:
         request = Request(
@@ -196,6 +203,9 @@ class Pipeline(Forwarding, Saves):
             deferred = batchnorm == "deferred"
             self._runner = Runner(self.program, plan, launch.in_order(plan), crew, deferred)
             self.links = in_words(crew.links, plan.boundary_dtype)
+            self._auditor = Auditor(
+                audit, self.program, plan, self._runner, self.threads_per_worker
+            )
             self._saver = Saver(model, plan, self._runner)
             self._opened = Opened(self.program)
             self._left = left_elsewhere(self.program, plan, crew.shares_modules)
@@ -247,6 +257,7 @@ class Pipeline(Forwarding, Saves):
         Raises:
             InputError: the batch or the target does not fit, the loss is not a scalar, or outputs
                 are wanted that cannot be put together from micro-batches.
+            AuditError: the stages no longer do what the model's own forward does.
             WorkerError: a stage, the loss or the metrics failed; the original error is its cause.
                 Gradients and buffers are as they were before the step, and the pipeline can be used
                 again.
@@ -287,7 +298,7 @@ class Pipeline(Forwarding, Saves):
             the loss of all of them, or a `penstock.StepResult`, as `train_step` returns it.
 
         Raises:
-            InputError, WorkerError, ClosedError: as `train_step` does.
+            InputError, AuditError, WorkerError, ClosedError: as `train_step` does.
         """
         given = partial(Batch.given, self.program, microbatches)
         for_each = partial(given_targets, targets)
@@ -341,8 +352,8 @@ class Pipeline(Forwarding, Saves):
     ) -> Any:
         """A pass of a batch that ends in a loss."""
         with self._together(name):
-            order, result = self._with_loss(what, make, objective, by_microbatch)
-            with objective.undone():
+            order, batch, result = self._with_loss(what, make, objective, by_microbatch)
+            with self._auditor.around(order, batch), objective.undone():
                 outcome = self._runner.run(order)
         backward_into_inputs(order.values, outcome.gradients)
         rows = [m.sizes[ROWS] for m in order.microbatches]
@@ -352,8 +363,8 @@ class Pipeline(Forwarding, Saves):
 
     def _with_loss(
         self, what: Pass, make: Callable[[], Batch], objective: Objective, by_microbatch: bool
-    ) -> tuple[Order, Result | None]:
-        """The order for a batch that ends in a loss, and what makes the outputs, if wanted."""
+    ) -> tuple[Order, Batch, Result | None]:
+        """The order for a batch that ends in a loss; and what makes the outputs, if wanted."""
         runner = self._runner
         batch, loss = self._batch(make), None
         if runner.crew.has_loss:
@@ -367,9 +378,9 @@ class Pipeline(Forwarding, Saves):
             for way in {m.way for m in order.microbatches}:
                 self._mixing.of_model(ways[way].trace.joins)
         if not objective.outputs:
-            return order, None
+            return order, batch, None
         in_list = by_microbatch or objective.outputs == "list"
-        return order, self._result_of(order, "list" if in_list else self._merge)
+        return order, batch, self._result_of(order, "list" if in_list else self._merge)
 
     # -- what a module and its trainer offer --------------------------------------------------
 
@@ -473,6 +484,16 @@ class Pipeline(Forwarding, Saves):
         Outside, nothing is recorded and recording costs nothing.
         """
         return self._runner.recording()
+
+    @property
+    def audit(self) -> Audited:
+        """What was run by the model's own forward as well, so far."""
+        return self._auditor.found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a state of the model, from here or from plain PyTorch."""
+        self._auditor.expect_news()
+        return super().load_state_dict(state_dict, strict)
 
     # -- life -----------------------------------------------------------------------------
 

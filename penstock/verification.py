@@ -8,28 +8,39 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
+import msgspec
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from penstock.capture import capture
+from penstock.capture import Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.capture.randomness import generators_kept
-from penstock.capture.trees import flatten
 from penstock.engine.batch import Weight
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.errors import InputError
+from penstock.oracle import Oracle, tensors
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Recompute
 from penstock.profile.measure import Progress
+from penstock.train.order import rows_in_order
 from penstock.train.place import in_forward_order, place_of
-from penstock.train.reference import Reference, call_loss, copied, gradients_of, run_with_threads
-from penstock.train.report import Comparison, Place, VerifyReport, compare, compare_leaves
+from penstock.train.reference import call_loss, copied, gradients_of, one_device, run_with_threads
+from penstock.train.report import (
+    Comparison,
+    Place,
+    VerifyReport,
+    compare,
+    compare_leaves,
+    compare_results,
+)
 from penstock.workers.devices import threads_per_worker
 
 _STEPS = 3
+_LEAST = 3  # micro-batches: fewer show little of how they add up, and of what is between them
 _RATE = 1e-3
 
 T = TypeVar("T")
@@ -70,13 +81,20 @@ def verify(
 ) -> VerifyReport:
     """Train copies of the model split and unsplit, and compare them bit for bit.
 
-    The unsplit one is the user's own forward, run by one device on the same micro-batches, one
-    after the other, with the same intra-op threads, its random calls seeded as the pipeline seeds
-    them. Compared are the result of a call, the gradients of `loss.backward()` through it, losses,
-    gradients, buffers and parameters over three `train_step`s with an optimizer, and the result of
-    a call in evaluation mode. Where something differs, the calls of the program are compared with
-    those of the user's forward one by one, to find the first that gives something else. The user's
-    model is not touched.
+    The unsplit one is the user's own model, called by a loop of plain PyTorch over the same
+    micro-batches (`penstock.oracle`), with the same intra-op threads, its random calls seeded as
+    the pipeline seeds them. Compared are the result of a call, the gradients of `loss.backward()`
+    through it, losses, gradients, buffers and parameters over three `train_step`s with an
+    optimizer, and the result of a call in evaluation mode. The last of the steps has a row fewer
+    where the batch would divide into micro-batches evenly.
+
+    Results are put together as the unsplit model gives them for the whole batch: in its structure
+    and shapes, every row bit for bit that of its micro-batch. Kernels round differently for other
+    numbers of rows, so that a row is where it belongs is shown in evaluation mode, by none of the
+    unsplit model's other rows being nearer to it than its own.
+
+    Where something differs, the calls of the program are compared with those of the user's forward
+    one by one, to find the first that gives something else. The user's model is not touched.
 
     Args:
         model: any module that can be copied by `copy.deepcopy`.
@@ -89,7 +107,8 @@ def verify(
         optimizer_options: its arguments; `lr` is 0.001 if it is not among them.
         clip_norm: clip gradients to this norm before each of its steps.
         batchnorm: as in `Pipeline`; with `"deferred"`, one device puts running statistics off, too.
-        **splitting: `num_microbatches`, `schedule`, `plan`, `cuts`, `recompute`, `memory_limit`,
+        **splitting: `num_microbatches` (if it is not given, at least three, also where a plan
+            has fewer), `schedule`, `plan`, `cuts`, `recompute`, `memory_limit`,
             `stages_per_worker`, `boundary_dtype` and `progress`, as in `Pipeline`. One device
             rounds nothing, so a `boundary_dtype` makes a difference, and the report shows how much.
 
@@ -107,13 +126,18 @@ def verify(
     theirs, named = copied(ours), dict(kwargs or {})
     closed = closed_norms(ours, batchnorm, keep_closed)
     options: dict[str, Any] = {"devices": devices, "workers": workers, "batchnorm": batchnorm}
+    options["audit"] = None  # which would raise what is to be reported
     program = capture(ours, args, named, batch_dim=batch_dim, dynamic=dynamic, keep_closed=closed)
     with Pipeline(ours, args, named, program=program, **options, **splitting) as pipe:
-        microbatches, deferred = pipe.plan.num_microbatches, batchnorm == "deferred"
-        reference = Reference(theirs, program, microbatches, args, named, deferred)
-        both = _Both(pipe, reference, training, args, named)
-        comparisons = (*both.called(), *both.trained(), both.evaluated())
-        place = _place(model, reference, pipe.plan, comparisons)
+        if splitting.get("num_microbatches", "auto") == "auto":
+            pipe.plan = _in_several(pipe.plan)
+        count, deferred = pipe.plan.num_microbatches, batchnorm == "deferred"
+        oracle = one_device(
+            theirs, program, count, args, named, batch_dim=batch_dim, deferred=deferred
+        )
+        both = _Both(pipe, oracle, training)
+        comparisons = (*both.called(), *both.trained(), *both.evaluated())
+        place = _place(model, program, oracle, pipe.plan, comparisons)
     subject = _subject(model, pipe.plan, training, workers, batchnorm)
     return VerifyReport(subject, comparisons, workers, place, pipe.plan.boundary_dtype)
 
@@ -165,13 +189,23 @@ def _subject(model: nn.Module, plan: Plan, training: Training, workers: str, bat
     return ", ".join(words)
 
 
+def _in_several(plan: Plan) -> Plan:
+    """The same plan, for three micro-batches if it has fewer and there are as many rows."""
+    count = max(plan.num_microbatches, min(_LEAST, plan.batch_size))
+    return msgspec.structs.replace(plan, num_microbatches=count)
+
+
 def _place(
-    model: nn.Module, reference: Reference, plan: Plan, comparisons: Sequence[Comparison]
+    model: nn.Module,
+    program: Program,
+    oracle: Oracle,
+    plan: Plan,
+    comparisons: Sequence[Comparison],
 ) -> Place | None:
     """Where something differs; `None` if nothing does, or it need be no more than rounding."""
     if all(comparison.ok for comparison in comparisons):
         return None
-    place = place_of(copied(model), reference, plan, comparisons)
+    place = place_of(copied(model), program, oracle, plan, comparisons)
     rounding = plan.boundary_dtype is not None and place is not None and place.parameter is not None
     return None if rounding else place
 
@@ -181,28 +215,35 @@ class _Both:
     """The pipeline and one device, which do the same, in the order in which it is compared."""
 
     pipe: Pipeline
-    reference: Reference
+    oracle: Oracle
     training: Training
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
 
     def called(self) -> list[Comparison]:
         """The plain style: call, loss, backward."""
         target, loss_fn = self.training.target, self.training.loss_fn
-        output = self.pipe(*self.args, **self.kwargs)
+        args, kwargs = self.oracle.batch
+        output = self.pipe(*args, **kwargs)
         devices = [torch.device(device) for device in self.pipe.plan.devices]
         with generators_kept(devices):  # so that both losses draw the same
             loss = call_loss(loss_fn, output, target)
         loss.backward()
-        expected = self._alone(partial(self.reference.call_and_backward, 0, loss_fn, target))
+        work = partial(self.oracle.call_and_backward, 0, loss_fn, target)
         return [
-            compare_leaves("result of a call", flatten(output)[0], flatten(expected)[0]),
+            self._result("result of a call", output, work),
             self._gradients("gradients of backward()"),
         ]
 
+    def _result(self, what: str, output: Any, work: Callable[[], Any]) -> Comparison:
+        """Compare a result of the pipeline, which is of several micro-batches."""
+        try:
+            expected = self._alone(work)
+        except ValueError as error:
+            return Comparison(f"{what}: {error}", len(tensors(output)), ("all",), float("inf"))
+        return compare_results(what, output, expected)
+
     def trained(self) -> list[Comparison]:
         """The fast path, three steps with an optimizer."""
-        training, model = self.training, self.reference.model
+        training, model = self.training, self.oracle.model
         mine = self.pipe.optimizer(training.optimizer, **training.arguments)
         other = training.optimizer(model.parameters(), **training.arguments)
         found, losses, norms = [], [], []
@@ -228,26 +269,40 @@ class _Both:
                 found.append(compare(f"{what} after {_STEPS} steps", here, self._ordered(there)))
         return found
 
-    def evaluated(self) -> Comparison:
+    def evaluated(self) -> list[Comparison]:
         """A call in evaluation mode."""
         self.pipe.eval()
-        self.reference.model.eval()
+        self.oracle.model.eval()
+        args, kwargs = self.oracle.batch
         with torch.no_grad():
-            output = self.pipe(*self.args, **self.kwargs)
-            expected = self._alone(partial(self.reference.call, _STEPS + 1))
-        what = "result of a call in evaluation mode"
-        return compare_leaves(what, flatten(output)[0], flatten(expected)[0])
+            output = self.pipe(*args, **kwargs)
+            what = "result of a call in evaluation mode"
+            found = self._result(what, output, partial(self.oracle.call, _STEPS + 1))
+            if len(self.oracle.rows) == 1 or not found.ok:
+                return [found]
+            return [found, rows_in_order(output, self._alone(self.oracle.unsplit))]
 
     def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The losses of a training step of both."""
-        target, loss_fn, weight = self.training.target, self.training.loss_fn, self.training.weight
-        given = {"target": target, "loss_fn": loss_fn, "weight": weight}
-        ours = self.pipe.train_step(*self.args, **given, **self.kwargs)
-        theirs = partial(self.reference.train_step, step, loss_fn, target, weight)
-        return ours, self._alone(theirs)
+        oracle, target = self.oracle, self.training.target
+        if step == _STEPS and self._can_be_uneven():
+            oracle, target = oracle.without_last_row(target)
+        loss_fn, weight = self.training.loss_fn, self.training.weight
+        args, kwargs = oracle.batch
+        ours = self.pipe.train_step(*args, target=target, loss_fn=loss_fn, weight=weight, **kwargs)
+        return ours, self._alone(partial(oracle.train_step, step, loss_fn, target, weight))
+
+    def _can_be_uneven(self) -> bool:
+        """Whether the batch divides evenly, and does not with a row fewer.
+
+        Some normalisations refuse a micro-batch of one row, so that is left out with them.
+        """
+        least, most = min(self.oracle.rows), max(self.oracle.rows)
+        norms = any(isinstance(module, _NormBase) for module in self.oracle.model.modules())
+        return least == most > (2 if norms else 1) and len(self.oracle.rows) > 1
 
     def _gradients(self, what: str) -> Comparison:
-        return compare(what, gradients_of(self.pipe.model), self._ordered(self.reference.gradients))
+        return compare(what, gradients_of(self.pipe.model), self._ordered(self.oracle.gradients))
 
     def _alone(self, function: Callable[[], Any]) -> Any:
         """With as many threads as a worker has."""

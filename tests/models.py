@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 import penstock as ps
 from benchmarks.flat import uniform_plan
+from penstock.capture import Key
+from penstock.capture.seeding import seeded
 from penstock.schedule import SCHEDULES
 
 __all__ = ["uniform_plan"]  # and what is defined here
@@ -196,3 +198,11 @@ def pipeline(case: Case, plan: ps.Plan, **options: Any) -> ps.Pipeline:
     """A pipeline over a fresh model of the case."""
     devices = plan.devices
     return ps.Pipeline(case.model(), case.args, case.kwargs, devices=devices, plan=plan, **options)
+
+
+def own_forward(
+    program: ps.Program, args: Any, kwargs: Any, key: Key, model: nn.Module | None = None
+) -> Any:
+    """The model's own forward, with the random numbers of a replay with this key."""
+    with seeded(program, key, model):
+        return (model or program.model)(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.verification import Reference, run_with_threads
+from penstock.train.reference import one_device, run_with_threads
 from tests.models import Case, cases
 
 pytestmark = pytest.mark.cuda
@@ -57,7 +57,7 @@ def test_stages_on_one_gpu_are_exact(name: str, devices: tuple[str, ...]) -> Non
         case.model(), case.args, case.kwargs, devices=devices, num_microbatches=3
     ) as pipe:
         twin = copy.deepcopy(pipe.model)
-        reference = Reference(twin, pipe.program, 3, case.args, case.kwargs)
+        reference = one_device(twin, pipe.program, 3, case.args, case.kwargs)
         loss = pipe.train_step(*case.args, target=case.target, loss_fn=case.loss_fn, **case.kwargs)
         expected = run_with_threads(
             lambda: reference.train_step(0, case.loss_fn, case.target), pipe.threads_per_worker
@@ -74,7 +74,7 @@ def test_backward_from_the_outside_does_not_hang(devices: tuple[str, ...]) -> No
     with ps.Pipeline(case.model(), case.args, devices=devices, num_microbatches=3) as pipe:
         twin = copy.deepcopy(pipe.model)
         case.loss_fn(pipe(*case.args), case.target).backward()
-        reference = Reference(twin, pipe.program, 3, case.args, case.kwargs)
+        reference = one_device(twin, pipe.program, 3, case.args, case.kwargs)
         reference.call_and_backward(0, case.loss_fn, case.target)
         assert_same_gradients(pipe.model, twin)
 

@@ -13,7 +13,7 @@ from torch import nn
 import penstock as ps
 from penstock.capture.trees import flatten
 from penstock.schedule import SCHEDULES
-from penstock.verification import Reference, run_with_threads
+from penstock.train.reference import one_device, run_with_threads
 from tests.models import Case, cases, pipeline, planned
 
 WORKERS = (1, 2, 3, 4)
@@ -93,7 +93,7 @@ def assert_exact(name: str, plan: ps.Plan) -> None:
     with pipeline(case, plan) as pipe:
         threads = pipe.threads_per_worker
         twin = copy.deepcopy(pipe.model)
-        reference = Reference(twin, pipe.program, m, case.args, case.kwargs)
+        reference = one_device(twin, pipe.program, m, case.args, case.kwargs)
         ours = pipe.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
         theirs = torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9)
 
@@ -148,7 +148,7 @@ def test_evaluation_is_the_models_own(name: str) -> None:
     with pipeline(case, planned(name, 3, 3)) as pipe, torch.no_grad():
         pipe.eval()
         output = flatten(pipe(*case.args, **case.kwargs))[0]
-        reference = Reference(pipe.model, pipe.program, 3, case.args, case.kwargs)
+        reference = one_device(pipe.model, pipe.program, 3, case.args, case.kwargs)
         expected = flatten(run_with_threads(lambda: reference.call(0), 1))[0]
         assert len(output) == len(expected) > 0
         for a, b in zip(output, expected, strict=True):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.engine.span import Recipe
-from penstock.verification import Reference, run_with_threads
+from penstock.train.reference import one_device, run_with_threads
 from tests.models import uniform_plan
 from tests.pool import pooled
 
@@ -83,7 +83,7 @@ def test_toggled_between_steps(workers: str, schedule: str, recompute: str) -> N
     freeze(model, (0, 1, 4))
     twin = copy.deepcopy(model)
     with pipeline(model, schedule=schedule, recompute=recompute, workers=workers) as pipe:
-        reference = Reference(twin, pipe.program, 3, (X,), {})
+        reference = one_device(twin, pipe.program, 3, (X,), {})
         ours = pipe.optimizer(torch.optim.AdamW, lr=0.1)
         theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
         for step, frozen in enumerate([(0, 1), (), (0, 1, 2), (3,), (2, 3), (0, 1)]):
@@ -167,7 +167,7 @@ def test_stages_without_parameters(workers: str) -> None:
             optimizer = pipe.optimizer(torch.optim.Adam, lr=0.1)
             optimizer.step()
             assert len(optimizer.state_dict()["state"]) == 2
-        reference = Reference(twin, pipe.program, 3, (X,), {})
+        reference = one_device(twin, pipe.program, 3, (X,), {})
         run_with_threads(lambda r=reference: r.train_step(0, F.mse_loss, Y), 1)
         torch.optim.Adam(twin.parameters(), lr=0.1).step()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):

@@ -14,7 +14,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "loading", "cores", "units", "tables", "drawing", "streaming"],
+    ["errors", "loading", "cores", "units", "tables", "drawing", "streaming", "oracle"],
     ["capture"],
     ["weights"],
     ["profile"],
@@ -28,6 +28,7 @@ LAYERS = [
     ["train"],
     ["autograd"],
     ["runner"],
+    ["audit"],
     ["checkpoint"],
     ["tuning"],
     ["planning"],
@@ -70,6 +71,16 @@ def test_layers_import_downward() -> None:
 def test_schedules_and_their_simulation_know_nothing_else(name: str) -> None:
     for path in (ROOT / name).glob("*.py"):
         assert set(imported(path)) <= PURE[name], path
+
+
+def test_the_oracle_knows_nothing_of_penstock() -> None:
+    """It is the measure of all the rest, so it must not share what may be wrong there."""
+    code = (
+        "import sys, runpy; "
+        f"found = runpy.run_path({str(ROOT / 'oracle.py')!r}); "
+        "print(found['Oracle'].__name__, [m for m in sys.modules if 'penstock' in m])"
+    )
+    assert in_a_new_interpreter(code) == "Oracle []"
 
 
 def test_the_test_sees_imports() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.train.reference import Reference
+from penstock.train.reference import one_device
 from tests.models import mlp
 from tests.test_losses import KINDS, make
 from tests.training import X, Y, assert_same, gradients
@@ -37,7 +37,7 @@ def test_a_loss_and_metrics_that_draw_have_the_random_numbers_of_one_device() ->
                 loss, _, metrics = pipe.train_step(X, target=Y, loss_fn=dropped, metrics=sampled)
             assert torch.equal(torch.get_rng_state(), before)
             found.append(({"loss": loss, "metrics": metrics}, gradients(pipe)))
-            plain = Reference(twin, pipe.program, 3, (X,), {})
+            plain = one_device(twin, pipe.program, 3, (X,), {})
     for step in range(2):
         loss = plain.train_step(step, dropped, Y)
     for results, grads in found:
@@ -51,7 +51,7 @@ def test_a_loss_that_draws_for_some_micro_batches() -> None:
 
     target = torch.tensor([1.0] * 4 + [-1.0] * 4 + [1.0] * 3)[:, None].expand(11, 5).contiguous()
     with make(mlp(6, 6, 5)) as pipe:
-        plain = Reference(copy.deepcopy(pipe.model), pipe.program, 3, (X,), {})
+        plain = one_device(copy.deepcopy(pipe.model), pipe.program, 3, (X,), {})
         before = torch.get_rng_state()
         loss = pipe.train_step(X, target=target, loss_fn=sometimes)
         assert torch.equal(torch.get_rng_state(), before)

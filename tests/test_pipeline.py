@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.engine.stage import Stage
 from penstock.schedule import SCHEDULES, Rules, check
-from penstock.verification import Reference, run_with_threads
+from penstock.train.reference import one_device, run_with_threads
 from tests.models import UNet, cases, mlp, pipeline, planned
 
 X, Y = torch.randn(10, 8), torch.randn(10, 8)
@@ -84,7 +84,7 @@ def test_inputs_get_gradients_in_both_styles(pipe: ps.Pipeline) -> None:
 
     plain, leaf = X.clone().requires_grad_(), (X * 2).requires_grad_()
     F.mse_loss(pipe(plain * 2), Y).backward()
-    reference = Reference(twin, pipe.program, 3, (leaf,), {})
+    reference = one_device(twin, pipe.program, 3, (leaf,), {})
     run_with_threads(lambda: reference.call_and_backward(0, F.mse_loss, Y), 1)
     assert torch.equal(plain.grad, leaf.grad * 2)
 

@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.engine.span import Recipe
 from penstock.engine.stage import Stage
 from penstock.plan.asked import spans
-from penstock.verification import Reference, run_with_threads
+from penstock.train.reference import one_device, run_with_threads
 from tests.models import uniform_plan
 from tests.plan.test_limits import hungry
 from tests.pool import pooled
@@ -128,7 +128,7 @@ def test_exact_and_nothing_counts_twice(tmp_path: Path, workers: str) -> None:
         for _ in range(2):
             loss = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         assert len(path.read_bytes()) == 2 * 3 * (4 + 2)
-    reference = Reference(twin, program, 3, (X,), {})
+    reference = one_device(twin, program, 3, (X,), {})
     steps = [
         run_with_threads(lambda k=k: reference.train_step(k, F.mse_loss, Y), 1) for k in (0, 1)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import Call, Ref, Sizes, Trace
+from penstock.capture.calls import Call, Ref, Sizes, Trace, Unrecordable
 from penstock.capture.cuts import Cuts
 from penstock.capture.interception import intercepted
 from penstock.capture.lowering import lower
@@ -41,12 +41,44 @@ def forward_heard(
     return recorder.heard
 
 
-def replay_heard(
+def heard_forward(
     program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key
+) -> tuple[Heard, list[Call], str]:
+    """The same of a forward that may not be what was recorded: what it gives, and its calls.
+
+    Returns:
+        what calls give, the calls, and why no more could be recorded, if something stopped it.
+    """
+    recorder = _Listener(model, program.is_open, key)
+    why = ""
+    with intercepted(recorder), python_kept():
+        recorder.begin(args, dict(kwargs))
+        try:
+            with recorder:
+                model(*args, **kwargs)
+        except Unrecordable as error:
+            why = error.why
+        except Exception as error:
+            why = f"it raises {type(error).__name__}: {error}"
+    return recorder.heard, recorder.trace.calls, why
+
+
+def replay_heard(
+    program: Program,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    key: Key,
+    trace: Trace | None = None,
 ) -> Heard:
-    """The same of a replay of the program, which is what the stages run, on `model`'s weights."""
+    """The same of a replay of the program, which is what the stages run, on `model`'s weights.
+
+    Args:
+        program, model, args, kwargs, key: as above.
+        trace: the way through the program, if it is known.
+    """
     leaves = program.flatten_inputs(args, kwargs)
-    trace = program.trace_for(leaves, model.training)
+    trace = trace or program.trace_for(leaves, model.training)
     crossing = Cuts(trace)
     inputs = crossing.boundary(0)
     whole = range(len(trace.calls))

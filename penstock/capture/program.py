@@ -21,7 +21,6 @@ from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble, lower
 from penstock.capture.meta import META, is_on_meta
 from penstock.capture.randomness import Key
-from penstock.capture.recorder import record
 from penstock.capture.recordings import Recordings, Source
 from penstock.capture.trees import flatten, unflatten
 from penstock.errors import InputError, PlanError
@@ -108,6 +107,12 @@ class Program:
         """Whether evaluation runs the same program as training, whatever the inputs."""
         return self.eval is self.train and self.train.questions is None
 
+    @property
+    def random(self) -> dict[int, bool]:
+        """The calls that draw random numbers, by identity, and whether they do so in Python."""
+        calls = (call for ways in self._ways.values() for way in ways for call in way.trace.calls)
+        return {call.identity: call.draws_in_python for call in calls if call.random}
+
     def trace(self, training: bool) -> Trace:
         """The trace that the example takes in this mode."""
         return self.train if training else self.eval
@@ -162,25 +167,6 @@ class Program:
         results = whole.module(sizes, key, *(leaves[_input(value)] for value in whole.inputs))
         values = dict(zip(whole.outputs, results, strict=True))
         return assemble(trace, values, sizes)
-
-    def reference(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        key: Key,
-        model: nn.Module | None = None,
-    ) -> Any:
-        """Run the user's own forward, with each random call seeded as a replay seeds it.
-
-        This is what a replay is compared with: the model itself and none of the lowered code.
-
-        Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
-            key: the random key.
-            model: a copy of the model, to be run in its place.
-        """
-        return record(model or self.model, self.is_open, args, dict(kwargs), key, strict=False)[1]
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of a batch, checked against the example.

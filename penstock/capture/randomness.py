@@ -139,6 +139,19 @@ def draw(
             generator.set_state(state)
 
 
+@contextmanager
+def seeding(key: Key, call: int, device: torch.device) -> Iterator[None]:
+    """While open, the device's generator is seeded for this key and call."""
+    generator = default_generator(device)
+    with _GENERATOR_LOCK:
+        state = generator.get_state()
+        generator.manual_seed(key.for_call(call))
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+
 class Watched:
     """A function of the user's, with random numbers of its own if it draws any.
 

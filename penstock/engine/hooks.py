@@ -7,10 +7,15 @@ before keeps its module closed.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
+
+import torch
+from torch import nn
 
 from penstock.capture import Program
 from penstock.capture.looking_inside import check_no_global_hooks
@@ -26,6 +31,45 @@ _REGISTRIES = itemgetter(
 def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:
     """The numbers of the hooks of modules, given by their `vars`; none is ever used twice."""
     return list(chain.from_iterable(chain.from_iterable(map(_REGISTRIES, modules))))
+
+
+@contextmanager
+def silenced(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
+    """While open, users' hooks of these modules are not called; gives the list of them.
+
+    PyTorch's own are, such as those of `weight_norm` and `prune`, which make the weights.
+    """
+    registries = [
+        registry
+        for module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+        for registry in _REGISTRIES(vars(module))
+    ]
+    contents = [dict(registry) for registry in registries]
+    silent = [
+        (registry, number, hook)
+        for registry in registries
+        for number, hook in registry.items()
+        if not _is_of_torch(hook)
+    ]
+    try:
+        for registry, number, _ in silent:
+            registry.pop(number, None)
+        yield [hook for *_, hook in silent]
+    finally:
+        for registry, before in zip(registries, contents, strict=True):
+            registry.clear()
+            registry.update(before)
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Whether a hook, or a class that its object's is derived from, is PyTorch's."""
+    hook = getattr(hook, "__func__", hook)
+    if isinstance(hook, partial):
+        return _is_of_torch(hook.func)
+    homes = [getattr(hook, "__module__", "") or ""]
+    homes += [kind.__module__ for kind in type(hook).__mro__]
+    return any(home.split(".")[0] == "torch" for home in homes)
 
 
 class Opened:

@@ -32,6 +32,7 @@ class Order:
         loss: what the last stage's results are turned into, in `"train"`.
         gradients: of the last stage's results, by micro-batch, in `"backward"`.
         recorded: whether the times of actions are noted.
+        trial: whether what modules keep is put back at the end, and users' hooks are not called.
     """
 
     what: Pass
@@ -43,6 +44,7 @@ class Order:
     loss: Loss | None = None
     gradients: dict[int, Gradients] = field(default_factory=dict)
     recorded: bool = False
+    trial: bool = False
 
     def back(self, gradients: dict[int, Gradients], modes: Ambient) -> Order:
         """The backward of this forward, under the autocast that it is called under."""

@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from penstock.capture import Attribute, Key, Trace
+from penstock.capture import Attribute, Key, Program, Trace
 from penstock.capture.equality import same_tensor
 from penstock.capture.listening import forward_heard, replay_heard
+from penstock.oracle import Oracle
 from penstock.plan import Plan
-from penstock.train.reference import Reference, copied, run_with_threads
+from penstock.train.reference import copied, run_with_threads
 from penstock.train.report import Comparison, Place, gap
 from penstock.workers.devices import threads_per_worker
 
@@ -22,26 +23,31 @@ T = TypeVar("T")
 
 
 def place_of(
-    model: nn.Module, reference: Reference, plan: Plan, comparisons: Sequence[Comparison]
+    model: nn.Module,
+    program: Program,
+    oracle: Oracle,
+    plan: Plan,
+    comparisons: Sequence[Comparison],
 ) -> Place | None:
     """The first place where something differs.
 
     Args:
         model: a fresh copy of the user's, which is run.
-        reference: what has run it unsplit.
+        program: captured from another copy.
+        oracle: what has run it unsplit.
         plan: how it was split.
         comparisons: what was compared; something in them differs.
     """
     if not model.training:
         model.train()
-    trace = reference.program.train
+    trace = program.train
     ends = [stage.calls[1] for stage in plan.stages]
 
     def stage_of(call: int) -> int:
         return min(bisect_right(ends, call), len(ends) - 1)
 
     threads = threads_per_worker(plan.devices)
-    found = run_with_threads(partial(_first_call, reference, copied(model), model), threads)
+    found = run_with_threads(partial(_first_call, program, oracle, copied(model), model), threads)
     if found is not None:
         microbatch, call, largest = found
         label = trace.calls[call].label
@@ -75,7 +81,7 @@ def in_forward_order(trace: Trace, named: Mapping[str, T]) -> dict[str, T]:
 
 
 def _first_call(
-    reference: Reference, ours: nn.Module, theirs: nn.Module
+    program: Program, oracle: Oracle, ours: nn.Module, theirs: nn.Module
 ) -> tuple[int, int, float] | None:
     """The first call that gives something else in a replay than in the model's own forward.
 
@@ -85,8 +91,7 @@ def _first_call(
     Returns:
         the number of the micro-batch, that of the call, and the largest absolute difference.
     """
-    program = reference.program
-    for microbatch, (args, kwargs) in enumerate(reference.microbatches):
+    for microbatch, (args, kwargs) in enumerate(oracle.microbatches):
         key = Key(torch.initial_seed(), 0, microbatch)
         expected = forward_heard(program, theirs, args, kwargs, key)
         replayed = replay_heard(program, ours, args, kwargs, key)

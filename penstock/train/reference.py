@@ -1,145 +1,85 @@
-"""One device that runs the micro-batches of a batch one after the other: what is exact."""
+"""The oracle with a pipeline's random numbers, in a thread like a worker's."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.capture import ROWS, Key, Program
+from penstock.capture import Key, Program
 from penstock.capture.calls import Ambient, ambient
-from penstock.capture.randomness import LOSS, draw
-from penstock.capture.trees import flatten, unflatten
+from penstock.capture.randomness import LOSS, seeding
+from penstock.capture.seeding import seeded
 from penstock.cores import use_threads
-from penstock.engine.batch import Weight, weights
 from penstock.engine.batchnorm import Norms
-from penstock.engine.microbatch import merge, split, split_rows
+from penstock.errors import WorkerTimeout
+from penstock.oracle import Around, BatchDim, Oracle
+
+_GRACE = 5.0  # seconds that work which is given up may go on for
 
 
-class Reference:
-    """One device that runs the micro-batches of a batch one after the other.
-
-    It runs the model's own forward, not the lowered program.
+class Seeds(Around):
+    """The random numbers of the micro-batches of a pipeline, for one device that runs them alone.
 
     Args:
-        model: the model, unsplit; gradients add up in its `.grad`.
-        program: captured from a copy of it; it says which calls are random.
-        num_microbatches: how many.
-        args: positional arguments of the batch.
-        kwargs: keyword arguments of the batch.
+        program: captured from a copy of the model; it says which calls are random.
+        model: what runs.
         deferred: whether BatchNorms are moved once per batch, as `batchnorm="deferred"` does.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        program: Program,
-        num_microbatches: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        deferred: bool = False,
-    ) -> None:
-        self.model = model
+    def __init__(self, program: Program, model: nn.Module, deferred: bool = False) -> None:
+        self._program = program
+        self._model = model
         self._norms = Norms()
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if deferred:
             self._norms.add(model.modules())
-        self.program = program
-        leaves, structure = flatten((tuple(args), dict(kwargs)))
-        rows = program.varying.sizes(leaves)[ROWS]
-        self._rows = split_rows(rows, min(num_microbatches, rows))
-        self._parts = split(leaves, program.varying.batch_dims, len(self._rows))
-        self._batches = [unflatten(structure, part) for part in self._parts]
 
-    @property
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The gradients of all parameters, by name."""
-        return gradients_of(self.model)
+    def batch(self, step: int) -> AbstractContextManager[None]:
+        """Moves BatchNorms at the end, if they wait for that."""
+        return self._norms.during_a_pass()
 
-    @property
-    def microbatches(self) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
-        """The positional and keyword arguments of each."""
-        return list(self._batches)
+    @contextmanager
+    def forward(self, step: int, microbatch: int) -> Iterator[None]:
+        """Seeds every call that draws, if any does."""
+        key = Key(torch.initial_seed(), step, microbatch)
+        with self._norms.during(microbatch), seeded(self._program, key, self._model):
+            yield
 
-    def train_step(
-        self,
-        step: int,
-        loss_fn: Callable[..., torch.Tensor],
-        target: Any,
-        weight: Weight = "rows",
-    ) -> torch.Tensor:
-        """Accumulate the gradients of a batch, weighted as `Pipeline.train_step` does.
+    def loss(self, step: int, microbatch: int) -> AbstractContextManager[None]:
+        """Seeds the generator for the loss."""
+        key = Key(torch.initial_seed(), step, microbatch)
+        return seeding(key, LOSS, self._device)
 
-        A micro-batch of weight 0 runs its forward, for what that does to buffers, and is left out.
-        """
-        total: Any = 0.0
-        targets = self._targets(target)
-        given = [() if part is None else (part,) for part in targets]
-        share = weights(weight, given, self._rows)
-        with self._norms.during_a_pass():
-            for microbatch, part in enumerate(targets):
-                output = self._forward(step, microbatch)
-                key = self._key(step, microbatch)
-                loss = draw(key, LOSS, call_loss, loss_fn, output, part)
-                if not share[microbatch]:  # nothing counts in it, so its mean may be no number
-                    continue
-                with ambient().without_autocast().autocasting():
-                    (loss * share[microbatch]).backward()
-                total = total + loss.detach() * share[microbatch]
-        result: torch.Tensor = total
-        return result
 
-    def call(self, step: int) -> Any:
-        """The result of the whole batch."""
-        with self._norms.during_a_pass():
-            return self._merged(self._forwards(step))
+def one_device(
+    model: nn.Module,
+    program: Program,
+    num_microbatches: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    batch_dim: BatchDim = 0,
+    deferred: bool = False,
+) -> Oracle:
+    """One device that runs the micro-batches of a batch, with a pipeline's random numbers.
 
-    def call_and_backward(
-        self, step: int, loss_fn: Callable[..., torch.Tensor], target: Any
-    ) -> Any:
-        """The result of the batch; one loss of all of it, and its backward by micro-batch."""
-        with self._norms.during_a_pass():
-            outputs = self._forwards(step)
-            leaves, structure = flatten(self._merged(outputs))
-            leaves = [_as_leaf(leaf) for leaf in leaves]
-            call_loss(loss_fn, unflatten(structure, leaves), target).backward()
-            _back(outputs, leaves)
-        return unflatten(structure, leaves)
-
-    def _forwards(self, step: int) -> list[Any]:
-        return [self._forward(step, i) for i in range(len(self._rows))]
-
-    def _forward(self, step: int, microbatch: int) -> Any:
-        args, kwargs = self._batches[microbatch]
-        with self._norms.during(microbatch):
-            return self.program.reference(args, kwargs, self._key(step, microbatch), self.model)
-
-    def _key(self, step: int, microbatch: int) -> Key:
-        return Key(torch.initial_seed(), step, microbatch)
-
-    def _targets(self, target: Any) -> list[Any]:
-        if target is None:
-            return [None] * len(self._rows)
-        leaves, structure = flatten(target)
-        dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        return [unflatten(structure, part) for part in split(leaves, dims, len(self._rows))]
-
-    def _merged(self, outputs: Sequence[Any]) -> Any:
-        if len(outputs) == 1:
-            return outputs[0]
-        trace = self.program.trace_for(self._parts[0], self.model.training)
-        groups = [flatten(output)[0] for output in outputs]
-        structure = flatten(outputs[0])[1]
-        named = [k for k, v in enumerate(trace.outputs) if isinstance(groups[0][k], torch.Tensor)]
-        joins = [trace.joins[k] for k in named]
-        merged = merge(joins, [[group[k] for k in named] for group in groups])
-        leaves = list(groups[0])
-        for k, tensor in zip(named, merged, strict=True):
-            leaves[k] = tensor
-        return unflatten(structure, leaves)
+    Args:
+        model: the model, unsplit; gradients add up in its `.grad`.
+        program: captured from a copy of it.
+        num_microbatches: how many.
+        args: positional arguments of the batch.
+        kwargs: keyword arguments of the batch.
+        batch_dim: as in `Pipeline`.
+        deferred: whether BatchNorms are moved once per batch, as `batchnorm="deferred"` does.
+    """
+    around = Seeds(program, model, deferred)
+    return Oracle(model, args, kwargs, num_microbatches, batch_dim=batch_dim, around=around)
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -151,8 +91,19 @@ def copied(model: nn.Module) -> nn.Module:
     return twin
 
 
-def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
-    """Run `function` in a thread of its own with this many intra-op threads; its result."""
+def run_with_threads(
+    function: Callable[[], Any], threads: int, timeout: float | None = None
+) -> Any:
+    """Run `function` in a thread of its own with this many intra-op threads; its result.
+
+    Args:
+        function: what to run, under the caller's modes.
+        threads: how many.
+        timeout: seconds that it may take.
+
+    Raises:
+        WorkerTimeout: it takes longer. The thread ends when the function does.
+    """
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -164,9 +115,17 @@ def run_with_threads(function: Callable[[], Any], threads: int) -> Any:
             errors.append(error)
 
     modes = ambient()
-    thread = threading.Thread(target=lambda: _under(modes, work))
+    thread = threading.Thread(target=lambda: _under(modes, work), daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join(timeout)
+    except BaseException:  # an impatient user, but what it works on must not change under it
+        thread.join(_GRACE)
+        raise
+    if thread.is_alive():
+        raise WorkerTimeout(
+            f"the model's own forward and backward did not finish on one device within {timeout} s"
+        )
     if errors:
         raise errors[0]
     return results[0]
@@ -185,28 +144,3 @@ def call_loss(loss_fn: Callable[..., torch.Tensor], output: Any, target: Any) ->
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """The gradients of all parameters, by name."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def _as_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-        return leaf.detach().requires_grad_()
-    return leaf
-
-
-def _back(outputs: Sequence[Any], leaves: Sequence[Any]) -> None:
-    """The backward of every micro-batch's output, from the gradients of what they make together."""
-    done = [0] * len(leaves)
-    for output in outputs:
-        pairs = []
-        for k, (own, whole) in enumerate(zip(flatten(output)[0], leaves, strict=True)):
-            if isinstance(own, torch.Tensor) and own.requires_grad and whole.grad is not None:
-                dim = _varying(own, whole)
-                pairs.append((own, whole.grad.narrow(dim, done[k], own.shape[dim])))
-                done[k] += own.shape[dim]
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-
-
-def _varying(part: torch.Tensor, whole: torch.Tensor) -> int:
-    """The dimension in which a micro-batch's result is a slice of the whole."""
-    sizes = zip(part.shape, whole.shape, strict=True)
-    return next((d for d, (a, b) in enumerate(sizes) if a != b), 0)

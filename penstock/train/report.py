@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from penstock.capture.equality import has_nan, same
+from penstock.capture.trees import flatten
 
 
 @dataclass(frozen=True)
@@ -164,3 +166,11 @@ def compare(what: str, ours: Mapping[str, object], theirs: Mapping[str, object])
 def compare_leaves(what: str, ours: Sequence[object], theirs: Sequence[object]) -> Comparison:
     """Compare two lists of leaves, whatever they are."""
     return compare(what, *({str(k): leaf for k, leaf in enumerate(x)} for x in (ours, theirs)))
+
+
+def compare_results(what: str, ours: Any, theirs: Any) -> Comparison:
+    """Compare two results of a model, whatever they are made of, and their structures."""
+    (mine, structure), (others, other) = flatten(ours), flatten(theirs)
+    if structure != other:
+        return Comparison(f"{what} (another structure)", len(mine), ("all",), float("inf"))
+    return compare_leaves(what, mine, others)

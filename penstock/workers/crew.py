@@ -37,6 +37,7 @@ class Crew(Protocol):
         has_inputs: whether this process gives the first stage its batches.
         has_loss: whether this process gives the last stage targets and the loss.
         shares_modules: whether the loss is called where the user's own modules run.
+        has_everything: whether this process has the weights of all stages.
         links: how values get from every stage to the next, in words.
     """
 
@@ -44,6 +45,7 @@ class Crew(Protocol):
     has_inputs: bool
     has_loss: bool
     shares_modules: bool
+    has_everything: bool
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -136,6 +138,7 @@ class Driven:
     has_inputs = True
     has_loss = True
     shares_modules = True
+    has_everything = True
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """The driver does it."""

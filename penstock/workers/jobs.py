@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +14,9 @@ import torch
 
 from penstock.cores import use_threads
 from penstock.engine.allocator import keep_freed_memory
+from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
+from penstock.engine.trial import kept
 from penstock.links.local import LocalLink
 from penstock.links.shared_memory import Sink, Source
 from penstock.links.wire import SPIN, Wire
@@ -188,7 +191,8 @@ class RunPass:
             site.begin(self.gradients)
         assembly = site.assemblies[self.order.training]
         try:
-            outcome = assembly.run(site.worker, self.order, site.position)
+            with _leaving_no_trace(site) if self.order.trial else nullcontext():
+                outcome = assembly.run(site.worker, self.order, site.position)
         except BaseException:
             assembly.clear()
             site.clear()
@@ -201,6 +205,13 @@ class RunPass:
             site.put_buffers_back()
         backward = self.order.what in ("train", "backward")
         return outcome, site.end() if backward else []
+
+
+@contextmanager
+def _leaving_no_trace(site: Site) -> Iterator[None]:
+    """Around a trial; what is in shared memory is put back by the driver."""
+    with silenced(site.modules), kept(site.modules, ()):
+        yield
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class TorchrunCrew:
     """
 
     shares_modules = True
+    has_everything = False
 
     def __init__(
         self, launch: Launch, plan: Plan, order: Sequence[int], threads: int, timeout: float

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.train.reference import Reference, gradients_of, run_with_threads
+from penstock.train.reference import gradients_of, one_device, run_with_threads
 from tests.models import ROWS, Case, gpt2, language_loss, uniform_plan
 
 STEPS = 2
@@ -206,7 +206,7 @@ def expected(name: str, microbatches: int, threads: int) -> Bits:
     """The same on one device: the model's own forward, the micro-batches in order."""
     case, subject = subjects()[name], captured(name)
     model = copy.deepcopy(subject.fresh())
-    reference = Reference(model, subject.program, microbatches, case.args, case.kwargs)
+    reference = one_device(model, subject.program, microbatches, case.args, case.kwargs)
     torch.manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.verification import Reference, run_with_threads
+from penstock.train.reference import one_device, run_with_threads
 from tests.models import cases, uniform_plan
 from tests.pool import pooled
 from tests.precision.steps import X, Y, gradients, island, pipe_of
@@ -39,7 +39,7 @@ def test_a_step_is_that_of_one_device(dtype: torch.dtype, schedule: str, recompu
     model = island()
     with pipe_of(model, schedule, recompute, devices=CPUS) as pipe:
         twin = copy.deepcopy(model)
-        reference = Reference(twin, pipe.program, 3, (X,), {})
+        reference = one_device(twin, pipe.program, 3, (X,), {})
         for step in range(2):
             with torch.autocast("cpu", dtype):
                 loss = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
@@ -114,7 +114,7 @@ def test_the_cache_of_weights_is_followed() -> None:
         region = torch.autocast("cpu", torch.bfloat16, cache_enabled=cached)
         with pipe_of(ours, cuts=[1], devices=CPUS) as pipe, region:
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-            reference = Reference(twin, pipe.program, 3, (X,), {})
+            reference = one_device(twin, pipe.program, 3, (X,), {})
             run_with_threads(lambda r=reference: r.train_step(0, F.mse_loss, Y), 1)
         assert_same(ours, twin)
         found.append(gradients(pipe)["1.weight"])
@@ -173,7 +173,7 @@ def test_weights_that_were_cast_are_forgotten_between_steps(workers: Any) -> Non
                 twin = copy.deepcopy(model)
                 optimizer.step()
             found = gradients(pipe)
-    reference = Reference(twin, pipe.program, 3, (X,), {})
+    reference = one_device(twin, pipe.program, 3, (X,), {})
     twin.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
         run_with_threads(lambda: reference.train_step(0, F.mse_loss, Y), 1)

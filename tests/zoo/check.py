@@ -19,6 +19,7 @@ from penstock.capture.equality import same
 from penstock.capture.trees import flatten
 from penstock.tuning import mean_square
 from penstock.verification import copied, run_with_threads
+from tests.models import own_forward
 from tests.zoo.entry import Entry, Inputs
 
 STAGES = (2, 4)
@@ -204,8 +205,9 @@ def _compare_steps(
             where = f"{len(plan.stages)} stages, {'train' if training else 'eval'}, step {step}"
             key = Key(torch.initial_seed(), step, 0)
             ours = _run(_called_like_a_model(pipe), args, kwargs)
-            alone = partial(program.reference, key=key, model=twin)
-            theirs = run_with_threads(partial(_run, alone, args, kwargs), pipe.threads_per_worker)
+            alone = partial(own_forward, program, key=key, model=twin)
+            work = partial(_run, alone, args, kwargs)
+            theirs = run_with_threads(work, pipe.threads_per_worker)
             _assert_equal(ours, theirs, f"results ({where})")
             _assert_equal(*(_gradients(m) for m in (model, twin)), f"gradients ({where})")
             _assert_equal(*(_buffers(m) for m in (model, twin)), f"buffers ({where})")

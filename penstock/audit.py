@@ -1,0 +1,421 @@
+"""The audit: now and then a micro-batch of a real step is run by the model itself as well.
+
+A program is what the forward did when it was recorded. What its Python reads besides tensors may
+have changed since: a module-level variable, a closure, a file, the clock. Nobody can watch all of
+that, but whoever runs the model's own forward beside the pipeline's sees it.
+
+So before a pass that is audited, one of its micro-batches goes through the stages alone, and
+through the model's own forward on one device, from the same buffers and with the same random
+numbers. Their results must be the same bits, and so must the gradients of all parameters, from the
+same gradients of the results. Neither leaves anything behind, and the user's loss is not called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture import Program, Ref, Trace, untouched
+from penstock.capture.calls import INPUTS, ambient
+from penstock.capture.seeding import seeded
+from penstock.capture.trees import flatten, unflatten
+from penstock.engine.batch import Batch
+from penstock.engine.hooks import silenced
+from penstock.engine.orders import Order, Outcome
+from penstock.engine.state import Attributes, kept
+from penstock.errors import AuditError, InputError, WorkerDied, WorkerError, WorkerTimeout
+from penstock.plan import Plan
+from penstock.runner import Runner
+from penstock.train.blame import difference
+from penstock.train.pace import Pace, Setting
+from penstock.train.reference import run_with_threads
+from penstock.train.report import Comparison, compare, compare_results
+from penstock.workers.ways import Way
+
+_NUMBER = -1  # of the passes that only audits make; those of batches count from 0
+_TIMEOUT = 600.0  # seconds, at least, that the model's own forward and backward may take
+_STEPS = 100  # steps of the plan that they may take
+_COPIED = 256 << 20  # bytes of buffers that are copied, whether they are known to change or not
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What the audit of a pipeline has done so far.
+
+    Attributes:
+        setting: the pipeline's `audit=`.
+        microbatches: how many were run by the model's own forward as well, and were the same.
+        with_gradients: of how many of these the gradients were compared, too.
+        last: the number of the latest of them among the pipeline's passes, from 0; `None` before.
+        seconds: what all of that has taken.
+        why_not: why there is no audit, or the latest one that was due was left out, or compared
+            results only; empty if there is nothing to say.
+    """
+
+    setting: Setting
+    microbatches: int = 0
+    with_gradients: int = 0
+    last: int | None = None
+    seconds: float = 0.0
+    why_not: str = ""
+
+
+class Auditor:
+    """Runs micro-batches by the model itself as well, when it is time, and compares.
+
+    Args:
+        setting: see `Pipeline`.
+        program: what the stages run.
+        plan: how it is cut.
+        runner: runs it.
+        threads: intra-op threads of each CPU worker.
+
+    Attributes:
+        found: what it has done so far.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        program: Program,
+        plan: Plan,
+        runner: Runner,
+        threads: int,
+    ) -> None:
+        self._pace = Pace(setting)
+        self._program = program
+        self._plan = plan
+        self._runner = runner
+        self._threads = threads
+        self._timeout = max(_TIMEOUT, _STEPS * plan.predicted_step_seconds)
+        why_not = "audit=None" if setting is None else self._never()
+        self.found = Audited(setting, why_not=why_not)
+        self._off = bool(why_not)
+
+    def _never(self) -> str:
+        """Why no pass of this pipeline can be audited, if none can."""
+        if not self._runner.crew.has_everything:
+            return "no rank has all weights under torchrun, so none can run the whole model"
+        if self._plan.boundary_dtype is not None:
+            return f"what crosses a cut is rounded to {self._plan.boundary_dtype}, by design"
+        if self._program.written:
+            name = min(self._program.written)
+            return f"the forward writes parameters ({name}), so it cannot be run once more"
+        model = self._program.model
+        homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        homes |= {torch.device(device) for device in self._plan.devices}
+        if len(homes) > 1:
+            return f"no device has the whole model: {', '.join(sorted(map(str, homes)))}"
+        return ""
+
+    @contextmanager
+    def around(self, order: Order, batch: Batch) -> Iterator[None]:
+        """Around a pass: if it is time, one of its micro-batches is audited before.
+
+        Raises:
+            AuditError: the stages and the model's own forward differ. The pass is not run.
+        """
+        if not self._off and self._pace.is_due(_situation(order)):
+            begun = time.perf_counter()
+            try:
+                self._audit(order, batch)
+            finally:
+                seconds = time.perf_counter() - begun
+                self._pace.spend(seconds)
+                self.found = replace(self.found, seconds=self.found.seconds + seconds)
+        begun = time.perf_counter()
+        yield
+        self._pace.work(time.perf_counter() - begun)
+
+    def expect_news(self) -> None:
+        """The next pass is worth an audit."""
+        self._pace.expect_news()
+
+    def _audit(self, order: Order, batch: Batch) -> None:
+        """Audit one micro-batch, another one each time.
+
+        Raises:
+            AuditError: something differs.
+        """
+        k = self.found.microbatches % len(order.microbatches)
+        subject = _Subject(self._program, self._runner, order, batch.parts[k], k)
+        results_only = self._without_gradients(order)
+        left_out = self._compare(subject, learns=not results_only)
+        if left_out:
+            self.found = replace(self.found, why_not=left_out)
+            return
+        self.found = replace(
+            self.found,
+            microbatches=self.found.microbatches + 1,
+            with_gradients=self.found.with_gradients + (not results_only),
+            last=order.number,
+            why_not=results_only,
+        )
+
+    def _compare(self, subject: _Subject, learns: bool) -> str:
+        """Run it both ways, and leave nothing behind.
+
+        Returns:
+            why it could not be compared, if so.
+
+        Raises:
+            AuditError: something differs.
+        """
+        model = self._program.model
+        parameters = [*model.parameters()]
+        parameters += [p for own in self._runner.crew.holdings.parameters for p in own]
+        shared = self._runner.crew.shares_modules  # others silence their own
+        with _gradients_kept(parameters):
+            try:
+                quiet = silenced(model.modules() if shared else ())
+                with quiet, kept(model.modules(), self._changing()):
+                    split = subject.split(parameters, learns)
+            except WorkerDied:
+                raise
+            except (WorkerError, InputError) as error:  # so will the pass itself, and say it better
+                return f"the stages failed: {error}"
+            alone = partial(subject.alone, split)
+            silent: list[Any] = []
+            try:
+                with silenced(model.modules()) as silent, untouched(model):
+                    attributes = Attributes(model)
+                    comparisons = run_with_threads(alone, self._threads, self._timeout)
+                    counted = attributes.changed()
+            except WorkerTimeout:
+                raise
+            except Exception as error:
+                if silent:
+                    return f"hooks are not called once more, and without them: {error}"
+                raise subject.error(self._plan, [], error) from error
+            if not all(comparison.ok for comparison in comparisons):
+                if counted and not shared:
+                    return (
+                        f"a forward changes {counted[0]}, which worker processes keep for "
+                        "themselves, so it is not known here what the forward would give there"
+                    )
+                raise subject.error(self._plan, comparisons)
+        return ""
+
+    def _changing(self) -> list[torch.Tensor]:
+        """The buffers that the stages may change."""
+        known = [b for own in self._runner.crew.holdings.changing for b in own]
+        every = list(self._program.model.buffers())
+        return every if sum(b.nbytes for b in every) <= _COPIED else known
+
+    def _without_gradients(self, order: Order) -> str:
+        """Why only results are compared, if so."""
+        parameters = list(self._program.model.parameters())
+        learning = [p for p in parameters if p.requires_grad]
+        if order.what == "infer":
+            return "the pass has no gradients"
+        if order.modes.casting:
+            return "autocast sums gradients in another precision where a stage casts for itself"
+        hooks = [(p._backward_hooks, _hooks_of_accumulation(p)) for p in parameters]
+        if any(map(any, hooks)):
+            return "parameters have hooks, which are not to be called once more"
+        needed, free = sum(p.nbytes for p in learning), _free_bytes(parameters)
+        if free is not None and 3 * needed > free:
+            return f"gradients take {needed:,} bytes, and {free:,} are free"
+        return ""
+
+
+@dataclass
+class _Split:
+    """What the stages have made of a micro-batch.
+
+    Attributes:
+        results: the values that leave the last one.
+        differentiable: which of these a backward can start from.
+        gradients: of the parameters by identity; those that were compared are taken out.
+        learns: whether there was a backward.
+    """
+
+    results: Sequence[Any]
+    differentiable: Sequence[bool]
+    gradients: dict[int, torch.Tensor]
+    learns: bool
+
+
+class _Subject:
+    """One micro-batch of a pass.
+
+    Args:
+        program: what the stages run.
+        runner: runs it.
+        order: the pass.
+        leaves: the micro-batch's inputs.
+        k: which it is.
+    """
+
+    def __init__(
+        self, program: Program, runner: Runner, order: Order, leaves: Sequence[Any], k: int
+    ) -> None:
+        self._program = program
+        self._runner = runner
+        self._order = order
+        self._leaves = leaves
+        self._k = k
+        self._microbatch = order.microbatches[k]
+        self._way: Way = runner.ways(order.training)[self._microbatch.way]
+
+    def split(self, parameters: Sequence[nn.Parameter], learns: bool) -> _Split:
+        """Run it by the stages; parameters have no gradients afterwards."""
+        leaves = self._fresh()
+        values = tuple(leaves[value.leaf] for value in self._way.inputs if isinstance(value, Ref))
+        order = replace(
+            self._order,
+            what="forward" if learns else "infer",
+            microbatches=[self._microbatch],
+            modes=self._order.modes._replace(grad=learns),
+            number=_NUMBER,
+            values=[values],
+            loss=None,
+            recorded=False,
+            trial=True,
+        )
+        outcome = self._run(order)
+        split = _Split(outcome.results[0], outcome.differentiable, {}, learns)
+        if any(split.differentiable):
+            starts = [
+                _start(value) if differentiable else None
+                for value, differentiable in zip(split.results, split.differentiable, strict=True)
+            ]
+            self._run(order.back({0: starts}, ambient()))
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    split.gradients[id(parameter)], parameter.grad = parameter.grad, None
+        return split
+
+    def _run(self, order: Order) -> Outcome:
+        try:
+            return self._runner.run(order)
+        except BaseException:
+            self._runner.crew.forget(order.training, _NUMBER)
+            raise
+
+    def alone(self, split: _Split) -> list[Comparison]:
+        """Run it by the model's own forward, and compare."""
+        args, kwargs = self._arguments()
+        model = self._program.model
+        key = self._microbatch.key
+        with torch.set_grad_enabled(split.learns), seeded(self._program, key, model):
+            output = model(*args, **kwargs)
+        expected = self._way.assemble(split.results, self._microbatch.sizes)
+        found = compare_results("results", expected, output)
+        if not found.ok or not any(split.differentiable):
+            return [found]
+        return [found, self._gradients(split, flatten(output)[0])]
+
+    def _gradients(self, split: _Split, leaves: Sequence[Any]) -> Comparison:
+        """Compare gradients one by one as they come, so that no second set of them is held."""
+        names = {id(p): n for n, p in self._program.model.named_parameters()}
+        found: list[Comparison] = []
+
+        def compared(parameter: torch.Tensor) -> None:
+            ours, name = split.gradients.pop(id(parameter), None), names[id(parameter)]
+            found.append(compare("gradients", {name: ours}, {name: parameter.grad}))
+            parameter.grad = None
+
+        places = [self._way.trace.outputs.index(value) for value in self._way.outputs]
+        pairs = [
+            (leaves[place], _start(value))
+            for place, value, differentiable in zip(
+                places, split.results, split.differentiable, strict=True
+            )
+            if differentiable
+        ]
+        with ExitStack() as stack:
+            for parameter in self._program.model.parameters():
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(compared)
+                    stack.callback(handle.remove)
+            torch.autograd.backward([leaf for leaf, _ in pairs], [start for _, start in pairs])
+        for number, gradient in split.gradients.items():  # which the model itself has none for
+            name = names.get(number, "a parameter that the model has no more")
+            found.append(compare("gradients", {name: gradient}, {name: None}))
+        different = tuple(name for comparison in found for name in comparison.different)
+        largest = max((comparison.largest for comparison in found), default=0.0)
+        return Comparison("gradients", max(1, len(found)), different, largest)
+
+    def error(
+        self, plan: Plan, comparisons: Sequence[Comparison], failure: Exception | None = None
+    ) -> AuditError:
+        """What is to be raised, with the place where the difference arises."""
+        args, kwargs = self._arguments()
+        place = difference(self._program, self._way.trace, plan, args, kwargs, self._microbatch)
+        if failure is not None:
+            what = f"fails in the model's own forward ({type(failure).__name__}: {failure}), and "
+            what += "not in the pipeline"
+        else:
+            first = next(comparison for comparison in comparisons if not comparison.ok)
+            what = f"has other {first} in the pipeline than in the model's own forward"
+        return AuditError(what, self._k, self._order.number, place)
+
+    def _arguments(self) -> Any:
+        """The model's arguments."""
+        return unflatten(self._way.trace.input_structure, self._fresh())
+
+    def _fresh(self) -> list[Any]:
+        """The inputs, apart from the user's history, and copied if the forward changes some."""
+        copies = _changes_inputs(self._way.trace)
+        fresh = []
+        for leaf in self._leaves:
+            if isinstance(leaf, torch.Tensor):
+                leaf = leaf.detach().requires_grad_(leaf.requires_grad)
+                leaf = leaf.clone() if copies else leaf
+            fresh.append(leaf)
+        return fresh
+
+
+def _situation(order: Order) -> Any:
+    """What a pass has in common with others that do the same."""
+    ways = frozenset(m.way for m in order.microbatches)
+    return order.training, order.modes, ways
+
+
+def _changes_inputs(trace: Trace) -> bool:
+    changed = (value for call in trace.calls for value in call.mutates)
+    return any(isinstance(value, Ref) and value.call == INPUTS for value in changed)
+
+
+def _start(value: torch.Tensor) -> torch.Tensor:
+    """The gradient of a result from which both backwards start: every entry's is another."""
+    steps = torch.arange(value.numel(), device=value.device, dtype=torch.float64)
+    start: torch.Tensor = steps.cos() / max(1, value.numel()) ** 0.5
+    return start.reshape(value.shape).to(value.dtype)
+
+
+@contextmanager
+def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """While open there are no gradients; afterwards they are those that there were."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _hooks_of_accumulation(parameter: torch.Tensor) -> Any:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def _free_bytes(parameters: Sequence[torch.Tensor]) -> int | None:
+    """The memory that is free where the parameters are; `None` if nobody knows."""
+    if parameters and parameters[0].is_cuda:
+        return int(torch.cuda.mem_get_info(parameters[0].device)[0])
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None

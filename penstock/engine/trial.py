@@ -1,0 +1,80 @@
+"""Forwards that leave nothing behind in the modules that they run through."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture.attributes import REGISTRIES
+from penstock.capture.preserve import own_generators_kept
+from penstock.engine.state import State
+
+_CONTAINERS = (list, dict, set, OrderedDict)
+
+
+@contextmanager
+def kept(modules: Iterable[nn.Module], changing: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Afterwards, these modules are as they were: nothing is left of forwards that ran inside.
+
+    What is in lists, dictionaries and sets among their attributes is put back as well, and so are
+    generators of random numbers.
+
+    Args:
+        modules: whose.
+        changing: the buffers that may be changed in place.
+    """
+    own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    state = State(own, changing)
+    held = [(v, v.copy()) for m in own for v in vars(m).values() if type(v) in _CONTAINERS]
+    try:
+        with own_generators_kept(own):
+            yield
+    finally:
+        state.put_back()
+        for container, before in held:
+            container.clear()
+            (container.extend if type(container) is list else container.update)(before)
+
+
+class Attributes:
+    """The attributes of a model's modules, but for what they register, as they are now.
+
+    Args:
+        model: whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._now()
+
+    def changed(self) -> list[str]:
+        """The names of those that are others now, or hold something else."""
+        now = self._now()
+        every = dict.fromkeys([*self._before, *now])
+        return [name for name in every if not _same(self._before.get(name), now.get(name))]
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            f"{path}.{name}".removeprefix("."): value.copy()
+            if type(value) in _CONTAINERS
+            else value
+            for path, module in self._model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+            for name, value in vars(module).items()
+            if name not in REGISTRIES
+        }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether an attribute is the same thing, or a container of the same things."""
+    if type(one) is not type(other) or type(one) not in _CONTAINERS:
+        return one is other
+    if isinstance(one, set):
+        return bool(one == other)
+    mine, others = (list(c.values()) if isinstance(c, dict) else c for c in (one, other))
+    return len(mine) == len(others) and all(a is b for a, b in zip(mine, others, strict=True))

@@ -1,0 +1,83 @@
+"""When a pass is worth an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Literal
+
+from penstock.errors import InputError
+
+Setting = int | Literal["auto"] | None
+"""Every how many passes one is audited; `"auto"` decides by time; `None` for none."""
+
+_FIRST = 20  # passes in which mistakes are likeliest to show
+_FIRST_SECONDS = 3.0  # that may be spent on those; after that, every second one of them counts
+_SHARE = 0.005  # of the time of all passes, from then on
+
+
+class Pace:
+    """Decides which passes are audited, so that it costs little.
+
+    By itself ("auto") every one of the first twenty as long as that has taken less than three seconds,
+    and the 1st, 2nd, 4th, 8th and 16th in any case. After these, audits take half a percent of the
+    time that passes take. When something is new (another mode, another way through the model) the
+    next audit does not wait until there is enough time for it, only until the ones before are paid.
+
+    Args:
+        setting: see `Setting`.
+
+    Raises:
+        InputError: it is none.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        whole = isinstance(setting, int) and not isinstance(setting, bool) and setting > 0
+        if not (whole or setting in ("auto", None)):
+            raise InputError(
+                f'audit={setting!r} is unknown: give "auto", a number n to audit every n-th pass, '
+                "or None"
+            )
+        self._setting = setting
+        self._passes = 0
+        self._latest = self._spent = self._later = self._worked = 0.0
+        self._situation: Hashable = None
+        self._news = False
+
+    def is_due(self, situation: Hashable) -> bool:
+        """Whether the pass that is about to run is to be audited.
+
+        Args:
+            situation: what is new if it differs from that of the pass before.
+        """
+        self._passes += 1
+        if isinstance(self._setting, int):
+            return (self._passes - 1) % self._setting == 0
+        if self._setting is None:
+            return False
+        self._news |= situation != self._situation
+        self._situation = situation
+        return self._is_worth_it()
+
+    def _is_worth_it(self) -> bool:
+        if self._passes <= _FIRST:
+            is_power_of_two = self._passes & (self._passes - 1) == 0
+            return self._spent < _FIRST_SECONDS or is_power_of_two
+        ahead = 0.0 if self._news else self._latest
+        return self._later + ahead <= _SHARE * self._worked
+
+    def spend(self, seconds: float) -> None:
+        """An audit has taken this long."""
+        self._news = False
+        self._latest = seconds
+        self._spent += seconds
+        if self._passes > _FIRST:
+            self._later += seconds
+
+    def work(self, seconds: float) -> None:
+        """A pass has taken this long."""
+        if self._passes >= _FIRST:
+            self._worked += seconds
+
+    def expect_news(self) -> None:
+        """Something has changed that a pass does not show."""
+        self._news = True
