@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree
@@ -173,8 +175,13 @@ class Oracle:
         if training not in self._seen:
             args, kwargs = self._whole
             devices = sorted({p.device.index for p in self.model.parameters() if p.is_cuda})
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                self._seen[training] = copy.deepcopy(self.model)(*args, **kwargs)
+            in_python = np.random.get_state(), random.getstate()
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices):
+                    self._seen[training] = copy.deepcopy(self.model)(*args, **kwargs)
+            finally:
+                np.random.set_state(in_python[0])
+                random.setstate(in_python[1])
         return self._seen[training]
 
     def merged(self, outputs: Sequence[Any]) -> Any:

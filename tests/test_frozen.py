@@ -118,7 +118,7 @@ def test_a_frozen_half_has_no_backward(monkeypatch: pytest.MonkeyPatch, recomput
         backward(*args, **kwargs)
 
     monkeypatch.setattr(torch.autograd, "backward", noted)
-    with pipeline(model, [6], schedule="gpipe", recompute=recompute) as pipe:
+    with pipeline(model, [6], schedule="gpipe", recompute=recompute, audit=None) as pipe:
         stage = pipe._runner.crew._assemblies[True].stages[0]
 
         def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_a_frozen_half_is_not_run_again(tmp_path: Path, workers: str) -> None:
     path = tmp_path / "forwards"
     model = nn.Sequential(nn.Linear(6, 6), Noted(path), *blocks())
     model[0].requires_grad_(False)
-    with pipeline(model, [2], recompute="all", workers=workers) as pipe:
+    with pipeline(model, [2], recompute="all", workers=workers, audit=None) as pipe:
         found = []
         for wanted in (False, True, False):
             model[0].requires_grad_(wanted)

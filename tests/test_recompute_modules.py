@@ -122,6 +122,7 @@ def test_exact_and_nothing_counts_twice(tmp_path: Path, workers: str) -> None:
     plan = uniform_plan(program, 2, 3, cuts=[10], recompute=["1", "2"])
     plan.save(tmp_path / "plan.json")
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "plan": tmp_path / "plan.json"}
+    options["audit"] = None  # whose forwards would count
     with ps.Pipeline(mine, (X,), program=program, workers=workers, **options) as pipe:
         assert [s.recompute for s in pipe.plan.stages] == [((5, 10),), ((10, 15),)]
         path.write_bytes(b"")
@@ -185,6 +186,7 @@ def held(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> tuple[float, float]
         patch.setattr(Stage, "forward", noting)
         patch.setattr(Stage, "backward", counting)
         asked: dict[str, Any] = {"schedule": "gpipe", "cuts": ["4"], "recompute": recompute}
+        asked["audit"] = None
         devices = ["cpu"] * 2
         with ps.Pipeline(net, (x,), devices=devices, num_microbatches=4, **asked) as pipe:
             found.clear()  # what profiling has held

@@ -95,6 +95,7 @@ def test_everything_is_compared() -> None:
         "parameters after 3 steps",
         "buffers after 3 steps",
         "result of a call in evaluation mode",
+        "rows of a call in evaluation mode, next to those of the unsplit model",
     ]
     for words in ("workers=threads", "AdamW", "recomputing in 2", "clipped to 0.05", "1f1b"):
         assert words in report.subject

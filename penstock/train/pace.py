@@ -18,10 +18,11 @@ _SHARE = 0.005  # of the time of all passes, from then on
 class Pace:
     """Decides which passes are audited, so that it costs little.
 
-    By itself ("auto") every one of the first twenty as long as that has taken less than three seconds,
-    and the 1st, 2nd, 4th, 8th and 16th in any case. After these, audits take half a percent of the
-    time that passes take. When something is new (another mode, another way through the model) the
-    next audit does not wait until there is enough time for it, only until the ones before are paid.
+    By itself ("auto") every one of the first twenty as long as that has taken less than three
+    seconds, and the 1st, 2nd, 4th, 8th and 16th in any case. After these, audits take half a
+    percent of the time that passes take. When something is new (another mode, another way through
+    the model) the next audit does not wait until there is enough time for it, only until the ones
+    before are paid.
 
     Args:
         setting: see `Setting`.

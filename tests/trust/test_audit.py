@@ -106,10 +106,9 @@ class Slipping(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _as_recorded(tmp_path: Path) -> Iterator[None]:
+def _as_recorded(tmp_path: Path) -> None:
     SCALE[0], MODE[0], File.path = 1.0, "tanh", tmp_path / "factor"
     File.path.write_text("1.0")
-    yield
 
 
 @pytest.fixture(scope="module", autouse=True)
