@@ -126,7 +126,8 @@ def verify(
     theirs, named = copied(ours), dict(kwargs or {})
     closed = closed_norms(ours, batchnorm, keep_closed)
     options: dict[str, Any] = {"devices": devices, "workers": workers, "batchnorm": batchnorm}
-    options["audit"] = None  # which would raise what is to be reported
+    # What an audit, or a result that cannot be put together, would raise is to be reported.
+    options |= {"audit": None, "merge": "rows"}
     program = capture(ours, args, named, batch_dim=batch_dim, dynamic=dynamic, keep_closed=closed)
     with Pipeline(ours, args, named, program=program, **options, **splitting) as pipe:
         if splitting.get("num_microbatches", "auto") == "auto":
@@ -235,10 +236,14 @@ class _Both:
 
     def _result(self, what: str, output: Any, work: Callable[[], Any]) -> Comparison:
         """Compare a result of the pipeline, which is of several micro-batches."""
+        trace = self.pipe.program.trace(self.pipe.training)
+        why = [join.why for join in trace.joins if join.why and len(self.oracle.rows) > 1]
         try:
             expected = self._alone(work)
         except ValueError as error:
-            return Comparison(f"{what}: {error}", len(tensors(output)), ("all",), float("inf"))
+            why.append(str(error))
+        if why:
+            return Comparison(f"{what} ({why[0]})", len(tensors(output)), ("all",), float("inf"))
         return compare_results(what, output, expected)
 
     def trained(self) -> list[Comparison]:

@@ -11,9 +11,9 @@ from torch import nn
 
 from penstock.capture import Program, Size, Trace, untouched
 from penstock.capture.calls import Call, Sizes
+from penstock.capture.equality import same_tensor
 from penstock.capture.listening import heard_forward, replay_heard
 from penstock.capture.trees import flatten
-from penstock.capture.watching import same_numbers
 from penstock.engine.stage import MicroBatch
 from penstock.errors import Difference
 from penstock.plan import Plan
@@ -64,7 +64,7 @@ def difference(
             why = f"the forward passes {changed[1]!r} where it passed {changed[0]!r} when recorded"
             return _difference(program, trace, plan, number, old, why)
         pairs = zip(ours.get(call.identity, ()), theirs.get(call.identity, ()), strict=False)
-        if not all(same_numbers(a, b) for a, b in pairs):
+        if not all(same_tensor(a, b) for a, b in pairs):
             why = "it gives something else, and nothing before it does"
             return _difference(program, trace, plan, number, old, why)
     if stopped:
