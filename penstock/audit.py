@@ -29,7 +29,7 @@ from penstock.capture.trees import flatten, unflatten
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
-from penstock.engine.state import Attributes, kept
+from penstock.engine.trial import Attributes, kept
 from penstock.errors import AuditError, InputError, WorkerDied, WorkerError, WorkerTimeout
 from penstock.plan import Plan
 from penstock.runner import Runner

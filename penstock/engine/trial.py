@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.attributes import REGISTRIES
+from penstock.capture.attributes import REGISTRIES, held_tensors
 from penstock.capture.preserve import own_generators_kept
 from penstock.engine.state import State
 
@@ -21,15 +21,16 @@ _CONTAINERS = (list, dict, set, OrderedDict)
 def kept(modules: Iterable[nn.Module], changing: Iterable[torch.Tensor]) -> Iterator[None]:
     """Afterwards, these modules are as they were: nothing is left of forwards that ran inside.
 
-    What is in lists, dictionaries and sets among their attributes is put back as well, and so are
-    generators of random numbers.
+    What is in lists, dictionaries and sets among their attributes is put back as well, so are the
+    contents of tensors there, and generators of random numbers.
 
     Args:
         modules: whose.
         changing: the buffers that may be changed in place.
     """
     own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    state = State(own, changing)
+    every = {id(tensor): tensor for tensor in (*changing, *_attribute_tensors(own))}
+    state = State(own, every.values())
     held = [(v, v.copy()) for m in own for v in vars(m).values() if type(v) in _CONTAINERS]
     try:
         with own_generators_kept(own):
@@ -39,6 +40,16 @@ def kept(modules: Iterable[nn.Module], changing: Iterable[torch.Tensor]) -> Iter
         for container, before in held:
             container.clear()
             (container.extend if type(container) is list else container.update)(before)
+
+
+def _attribute_tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """The tensors that are plain attributes of modules, or in lists and the like among these."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if name not in REGISTRIES:
+                held = [value] if isinstance(value, torch.Tensor) else dict(held_tensors(value))
+                tensors = held if isinstance(held, list) else held.values()
+                yield from (t for t in tensors if not (t.requires_grad or t.is_meta))
 
 
 class Attributes:

@@ -30,6 +30,7 @@ from penstock.workers.following import News, follow
 from penstock.workers.optimizing import use_settings
 from penstock.workers.shared_model import Gradients, Package
 from penstock.workers.site import CPU, Site, loading
+from penstock.workers.ways import modules_of
 
 End = tuple[Literal["sink", "source", "local"], int]
 """Which end of a link a worker has, and the number of its socket."""
@@ -191,7 +192,7 @@ class RunPass:
             site.begin(self.gradients)
         assembly = site.assemblies[self.order.training]
         try:
-            with _leaving_no_trace(site) if self.order.trial else nullcontext():
+            with _leaving_no_trace(site, assembly) if self.order.trial else nullcontext():
                 outcome = assembly.run(site.worker, self.order, site.position)
         except BaseException:
             assembly.clear()
@@ -208,9 +209,12 @@ class RunPass:
 
 
 @contextmanager
-def _leaving_no_trace(site: Site) -> Iterator[None]:
-    """Around a trial; what is in shared memory is put back by the driver."""
-    with silenced(site.modules), kept(site.modules, ()):
+def _leaving_no_trace(site: Site, assembly: Assembly) -> Iterator[None]:
+    """Around a trial, on whatever its stages run."""
+    spans = [s for stage in assembly.stages.values() for way in stage.ways for s in way]
+    modules = dict.fromkeys([*site.modules, *modules_of(spans)])
+    buffers = {id(b): b for module in modules for b in module.buffers(recurse=False)}
+    with silenced(modules), kept(modules, buffers.values()):
         yield
 
 

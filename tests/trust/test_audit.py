@@ -287,7 +287,7 @@ def remembered(audit: Any, workers: Any = "threads", rate: float = 0.01, **optio
     model.counting.rate = rate
     calls: list[int] = []
     model.inner[0].register_forward_hook(lambda *_: calls.append(1))
-    with split(model, 2, audit=audit, workers=workers, **options) as pipe:
+    with split(model, 2, audit=audit, workers=workers, merge="rows", **options) as pipe:
         calls.clear()
         torch.manual_seed(4)
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
