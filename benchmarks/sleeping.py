@@ -75,9 +75,9 @@ def measure(name: str, workers: int, count: int, rounds: int) -> dict[str, Any]:
     cuts = [str(k) for k in range(1, each * workers)]
     plan = uniform_plan(program, workers, count, name, cuts)
     taken, spans = [], []
-    with ps.Pipeline(
-        model, devices=["cpu"] * workers, program=program, plan=plan, workers="processes"
-    ) as pipe:
+    devices = ["cpu"] * workers
+    options: dict[str, Any] = {"program": program, "plan": plan, "workers": "processes"}
+    with ps.Pipeline(model, devices=devices, audit=None, **options) as pipe:  # audits sleep, too
         for turn in range(WARM_UPS + rounds):
             pipe.zero_grad()
             with pipe.recording() as timelines:

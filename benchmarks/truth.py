@@ -154,7 +154,7 @@ class Trainer:
 def _train(name: str, path: str) -> None:
     """Follow a plan for some steps whenever a line is read, and print their seconds."""
     model, args, kwargs = MODELS[name]()
-    with ps.Pipeline(model.train(), args, kwargs, devices=DEVICES, plan=path) as pipe:
+    with ps.Pipeline(model.train(), args, kwargs, devices=DEVICES, plan=path, audit=None) as pipe:
         for turn, _ in enumerate(sys.stdin):
             taken: list[float] = []
             while sum(taken) < SECONDS or (turn == 0 and len(taken) < WARM_UPS):

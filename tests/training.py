@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import flatten
+from penstock.oracle import map_tensors
 from tests.models import uniform_plan
 
 IGNORED = -100
@@ -145,7 +146,7 @@ class Plain:
                 total = total + loss.detach() * share
             with torch.no_grad():
                 found.append(metrics(output, *rest) if metrics else None)
-            kept.append(map_leaves(lambda leaf: leaf.detach(), output))
+            kept.append(map_tensors(torch.Tensor.detach, output))
         if metrics is None and not outputs:
             return total
         results = torch.cat(kept) if merge and outputs else kept if outputs else None
@@ -160,9 +161,7 @@ class Plain:
         nn.utils.clip_grad_value_(chosen, *args)
 
     def _part(self, tree: Any, k: int) -> Any:
-        return map_leaves(
-            lambda leaf: leaf.tensor_split(self._count)[k] if torch.is_tensor(leaf) else leaf, tree
-        )
+        return map_tensors(lambda leaf: leaf.tensor_split(self._count)[k], tree)
 
 
 def gradients(pipe: Any) -> dict[str, torch.Tensor]:
