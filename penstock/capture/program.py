@@ -110,7 +110,7 @@ class Program:
     @property
     def random(self) -> dict[int, bool]:
         """The calls that draw random numbers, by identity, and whether they do so in Python."""
-        calls = (call for ways in self._ways.values() for way in ways for call in way.trace.calls)
+        calls = (call for trace in self.recordings.traces() for call in trace.calls)
         return {call.identity: call.draws_in_python for call in calls if call.random}
 
     def trace(self, training: bool) -> Trace:

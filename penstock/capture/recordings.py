@@ -75,6 +75,10 @@ class Recordings:
         check_settled(known[-1].guards, [each.guards for each in known])
         return trace
 
+    def traces(self) -> Iterator[Trace]:
+        """All of both modes."""
+        return (each.trace for known in self._of.values() for each in known)
+
     @contextmanager
     def looking(self) -> Iterator[None]:
         """While open, what the forward reads of the model stays as it is: it is looked at once."""
