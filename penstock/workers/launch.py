@@ -226,7 +226,8 @@ class Together:
         """This rank's part of the workers."""
         check_separate(model)
         timeout = timeout or max(_TORCHRUN_TIMEOUT, _TIMEOUTS * plan.predicted_step_seconds)
-        return TorchrunCrew(self._launch, plan, _order(self._names, plan), self.threads, timeout)
+        order = _order(self._names, plan)
+        return TorchrunCrew(self._launch, plan, model, order, self.threads, timeout)
 
 
 def _order(names: Sequence[str], plan: Plan) -> list[int]:

@@ -79,7 +79,7 @@ def _materialise(
     """Give these tensors values: those on `meta`, and the buffers that a state dict may have."""
     if weights is None:
         return
-    stored = dict(model.named_buffers()).keys() & model.state_dict().keys()
+    stored = dict(model.named_buffers()).keys() & model.state_dict(keep_vars=True).keys()
     wanted = []
     for name in dict.fromkeys(names):
         tensor = find(model, name)

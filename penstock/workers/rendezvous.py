@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 _PREFIX = "penstock"
 _TIMEOUT = 300.0  # seconds in which all ranks have to be there, as torch has it
@@ -34,12 +36,12 @@ def init_process_group() -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group("gloo")
         return
-    store, rank, count = next(dist.rendezvous("env://"))
+    store, rank, count = next(rendezvous("env://"))
     part = attempt_of(store, rank, count, _TIMEOUT)
     dist.init_process_group("gloo", store=part, rank=rank, world_size=count)
 
 
-def attempt_of(store: dist.Store, rank: int, count: int, timeout: float) -> dist.Store:
+def attempt_of(store: Store, rank: int, count: int, timeout: float) -> Store:
     """The part of a store for this attempt of these ranks, who all call this.
 
     Args:
@@ -51,7 +53,7 @@ def attempt_of(store: dist.Store, rank: int, count: int, timeout: float) -> dist
     Raises:
         TimeoutError: not all ranks came.
     """
-    shared = dist.PrefixStore(_PREFIX, store)
+    shared = PrefixStore(_PREFIX, store)
     word = secrets.token_hex(8)
     shared.set(f"word {rank}", word)
     look = _leading(shared, count) if rank == 0 else _following(shared, rank, word)
@@ -60,10 +62,10 @@ def attempt_of(store: dist.Store, rank: int, count: int, timeout: float) -> dist
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {rank} waited {timeout:.0f} s for {count - 1} other ranks")
         time.sleep(_PAUSE)
-    return dist.PrefixStore(f"{_PREFIX} {name}", store)
+    return PrefixStore(f"{_PREFIX} {name}", store)
 
 
-def _leading(store: dist.Store, count: int) -> Callable[[], str]:
+def _leading(store: Store, count: int) -> Callable[[], str]:
     """What rank 0 does again and again, until there is a name."""
     name, answered = "", [""] * count
 
@@ -81,7 +83,7 @@ def _leading(store: dist.Store, count: int) -> Callable[[], str]:
     return look
 
 
-def _following(store: dist.Store, rank: int, word: str) -> Callable[[], str]:
+def _following(store: Store, rank: int, word: str) -> Callable[[], str]:
     """What the other ranks do again and again, until there is a name."""
 
     def look() -> str:
@@ -94,6 +96,6 @@ def _following(store: dist.Store, rank: int, word: str) -> Callable[[], str]:
     return look
 
 
-def _read(store: dist.Store, key: str) -> str:
+def _read(store: Store, key: str) -> str:
     """What a store has; an empty text if nothing."""
     return store.get(key).decode() if store.check([key]) else ""

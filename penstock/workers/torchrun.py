@@ -37,6 +37,7 @@ from penstock.workers.joining import Launch
 from penstock.workers.norms import Clipping, norms_of, total_norm
 from penstock.workers.optimizing import Groups, Parts, State, part_of, settings_of, use_settings
 from penstock.workers.saving import SaveOrder
+from penstock.workers.stale import StaleCopy
 from penstock.workers.ways import Holdings, NewWay
 
 _WHAT = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
@@ -50,6 +51,7 @@ class TorchrunCrew:
     Args:
         launch: the ranks.
         plan: what they run.
+        model: this rank's copy.
         order: the rank of every worker.
         threads: intra-op threads of each CPU worker.
         timeout: seconds that an operation may take.
@@ -59,7 +61,13 @@ class TorchrunCrew:
     has_everything = False
 
     def __init__(
-        self, launch: Launch, plan: Plan, order: Sequence[int], threads: int, timeout: float
+        self,
+        launch: Launch,
+        plan: Plan,
+        model: nn.Module,
+        order: Sequence[int],
+        threads: int,
+        timeout: float,
     ) -> None:
         self._launch = launch
         self._ranks = launch.ranks
@@ -84,6 +92,12 @@ class TorchrunCrew:
         self._assemblies = {
             training: Assembly(plan, devices, self._ends, [self._me]) for training in (True, False)
         }
+        self._copy = StaleCopy(model, self._owned)
+
+    def _owned(self) -> list[torch.Tensor]:
+        """The tensors of this rank's stages."""
+        held = self.holdings
+        return [*held.parameters[self._me], *held.buffers[self._me]]
 
     # -- links ----------------------------------------------------------------------------
 
@@ -175,6 +189,8 @@ class TorchrunCrew:
         """Run this rank's part of a pass, and hear what has come of all."""
         order = ticket
         backup = self.holdings.backup(self._me, order.what in ("train", "backward"))
+        if order.training or order.what in ("train", "backward"):
+            self._copy.trained()
         try:
             with self.together(_WHAT[order.what]):
                 own = self._run(order)
@@ -259,7 +275,7 @@ class TorchrunCrew:
         `of` is brought up to date with what the other ranks have of their own stages. What has no
         memory here, because it is on `meta`, is only in the state dict.
         """
-        state = of.state_dict()
+        state = {k: _detached(v) for k, v in of.state_dict(keep_vars=True).items()}
         own = {id(t) for t in self.holdings.parameters[self._me]}
         own |= {id(t) for t in self.holdings.buffers[self._me]}
         named = [*model.named_parameters(remove_duplicate=False)]
@@ -273,6 +289,8 @@ class TorchrunCrew:
                     state[name] = tensor
                 else:
                     state[name].copy_(tensor)
+        if of is model:
+            self._copy.refreshed()
         return state
 
     @property
@@ -318,6 +336,7 @@ class TorchrunCrew:
         if self._writer is not None:
             self._writer.join()
         self._ranks.close()
+        self._copy.close()
         self._launch.others.meeting.close()
         for wire in self._wires:
             wire.close()
@@ -362,6 +381,10 @@ class _RankPart:
 
     def load(self, state: State) -> None:
         """It comes with the next step."""
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _in_words(pair: tuple[int, int], near: Callable[[int, int], bool], backend: str | None) -> str:

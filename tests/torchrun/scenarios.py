@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 import signal
 import socket
 import struct
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,35 @@ def a_group(rank: int) -> Any:
     with trapped(2, workers="torchrun") as pipe:
         step(pipe)
         return alone, pipe.links
+
+
+def stale(rank: int) -> Any:
+    """`model.state_dict()` between steps, in a wrapper, of copies; after `pipe.state_dict()`."""
+    with trapped(2) as pipe:
+        model, wrapper = pipe.model, nn.ModuleList([pipe.model])
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        found: dict[str, Any] = {"before": raised(model.state_dict)}
+        step(pipe)
+        optimizer.step()
+        for name, module in (("model", model), ("wrapper", wrapper), ("part", model[0])):
+            found[name] = raised(module.state_dict)
+        found["pickled"] = raised(lambda: pickle.dumps(model))
+        copied = copy.deepcopy(model)
+        found["copy"] = raised(copied.state_dict)
+        found["live"] = raised(lambda: model.state_dict(keep_vars=True))
+        expected = copy.deepcopy(pipe.state_dict())
+        found["refreshed"] = copy.deepcopy(model.state_dict()), expected
+        optimizer.step()
+        found["stepped"] = raised(model.state_dict)
+        model.load_state_dict(expected)
+        found["loaded"] = raised(model.state_dict)
+        step(pipe)
+        found["again"] = raised(model.state_dict)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.state_dict()
+    found["closed"] = [str(warning.message) for warning in caught]
+    return found
 
 
 def listening(rank: int) -> Any:

@@ -20,7 +20,14 @@ from penstock.workers.joining import _LAUNCHERS
 from penstock.workers.rendezvous import attempt_of
 from tests.models import mlp, uniform_plan
 from tests.torchrun import restarting
-from tests.torchrun.test_torchrun import ROOT, Launcher, environment, launcher, started
+from tests.torchrun.test_torchrun import (
+    ROOT,
+    Launcher,
+    assert_equal,
+    environment,
+    launcher,
+    started,
+)
 
 __all__ = ["launcher"]  # a fixture
 
@@ -158,3 +165,21 @@ def test_a_killed_rank_is_restarted_once(tmp_path: Path, victim: int, ranks: int
         saved = ps.load(tmp_path / "run").model_state()
         for name, value in pipe.state_dict().items():
             assert torch.equal(saved[name], value), name
+
+
+# -- a rank's own copy of the model -----------------------------------------------------------
+
+
+def test_a_mixture_of_old_and_new_weights_is_not_given_out(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Lightning's `save_checkpoint` under torchrun stored one."""
+    for found in started(launcher, "stale", tmp_path):
+        for name in ("model", "wrapper", "part", "pickled", "stepped", "again"):
+            assert found[name][0] == "InputError", name
+            assert "Call pipe.state_dict() on all ranks" in found[name][1], name
+        for name in ("before", "copy", "live", "loaded"):
+            assert found[name][0] == "", name
+        assert_equal("state", *found["refreshed"])
+        assert found["closed"]
+        assert all("it had to be done before" in text for text in found["closed"])
