@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ class LocalParts:
 
     def step(self, groups: Groups, state: State) -> None:
         """Update every parameter."""
+        warn_of_no_gradients(groups)
         for part in self._parts:
             part.state = state  # type: ignore[assignment]
             use_settings(part, settings_of(groups))
@@ -93,3 +95,16 @@ def use_settings(part: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None
     """Let a part's groups say the same."""
     for own, shared in zip(part.param_groups, settings, strict=True):
         own.update(shared)
+
+
+def warn_of_no_gradients(groups: Groups) -> None:
+    """Say so if a step would do nothing, because somebody has cleared what `train_step` left."""
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if parameters and all(p.grad is None for p in parameters):
+        warnings.warn(
+            "optimizer.step() finds no gradient and changes nothing: no train_step or backward "
+            "came before it, or what they left was cleared. (train_step leaves gradients at once; "
+            "a trainer that clears them between the training step and its own backward has to "
+            "do so before. See docs/frameworks.md)",
+            stacklevel=2,
+        )

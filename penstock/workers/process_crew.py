@@ -38,7 +38,14 @@ from penstock.workers.jobs import (
     RunPass,
     Step,
 )
-from penstock.workers.optimizing import Groups, Parts, State, own_groups, settings_of
+from penstock.workers.optimizing import (
+    Groups,
+    Parts,
+    State,
+    own_groups,
+    settings_of,
+    warn_of_no_gradients,
+)
 from penstock.workers.processes import ProcessWorkers
 from penstock.workers.rounds import Job, Round
 from penstock.workers.saving import TIMEOUT, SaveOrder, divided
@@ -363,6 +370,7 @@ class _RemoteParts:
         """Update every parameter."""
         settings, workers = settings_of(groups), range(len(self._owners))
         self._ready()
+        warn_of_no_gradients(groups)
         self._run([Step(self.number, settings, self._shared.before(w)) for w in workers], True)
 
     def fetch(self, state: State) -> None:

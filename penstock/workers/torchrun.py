@@ -35,7 +35,15 @@ from penstock.workers.assembly import Assembly, doing
 from penstock.workers.grouping import Groups as ProcessGroups
 from penstock.workers.joining import Launch
 from penstock.workers.norms import Clipping, norms_of, total_norm
-from penstock.workers.optimizing import Groups, Parts, State, part_of, settings_of, use_settings
+from penstock.workers.optimizing import (
+    Groups,
+    Parts,
+    State,
+    part_of,
+    settings_of,
+    use_settings,
+    warn_of_no_gradients,
+)
 from penstock.workers.saving import SaveOrder
 from penstock.workers.stale import StaleCopy
 from penstock.workers.ways import Holdings, NewWay
@@ -364,6 +372,7 @@ class _RankPart:
         """Update this rank's parameters."""
         self._part.state = state  # type: ignore[assignment]
         use_settings(self._part, settings_of(groups))
+        warn_of_no_gradients(self._part.param_groups)
         with self._crew._at_work():
             self._part.step()
 

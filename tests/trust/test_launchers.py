@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,15 +20,10 @@ import penstock as ps
 from penstock.workers.joining import _LAUNCHERS
 from penstock.workers.rendezvous import attempt_of
 from tests.models import mlp, uniform_plan
+from tests.pool import pooled
 from tests.torchrun import restarting
-from tests.torchrun.test_torchrun import (
-    ROOT,
-    Launcher,
-    assert_equal,
-    environment,
-    launcher,
-    started,
-)
+from tests.torchrun.launching import ROOT, Launcher, environment
+from tests.torchrun.test_torchrun import assert_equal, launcher
 
 __all__ = ["launcher"]  # a fixture
 
@@ -98,7 +94,7 @@ def test_each_rank_may_have_a_pipeline_of_its_own(monkeypatch: pytest.MonkeyPatc
 
 def test_a_process_group_that_nobody_asked_for(launcher: Launcher, tmp_path: Path) -> None:
     """That of Ray Train, say; asked for, it is used."""
-    for rank, (alone, links) in enumerate(started(launcher, "a_group", tmp_path)):
+    for rank, (alone, links) in enumerate(launcher.run("a_group", tmp_path)):
         assert alone[0] == "InputError"
         assert f"rank {rank} of 2 (torch.distributed has a process group)" in alone[1]
         assert links == ("shared memory",)
@@ -174,7 +170,7 @@ def test_a_mixture_of_old_and_new_weights_is_not_given_out(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     """Lightning's `save_checkpoint` under torchrun stored one."""
-    for found in started(launcher, "stale", tmp_path):
+    for found in launcher.run("stale", tmp_path):
         for name in ("model", "wrapper", "part", "pickled", "stepped", "again"):
             assert found[name][0] == "InputError", name
             assert "Call pipe.state_dict() on all ranks" in found[name][1], name
@@ -183,3 +179,24 @@ def test_a_mixture_of_old_and_new_weights_is_not_given_out(
         assert_equal("state", *found["refreshed"])
         assert found["closed"]
         assert all("it had to be done before" in text for text in found["closed"])
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_step_without_gradients_is_said(kind: Any) -> None:
+    """Lightning's automatic optimization clears them after `train_step`, and trained nothing."""
+    with pooled(), ps.Pipeline(mlp(4, 4, 4), (X,), workers=kind, **CPUS) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe.train_step(X, target=X, loss_fn=F.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.warns(UserWarning, match="finds no gradient and changes nothing"):
+            optimizer.step()
+        for parameter in pipe.parameters():
+            parameter.requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()

@@ -14,7 +14,8 @@ import penstock as ps
 from penstock.links.meeting import Meeting
 from penstock.workers import joining
 from penstock.workers.joining import Entry
-from tests.torchrun.test_torchrun import Launcher, launcher, started
+from tests.torchrun.launching import Launcher
+from tests.torchrun.test_torchrun import launcher
 
 __all__ = ["launcher"]  # a fixture
 
@@ -104,7 +105,7 @@ def test_an_address_that_a_machine_has_not(monkeypatch: pytest.MonkeyPatch, rout
 @pytest.mark.parametrize("scenario", ["listening", "listening_apart"])
 def test_what_ranks_listen_on(launcher: Launcher, tmp_path: Path, scenario: str) -> None:
     """Besides torch's own sockets: nothing on one machine, one address between machines."""
-    for while_connecting, afterwards in started(launcher, scenario, tmp_path):
+    for while_connecting, afterwards in launcher.run(scenario, tmp_path):
         expected = [] if scenario == "listening" else ["127.0.0.1"]
         assert while_connecting == expected
         assert afterwards == []
