@@ -35,6 +35,7 @@ class RowsWarning(UserWarning):
     meant so, as in gradient accumulation.
     """
 
+
 @dataclass(frozen=True)
 class Difference:
     """Where a model's own forward parts from the program that was recorded of it.
