@@ -373,14 +373,14 @@ class Pipeline(Forwarding, Saves):
             is_new = self._mixing.is_new(objective.identity)
             loss = objective.loss(batch.rows, runner.loss_device, is_new)
         order = self._order(what, batch, loss)
-        if len(order.microbatches) > 1:
-            ways = runner.ways(order.training)
-            for way in {m.way for m in order.microbatches}:
-                self._mixing.of_model(ways[way].trace.joins)
-        if not objective.outputs:
-            return order, batch, None
-        in_list = by_microbatch or objective.outputs == "list"
-        return order, batch, self._result_of(order, "list" if in_list else self._merge)
+        result = None
+        if objective.outputs:
+            in_list = by_microbatch or objective.outputs == "list"
+            result = self._result_of(order, "list" if in_list else self._merge)
+        ways = runner.ways(order.training)
+        taken = {m.way for m in order.microbatches} if len(order.microbatches) > 1 else ()
+        self._mixing.of_model(join for way in taken for join in ways[way].trace.joins)
+        return order, batch, result
 
     # -- what a module and its trainer offer --------------------------------------------------
 
