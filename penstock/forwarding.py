@@ -171,7 +171,7 @@ class Forwarding(ModelLike):
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         leaves = self.program.flatten_inputs(args, kwargs)
-        return Batch.split(self.program, leaves, self.plan.num_microbatches)
+        return Batch.split(leaves, self.plan.num_microbatches)
 
 
 def step_result(

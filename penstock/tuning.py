@@ -79,7 +79,7 @@ def _steps(
     timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
     crew = ThreadCrew(plan, devices, threads_per_worker(devices), timeout)
     runner = Runner(program, plan, devices, crew)
-    batch = Batch.split(program, leaves, plan.num_microbatches)
+    batch = Batch.split(program.signatures.inputs(leaves), plan.num_microbatches)
     shares = [rows / sum(batch.rows) for rows in batch.rows]
     loss = Loss(mean_square, [()] * len(batch), shares)
     taken = []

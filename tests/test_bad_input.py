@@ -75,9 +75,9 @@ def test_options_that_do_not_exist(options: dict[str, Any], words: str) -> None:
         ((torch.randn(6, 8).double(),), {}, r"dtype torch.float64.*float32\[Bx8\]"),
         ((torch.randn(6, 9),), {}, r"\(6, 9\), 9 instead of 8 in dimension 1"),
         ((torch.randn(6, 8), 1), {}, r"another structure.*\(Tensor, int\).*\(float32\[Bx8\]\)"),
-        ((), {"input": torch.randn(6, 8)}, r"another structure.*input=Tensor"),
+        ((), {"inputs": torch.randn(6, 8)}, r"another structure.*inputs=Tensor.*TypeError"),
         (([1.0],), {}, r"another structure"),
-        ((None,), {}, r"is a NoneType, not a tensor"),
+        ((None,), {}, r"another structure.*\(NoneType\)"),
         ((torch.randn(0, 8),), {}, r"no rows"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -179,6 +179,33 @@ def varying(
             "no input can be split into micro-batches: none is a tensor with a batch dimension"
         )
     return Varying(tuple(axes))
+
+
+def varying_of_some(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    batch_dim: BatchDim,
+    dynamic: Dynamic,
+    optional: Collection[str | int] | None = None,
+) -> Varying:
+    """The same where some of the arguments may be left out.
+
+    Args:
+        args, kwargs: those that are there.
+        batch_dim, dynamic: as for `penstock.capture`.
+        optional: the names of those that may be missing; `None` for any.
+
+    Raises:
+        InputError: as `varying` does.
+    """
+    there = {*range(len(args)), *kwargs}
+
+    def counts(name: str | int) -> bool:
+        return name in there or (optional is not None and name not in optional)
+
+    if not isinstance(batch_dim, int):
+        batch_dim = {name: dim for name, dim in batch_dim.items() if counts(name)}
+    return varying(args, kwargs, batch_dim, {n: d for n, d in dynamic.items() if counts(n)})
 
 
 def _axes_of(

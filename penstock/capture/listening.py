@@ -85,7 +85,7 @@ def replay_heard(
     module = lower(model, trace, whole, inputs, crossing.results)
     given = [leaves[value.leaf] for value in inputs if isinstance(value, Ref)]
     replay = _Replay(module, trace)
-    replay.run_all(program.varying.sizes(leaves), key, given)
+    replay.run_all(leaves.signature.varying.sizes(leaves), key, given)
     return replay.heard
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -15,7 +16,7 @@ from torch import nn
 from penstock.capture.attributes import with_history
 from penstock.capture.blame import hint, where
 from penstock.capture.calls import ROWS, Assigned, Call, Sizes, Trace, Unrecordable
-from penstock.capture.dims import BatchDim, Dynamic, Varying, varying
+from penstock.capture.dims import BatchDim, Dynamic, Varying, varying_of_some
 from penstock.capture.equality import same
 from penstock.capture.looking_inside import Opening, check_kinds
 from penstock.capture.meta import META, held_on_meta, is_on_meta
@@ -59,7 +60,8 @@ def capture(
             the patches of equal images. Arguments not named are split along 0.
         dynamic: other dimensions that vary from batch to batch: for an argument (by position or
             name) its dimensions, each with a name. Those of the same name are as large as each
-            other: `{"input_ids": {1: "length"}, "attention_mask": {1: "length"}}`.
+            other: `{"input_ids": {1: "length"}, "attention_mask": {1: "length"}}`. It may name
+            arguments that the example lacks and later calls have, and so may `batch_dim`.
         keep_closed: qualified names of submodules that the program must not look inside.
 
     Returns:
@@ -74,12 +76,14 @@ def capture(
     check_kinds(model, args)
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, structure = flatten((args, kwargs))
-    dims = varying(args, kwargs, batch_dim, dynamic or {})
+    taken = inspect.signature(model.forward).parameters
+    dims = varying_of_some(args, kwargs, batch_dim, dynamic or {}, optional=taken)
     sizes = dims.sizes(leaves)
     if not sizes[ROWS]:
         raise InputError("the example has no rows; give one of the size that is usual")
     attempts = dims.attempts(sizes)
     capturer = _Capturer(model, leaves, structure, dims, Opening(model, keep_closed))
+    capturer.varying_of = partial(varying_of_some, batch_dim=batch_dim, dynamic=dynamic or {})
     capturer.parameters = Parameters(model)
     try:
         with untouched(model), torch.enable_grad():
@@ -111,6 +115,7 @@ class _Capturer:
         self.parameters: Parameters | None = None
         self.numbers: Mapping[Place, Any] = {}  # that are passed in
         self.as_it_is = False  # whether training flags and inputs stay as they are
+        self.varying_of: Callable[..., Varying] = partial(varying_of_some, batch_dim=0, dynamic={})
         self._settled: bool | None = None
         self._marks: set[Place] = set()  # which that leaves, and which are not there later
 
@@ -222,15 +227,16 @@ class _Capturer:
     def _way(
         self, program: Program, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Any]
     ) -> Trace:
+        like = program.signatures.of(leaves)
         model, leaves = self._at_home(leaves)
-        other = _Capturer(model, leaves, self.structure, self.varying, self.opening)
+        other = _Capturer(model, leaves, like.structure, like.varying, self.opening)
         other.as_it_is = True
-        sizes = self.varying.sizes(leaves)
+        sizes = like.varying.sizes(leaves)
         with untouched(model):
             if self._settled:
                 other.settle(sizes)
             problems = []
-            for points in self.varying.attempts(sizes)[1:]:
+            for points in like.varying.attempts(sizes)[1:]:
                 try:
                     return other._passing_in(numbers, program, points, training)
                 except Exception as problem:
@@ -282,9 +288,10 @@ class _Capturer:
         """
         if program.was_on_meta:
             return
-        sizes = self.varying.sizes(leaves)
+        like = program.signatures.of(leaves)
+        sizes = like.varying.sizes(leaves)
         model, leaves = self._at_home(leaves)
-        other = _Capturer(model, leaves, self.structure, self.varying, self.opening)
+        other = _Capturer(model, leaves, like.structure, like.varying, self.opening)
         other.parameters = Parameters(model) if program.written else None
         other.as_it_is = True
         other.numbers = {place: place.find(model) for place in trace.reads.numbers}
@@ -394,7 +401,7 @@ class _Capturer:
                 leaves = [x.to(META) if isinstance(x, torch.Tensor) else x for x in leaves]
                 stack.enter_context(held_on_meta(self.model))
                 stack.enter_context(META)
-            replayed = flatten(program.replay_fresh(trace, leaves, _KEY, self.model))[0]
+            replayed = flatten(program.fresh(trace, _KEY, self.model, self.varying)(leaves))[0]
             program.left |= with_history(self.model)
         wrong = _different(expected, replayed)
         if not wrong:
@@ -415,7 +422,7 @@ class _Capturer:
             self._set_mode(training)
             make = None
             if not is_on_meta(self.model):
-                make = partial(program.fresh, trace, _KEY, self.model)
+                make = partial(program.fresh, trace, _KEY, self.model, self.varying)
             trace.joins = joined(self.model, trace, self.varying, self.leaves, points, make, other)
 
     def _set_mode(self, training: bool) -> None:

@@ -15,15 +15,15 @@ from torch import fx, nn
 
 from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value
 from penstock.capture.cuts import Cuts
-from penstock.capture.dims import Axis, Varying
+from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble, lower
 from penstock.capture.meta import META, is_on_meta
 from penstock.capture.randomness import Key
 from penstock.capture.recordings import Recordings, Source
-from penstock.capture.trees import flatten, unflatten
-from penstock.errors import InputError, PlanError
+from penstock.capture.signatures import Inputs, Signature, Signatures
+from penstock.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Program:
         is_open: whether it looks inside the module of this name.
         was_on_meta: whether it was captured without weights.
         written: the parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
+        signatures: that it was called with.
         recordings: of all ways that were taken so far.
         left: the attributes in which a forward leaves tensors with a history, by qualified name.
 
@@ -89,6 +90,8 @@ class Program:
         self.left: frozenset[str] = frozenset()
         self.was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
+        first = Signature(train.input_structure, train.inputs, varying)
+        self.signatures = Signatures(first, source.varying_of)
         self.recordings = Recordings(self, source, points)
 
     def __len__(self) -> int:
@@ -130,7 +133,7 @@ class Program:
         """Replay the forward in the model's present mode, like `model(*args, **kwargs)`.
 
         Raises:
-            InputError: the inputs do not fit the example in anything but the batch size.
+            InputError: see `flatten_inputs`; or the model does not take such arguments.
         """
         return self.replay(args, kwargs, key=None)
 
@@ -140,62 +143,40 @@ class Program:
         trace = self.trace_for(leaves, self.model.training)
         if id(trace) not in self._whole:
             self._whole[id(trace)] = self.stages_of(trace, ())[0]
-        return self._run(self._whole[id(trace)], trace, leaves, key)
+        return self._run(self._whole[id(trace)], trace, leaves, leaves.signature.varying, key)
 
-    def replay_fresh(self, trace: Trace, leaves: Sequence[Any], key: Key, model: nn.Module) -> Any:
-        """Like `replay`, on the parameters and buffers that `model` has at this moment."""
-        return self.fresh(trace, key, model)(leaves)
-
-    def fresh(self, trace: Trace, key: Key, model: nn.Module) -> Callable[[Sequence[Any]], Any]:
+    def fresh(
+        self, trace: Trace, key: Key, model: nn.Module, varying: Varying
+    ) -> Callable[[Sequence[Any]], Any]:
         """What replays a trace on leaves of inputs, with these tensors and this key every time."""
         crossing = Cuts(trace)
         inputs, outputs = crossing.boundary(0), crossing.results
         device = META if is_on_meta(model) else None
         module = lower(model, trace, range(len(trace.calls)), inputs, outputs, device)
         whole = StageProgram(module, inputs, outputs)
-        return lambda leaves: self._run(whole, trace, leaves, key, model)
+        return lambda leaves: self._run(whole, trace, leaves, varying, key, model)
 
     def _run(
         self,
         whole: StageProgram,
         trace: Trace,
         leaves: Sequence[Any],
+        varying: Varying,
         key: Key | None,
         model: nn.Module | None = None,
     ) -> Any:
-        sizes = {**self.varying.sizes(leaves), **trace.reads.passed_in(model or self.model)}
+        sizes = {**varying.sizes(leaves), **trace.reads.passed_in(model or self.model)}
         results = whole.module(sizes, key, *(leaves[_input(value)] for value in whole.inputs))
         values = dict(zip(whole.outputs, results, strict=True))
         return assemble(trace, values, sizes)
 
-    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The leaves of a batch, checked against the example.
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
+        """The leaves of a batch, and what signature they have: the example's, or another.
 
         Raises:
-            InputError: another structure, rank, dtype, feature size or constant.
+            InputError: another rank, dtype or feature size; or too many signatures.
         """
-        leaves, structure = flatten((tuple(args), dict(kwargs)))
-        if structure != self.train.input_structure:
-            raise InputError(
-                f"the batch has another structure than the example: {_outline(args, kwargs)}, "
-                f"but the example was captured with {_described(self.train)}; pass the same "
-                "arguments, positional and keyword alike, or capture again with these"
-            )
-        for k, (leaf, expected) in enumerate(zip(leaves, self.train.inputs, strict=True)):
-            problem = _mismatch(leaf, expected, self.varying.axes[k])
-            if problem:
-                raise InputError(
-                    f"input {k} of the batch {problem}; the example that was captured had "
-                    f"{expected}. Only {self._may_vary()} may vary"
-                )
-        self.varying.sizes(leaves)
-        return leaves
-
-    def _may_vary(self) -> str:
-        _, *others = self.varying.names
-        if others:
-            return f"the batch size (B) and {', '.join(others)}"
-        return "the batch size (B), and dimensions that capture(dynamic=...) names,"
+        return self.signatures.flatten(args, kwargs)
 
     @cached_property
     def example_sizes(self) -> Sizes:
@@ -317,33 +298,3 @@ class Program:
 def _input(value: Value) -> int:
     """The number of the input leaf that a value of the first boundary is."""
     return value.leaf if isinstance(value, Ref) else -1
-
-
-def _mismatch(leaf: Any, expected: Any, axes: Mapping[int, Axis]) -> str:
-    """How a leaf of the batch differs from what was captured, or an empty string."""
-    if not isinstance(expected, TensorInfo):
-        same = type(leaf) is type(expected) and (leaf is expected or leaf == expected)
-        return "" if same else f"is {leaf!r}, a constant of the program"
-    if not isinstance(leaf, torch.Tensor):
-        return f"is a {type(leaf).__name__}, not a tensor"
-    if leaf.dtype != expected.dtype:
-        return f"has dtype {leaf.dtype}"
-    if leaf.ndim != len(expected.shape):
-        return f"has {leaf.ndim} dimensions, of shape {tuple(leaf.shape)}"
-    for axis, (n, wanted) in enumerate(zip(leaf.shape, expected.shape, strict=True)):
-        if axis not in axes and n != wanted:
-            return f"has shape {tuple(leaf.shape)}, {n} instead of {wanted} in dimension {axis}"
-    return ""
-
-
-def _outline(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    names = [type(a).__name__ for a in args] + [
-        f"{k}={type(v).__name__}" for k, v in kwargs.items()
-    ]
-    return f"({', '.join(names)})"
-
-
-def _described(trace: Trace) -> str:
-    args, kwargs = unflatten(trace.input_structure, [str(i) for i in trace.inputs])
-    names = [str(a) for a in args] + [f"{k}={v}" for k, v in kwargs.items()]
-    return f"({', '.join(names)})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,8 +15,9 @@ from penstock.capture.dims import Varying
 from penstock.capture.guards import Guards, check_settled
 from penstock.capture.lowering import lower
 from penstock.capture.places import Place
-from penstock.capture.trees import flatten
-from penstock.errors import InputError
+from penstock.capture.signatures import Signature
+from penstock.capture.trees import flatten, unflatten
+from penstock.errors import InputError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.capture.program import Program
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 class Source(Protocol):
     """Where more of a program comes from, when inputs show that it is needed."""
+
+    @property
+    def varying_of(self) -> Callable[[Sequence[Any], Mapping[str, Any]], Varying]:
+        """Says what varies in the arguments of another signature."""
 
     def way(
         self, program: Program, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Any]
@@ -52,7 +57,7 @@ class Recordings:
         self._program = program
         self._source = source
         self._of = {
-            training: [_Recording(program.model, trace, program.varying, points)]
+            training: [_Recording(program.model, trace, program.signatures.first, points)]
             for training, trace in ((True, program.train), (False, program.eval))
         }
         self._numbers: dict[Place, list[Any]] = {}  # in attributes, that change: some values
@@ -61,23 +66,48 @@ class Recordings:
     def trace_for(self, leaves: Sequence[Any], training: bool) -> Trace:
         """See `Program.trace_for`."""
         program, known = self._program, self._of[training]
-        sizes = program.varying.sizes(leaves)
+        signature = program.signatures.of(leaves)
+        sizes = signature.varying.sizes(leaves)
         casting = None if program.was_on_meta else ambient().casting
         for each in known:
+            if each.signature is not signature:
+                continue
             as_then = casting in (None, each.casting) and self._holds(each.guards)
             if as_then and each.fits(leaves, sizes):
                 if not each.has_seen(sizes):
                     self._source.check_at(program, each.trace, leaves, training)
                     each.see(sizes)
                 return each.trace
-        trace = self._source.way(program, leaves, training, self._changed_numbers(training))
-        known.append(_Recording(program.model, trace, program.varying, [sizes]))
+        trace = self._way(signature, leaves, training)
+        known.append(_Recording(program.model, trace, signature, [sizes]))
         check_settled(known[-1].guards, [each.guards for each in known])
         return trace
 
     def traces(self) -> Iterator[Trace]:
         """All of both modes."""
         return (each.trace for known in self._of.values() for each in known)
+
+    def _way(self, signature: Signature, leaves: Sequence[Any], training: bool) -> Trace:
+        """One more recording.
+
+        Raises:
+            InputError: the model takes no such arguments.
+        """
+        program, numbers = self._program, self._changed_numbers(training)
+        recorded = (each.signature for mode in (True, False) for each in self._of[mode])
+        if any(known is signature for known in recorded):
+            return self._source.way(program, leaves, training, numbers)
+        try:
+            return self._source.way(program, leaves, training, numbers)
+        except Exception as error:
+            program.signatures.forget(signature)
+            if isinstance(error, PenstockError):
+                raise
+            args, kwargs = unflatten(signature.structure, leaves)
+            raise InputError(
+                f"{program.signatures.unlike(args, kwargs)}, and the forward does not take this "
+                f"one: {type(error).__name__}: {error}"
+            ) from error
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -140,9 +170,11 @@ class _Recording:
     """
 
     def __init__(
-        self, model: nn.Module, trace: Trace, varying: Varying, points: Sequence[Sizes]
+        self, model: nn.Module, trace: Trace, signature: Signature, points: Sequence[Sizes]
     ) -> None:
         self.trace = trace
+        self.signature = signature
+        varying = signature.varying
         self._names = varying.names if _has_floats(trace) else varying.names[1:]
         self._rows = min(p[ROWS] for p in points), max(p[ROWS] for p in points)
         self._others = {self._named(p) for p in points}

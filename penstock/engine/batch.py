@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from penstock.capture import ROWS, Program, Sizes
+from penstock.capture.signatures import Inputs
 from penstock.capture.trees import flatten, unflatten
 from penstock.engine.ends import to_device
 from penstock.engine.microbatch import split
@@ -35,25 +36,27 @@ class Batch:
         number: of the batch, on which random numbers depend, too.
     """
 
-    parts: list[list[Any]]
+    parts: Sequence[Inputs]
     sizes: list[Sizes]
     ways: Sequence[int] = ()
-    news: Mapping[int, list[Any]] = field(default_factory=dict)
+    news: Mapping[int, Inputs] = field(default_factory=dict)
     seed: int = field(default_factory=torch.initial_seed)
     number: int = -1
 
     @classmethod
-    def split(cls, program: Program, leaves: Sequence[Any], most: int) -> Batch:
+    def split(cls, leaves: Inputs, most: int) -> Batch:
         """A batch in so many micro-batches, or in as many as it has rows.
 
         Raises:
             InputError: it has none.
         """
-        rows = program.varying.sizes(leaves)[ROWS]
+        varying = leaves.signature.varying
+        rows = varying.sizes(leaves)[ROWS]
         if rows == 0:
             raise InputError("the batch has no rows")
-        parts = split(leaves, program.varying.batch_dims, min(most, rows))
-        return cls(parts, [program.varying.sizes(part) for part in parts])
+        parts = split(leaves, varying.batch_dims, min(most, rows))
+        sizes = [varying.sizes(part) for part in parts]
+        return cls([Inputs(part, leaves.signature) for part in parts], sizes)
 
     @classmethod
     def given(cls, program: Program, microbatches: Sequence[Any]) -> Batch:
@@ -76,7 +79,7 @@ class Batch:
                 parts.append(program.flatten_inputs(args, kwargs))
             except InputError as error:
                 raise InputError(f"micro-batch {number}: {error}") from None
-        sizes = [program.varying.sizes(part) for part in parts]
+        sizes = [part.signature.varying.sizes(part) for part in parts]
         if any(size[ROWS] == 0 for size in sizes):
             raise InputError("a micro-batch has no rows")
         return cls(parts, sizes)

@@ -139,7 +139,7 @@ class Ways:
 
     def taken(self, leaves: Sequence[Any]) -> int:
         """The number of the way that a micro-batch with these input leaves takes."""
-        trace = self._program.trace_for(leaves, self.training)
+        trace = self._program.trace_for(leaves, self._program.model.training)
         for number, way in enumerate(self._ways):
             if way.trace is trace:
                 return number

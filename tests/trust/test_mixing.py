@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.engine.effects import may_have_effects
 
+pytestmark = pytest.mark.filterwarnings("error::penstock.errors.RowsWarning")
+
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
 LABELS = torch.tensor([0, 1, -100, 3, -100, -100, 2, 1])

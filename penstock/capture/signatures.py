@@ -1,0 +1,197 @@
+"""The signatures that a program is called with: which arguments, and what is no tensor in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.capture.calls import Origin, Size, TensorInfo
+from penstock.capture.dims import Axis, Varying
+from penstock.capture.equality import same
+from penstock.capture.trees import Structure, flatten, unflatten
+from penstock.errors import InputError
+
+_MOST = 32
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a program can be called.
+
+    Attributes:
+        structure: of `(args, kwargs)`.
+        inputs: for every leaf its `TensorInfo`, or the constant that it is.
+        varying: which dimensions of them vary.
+    """
+
+    structure: Structure | None
+    inputs: tuple[Any, ...]
+    varying: Varying
+
+    def is_of(self, leaves: Sequence[Any], structure: Structure | None) -> bool:
+        """Whether inputs have this signature, but for the sizes and types of their tensors."""
+        return structure == self.structure and all(
+            _kind(leaf) == _kind(known) and (_kind(leaf) is not None or same(leaf, known))
+            for leaf, known in zip(leaves, self.inputs, strict=True)
+        )
+
+    def check(self, leaves: Sequence[Any], may_vary: str) -> None:
+        """Raise unless tensors are of the types and sizes that they were recorded with.
+
+        Args:
+            leaves: of inputs that have this signature.
+            may_vary: what may, in words.
+
+        Raises:
+            InputError: another dtype, rank or feature size; or sizes that do not fit together.
+        """
+        for k, (leaf, expected) in enumerate(zip(leaves, self.inputs, strict=True)):
+            if isinstance(expected, TensorInfo):
+                problem = _mismatch(leaf, expected, self.varying.axes[k])
+                if problem:
+                    raise InputError(
+                        f"input {k} of the batch {problem}; the example that was captured had "
+                        f"{expected}. Only {may_vary} may vary"
+                    )
+        self.varying.sizes(leaves)
+
+    def __str__(self) -> str:
+        args, kwargs = unflatten(self.structure, [str(i) for i in self.inputs])
+        return _listed(args, kwargs)
+
+
+class Inputs(list[Any]):
+    """The leaves of a batch or a micro-batch, and the signature that they have."""
+
+    def __init__(self, leaves: Iterable[Any], signature: Signature) -> None:
+        super().__init__(leaves)
+        self.signature = signature
+
+    def __reduce__(self) -> Any:
+        return type(self), (list(self), self.signature)
+
+
+class Signatures:
+    """All that a program was called with.
+
+    Args:
+        first: the example's.
+        varying_of: what varies in arguments.
+
+    Attributes:
+        first: the example's.
+    """
+
+    def __init__(
+        self, first: Signature, varying_of: Callable[[Sequence[Any], Mapping[str, Any]], Varying]
+    ) -> None:
+        self.first = first
+        self._known = [first]
+        self._varying_of = varying_of
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
+        """The leaves of a batch, with their signature; a new one if there is none.
+
+        Raises:
+            InputError: tensors do not fit the signature; or it is one too many.
+        """
+        leaves, structure = flatten((tuple(args), dict(kwargs)))
+        signature = self._of(leaves, structure)
+        if signature is None:
+            try:
+                signature = new_signature(leaves, structure, self._varying_of(args, kwargs))
+            except InputError as error:
+                raise InputError(f"{self.unlike(args, kwargs)}: {error}") from error
+            signature.check(leaves, self._may_vary())
+            return Inputs(leaves, self.add(signature))
+        signature.check(leaves, self._may_vary())
+        return Inputs(leaves, signature)
+
+    def of(self, leaves: Sequence[Any]) -> Signature:
+        """That of these leaves; the example's where nothing is known of them."""
+        signature = leaves.signature if isinstance(leaves, Inputs) else self._known[0]
+        known = self._of(leaves, signature.structure)
+        return known or self.add(signature)  # it comes from another rank
+
+    def inputs(self, leaves: Sequence[Any]) -> Inputs:
+        """These leaves with their signature; the example's where nothing is known of them."""
+        return leaves if isinstance(leaves, Inputs) else Inputs(leaves, self.first)
+
+    def add(self, signature: Signature) -> Signature:
+        """One more.
+
+        Raises:
+            InputError: there are as many as may be.
+        """
+        if len(self._known) >= _MOST:
+            raise InputError(
+                f"the pipeline was called with {_MOST} signatures, which differ in what arguments "
+                f"there are or in plain values, and now with {signature}. Each is recorded by "
+                "itself: give a number that changes at every call as a tensor, torch.tensor(t)"
+            )
+        self._known.append(signature)
+        return signature
+
+    def forget(self, signature: Signature) -> None:
+        """It cannot be recorded."""
+        if signature in self._known[1:]:
+            self._known.remove(signature)
+
+    def unlike(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """How arguments differ from the example's, in words."""
+        kinds = [type(a).__name__ for a in args], {k: type(v).__name__ for k, v in kwargs.items()}
+        return (
+            f"the batch has another structure than the example: {_listed(*kinds)}, but the example "
+            f"was captured with {self._known[0]}"
+        )
+
+    def _of(self, leaves: Sequence[Any], structure: Structure | None) -> Signature | None:
+        return next((s for s in self._known if s.is_of(leaves, structure)), None)
+
+    def _may_vary(self) -> str:
+        _, *others = self._known[0].varying.names
+        if others:
+            return f"the batch size (B) and {', '.join(others)}"
+        return "the batch size (B), and dimensions that capture(dynamic=...) names,"
+
+
+def new_signature(
+    leaves: Sequence[Any], structure: Structure | None, varying: Varying
+) -> Signature:
+    """The signature of inputs that nothing was recorded of yet."""
+    return Signature(structure, tuple(map(_info, leaves, varying.axes)), varying)
+
+
+def _info(leaf: Any, axes: Mapping[int, Axis]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape: list[int | Size] = list(leaf.shape)
+    for dim, (name, per) in axes.items():
+        shape[dim] = Size(((per, (name,)),))
+    return TensorInfo(tuple(shape), leaf.dtype, False, 0, Origin.INPUTS)
+
+
+def _kind(leaf: Any) -> str | None:
+    """What sort of tensor a leaf is; `None` if it is none."""
+    if isinstance(leaf, torch.Tensor):
+        return "tensor" if leaf.ndim else "scalar"
+    return ("tensor" if leaf.shape else "scalar") if isinstance(leaf, TensorInfo) else None
+
+
+def _mismatch(leaf: torch.Tensor, expected: TensorInfo, axes: Mapping[int, Axis]) -> str:
+    """How a tensor differs from what was captured, or an empty string."""
+    if leaf.dtype != expected.dtype:
+        return f"has dtype {leaf.dtype}"
+    if leaf.ndim != len(expected.shape):
+        return f"has {leaf.ndim} dimensions, of shape {tuple(leaf.shape)}"
+    for axis, (n, wanted) in enumerate(zip(leaf.shape, expected.shape, strict=True)):
+        if axis not in axes and n != wanted:
+            return f"has shape {tuple(leaf.shape)}, {n} instead of {wanted} in dimension {axis}"
+    return ""
+
+
+def _listed(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    return f"({', '.join([*map(str, args), *(f'{k}={v}' for k, v in kwargs.items())])})"
