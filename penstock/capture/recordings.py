@@ -22,6 +22,8 @@ from penstock.errors import InputError, PenstockError
 if TYPE_CHECKING:
     from penstock.capture.program import Program
 
+_FIRST = 4  # new sizes that are all compared with the model
+
 
 class Source(Protocol):
     """Where more of a program comes from, when inputs show that it is needed."""
@@ -164,9 +166,11 @@ class _Recording:
 
     `casting` is the autocast that it was recorded under.
 
-    Rows between those seen are taken to be like them. Other dimensions often are padded to
-    multiples of something, so each of their sizes is a matter of its own; and so are the rows where
-    a float grew with them, which may have been whole by chance.
+    Rows between those seen are taken to be like them. So are other dimensions, once some new sizes
+    were found to be as they should, with a comparison now and then: of the 8th, 16th, 32nd, …
+    that comes. As they often are padded to multiples of a power of two, sizes count as alike only
+    where the same powers of two divide them. Where a float grew with the sizes, which may have been
+    whole by chance, each is a matter of its own.
     """
 
     def __init__(
@@ -175,9 +179,12 @@ class _Recording:
         self.trace = trace
         self.signature = signature
         varying = signature.varying
-        self._names = varying.names if _has_floats(trace) else varying.names[1:]
+        self._has_floats = _has_floats(trace)
+        self._names = varying.names if self._has_floats else varying.names[1:]
         self._rows = min(p[ROWS] for p in points), max(p[ROWS] for p in points)
         self._others = {self._named(p) for p in points}
+        self._compared = set(self._others)
+        self._new = 0
         self.casting = ambient().casting
         self.guards = Guards(model, trace.reads)
         self._model = model
@@ -189,12 +196,30 @@ class _Recording:
     def has_seen(self, sizes: Sizes) -> bool:
         """Whether it was compared with the model at such sizes."""
         least, most = self._rows
-        return least <= sizes[ROWS] <= most and self._named(sizes) in self._others
+        if not least <= sizes[ROWS] <= most:
+            return False
+        named = self._named(sizes)
+        if named not in self._others and self._is_trusted(named):
+            self._new += 1
+            self._others.add(named)
+        return named in self._others
+
+    def _is_trusted(self, named: tuple[int, ...]) -> bool:
+        """Whether such sizes, which are new, need not be compared."""
+        count = self._new + 1
+        if self._has_floats or count <= _FIRST or count & (count - 1) == 0:
+            return False
+        ranges = zip(named, zip(*self._compared, strict=True), strict=True)
+        between = all(min(known) <= n <= max(known) for n, known in ranges)
+        return between and _divisors(named) in map(_divisors, self._compared)
 
     def see(self, sizes: Sizes) -> None:
         """It was compared at these."""
         self._rows = min(self._rows[0], sizes[ROWS]), max(self._rows[1], sizes[ROWS])
-        self._others.add(self._named(sizes))
+        named = self._named(sizes)
+        self._new += named not in self._others
+        self._others.add(named)
+        self._compared.add(named)
 
     def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the model's Python reads off these inputs what it read in the recording."""
@@ -217,6 +242,11 @@ class _Recording:
         with torch.no_grad():
             answers = self._asked(sizes, None, *values)
         return tuple(answers) == self.trace.answers
+
+
+def _divisors(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The powers of two that divide sizes, up to 64."""
+    return tuple(min(n & -n, 64) for n in sizes)
 
 
 def _has_floats(trace: Trace) -> bool:
