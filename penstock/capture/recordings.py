@@ -82,7 +82,8 @@ class Recordings:
                 return each.trace
         trace = self._way(signature, leaves, training)
         known.append(_Recording(program.model, trace, signature, [sizes]))
-        check_settled(known[-1].guards, [each.guards for each in known])
+        alike = [each.guards for each in known if each.signature is signature]
+        check_settled(known[-1].guards, alike)
         return trace
 
     def traces(self) -> Iterator[Trace]:
