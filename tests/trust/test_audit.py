@@ -19,6 +19,8 @@ from penstock.train.pace import Pace
 from tests.models import uniform_plan
 from tests.pool import pooled
 
+pytestmark = pytest.mark.filterwarnings("ignore::penstock.RowsWarning")
+
 _numbers = torch.Generator().manual_seed(5)
 X = torch.randn(8, 6, generator=_numbers)
 Y = torch.randn(8, 4, generator=_numbers)
