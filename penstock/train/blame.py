@@ -75,8 +75,8 @@ def difference(
         return _difference(program, trace, plan, reached + 1, old, why)
     why = (
         "every call gives here what it gave in the recording, so it is in the backward or in where "
-        "a worker runs it: an attribute of a module that was changed after the pipeline was built, "
-        "say, which worker processes do not see"
+        "a worker runs it: what was changed here after the pipeline was built, a module-level "
+        "variable, say, which worker processes do not see"
     )
     return Difference(None, None, "", "", why)
 

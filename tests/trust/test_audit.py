@@ -360,23 +360,24 @@ def test_what_modules_count_in_worker_processes_is_not_known_here() -> None:
     assert "counting.calls" in found.why_not
 
 
-def test_an_attribute_that_worker_processes_do_not_see() -> None:
+class Scaled(nn.Module):
+    """A closed module that reads a module-level variable; every process has its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * SCALE[0]
+
+
+def test_what_worker_processes_do_not_see() -> None:
     model = nn.Sequential(nn.Linear(6, 8), Scaled(), nn.Linear(8, 4))
     with split(model, workers="processes") as pipe:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-        model[1].factor = 2.0
+        SCALE[0] = 2.0
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         with pytest.raises(ps.AuditError, match="which worker processes do not see"):
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-        assert all(p.grad is not None for p in model.parameters())
-
-
-class Scaled(nn.Module):
-    """A closed module with a plain attribute."""
-
-    factor = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
+        after = [p.grad for p in model.parameters()]
+        assert len(before) == len(after) == 4
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_users_hooks_are_not_called_once_more_but_torchs_are() -> None:
