@@ -15,7 +15,8 @@ def rows_in_order(ours: Any, theirs: Any) -> Comparison:
 
     Kernels may round differently for another number of rows, so bits prove nothing here. Instead
     no row of the unsplit result may be nearer to a row than the one in its own place is, by more
-    than rounding explains. Every dimension that could be that of the rows is looked at.
+    than rounding explains. Every dimension that could be that of the rows is looked at. It is not
+    asked of models that decide otherwise on a micro-batch than on the whole batch.
     """
     what = "rows of a call in evaluation mode, next to those of the unsplit model"
     pairs = list(zip(tensors(ours), tensors(theirs), strict=True))
