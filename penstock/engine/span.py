@@ -54,7 +54,7 @@ class Span:
         unused = {
             id(buffer)
             for module in self._modules
-            if type(module).forward in _NORMS
+            if getattr(type(module), "forward", None) in _NORMS  # a scripted one has none
             for buffer in module.buffers(recurse=False)
         }
         self._used = [tensor for tensor in self.changing if id(tensor) not in unused]

@@ -1,90 +1,167 @@
 """Checks every model of the zoo, and writes what became of them.
 
-python -m tests.zoo [--family torchvision] [--only NAME | --exceptions] [--output docs/zoo]
+    python -m tests.zoo [--family torchvision] [--only NAME | --exceptions] [--share 1/8]
+                        [--limit 50] [--jobs 2] [--again] [--output docs/zoo]
 
-Models that are left out keep what an earlier run found, if the output is there already.
+What has been found is kept line by line in OUTPUT.jsonl: a run that was stopped goes on where it
+was, and pieces of it can be run one after the other. Models that were checked at this commit are
+left out, unless with `--again`; others keep what an earlier run found until it is their turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.zoo.check import Result
-from tests.zoo.pool import FAMILIES, check_here, entries, run
+from benchmarks.record import commit
+from tests.zoo.check import COUNT, NOT_RUN, PROFILE, STAGES, STATUSES, Result
+from tests.zoo.entry import Entry
+from tests.zoo.pool import FAMILIES, available, check_here, entries, run
+
+_WORST = {status: k for k, status in enumerate((*NOT_RUN, *STATUSES))}
+
+HEAD = f"""# The zoo
+
+Written by `make zoo`, at commit {{commit}}. The models are small ones of their kind, with random
+weights: shallow or narrow, where the library lets them be.
+
+Every model is captured, cut into {STAGES[0]} and {STAGES[1]} stages and trained for two steps, of
+{COUNT} micro-batches of unequal sizes each, with a schedule that is drawn by its name (never gpipe,
+unless nothing else takes so many stages); then it is evaluated. Losses, results, gradients and
+buffers are compared, bit for bit, with a loop of plain PyTorch over the same micro-batches. (Where
+a model draws random numbers, those of the loop are seeded as a replay seeds them.) A quarter of the
+models also run in two worker processes, and another quarter on the automatic plan, for which they
+are profiled for {PROFILE:.0f} seconds. One intra-op thread; the loss is the mean of squares of
+everything that comes out.
+
+A *model* is one class or configuration of its library; with labels and without it is counted once,
+by what is worst. *Exact*: all of that has the same bits. *Coarse*: exact, but it cannot be cut.
+*Refused*: a `CaptureError` or an `InputError` that names the reason. *Crash*: any other error, or
+not done in time. *Wrong*: something differs. Those to the right do not run here without Penstock
+either: *no input form*, as nothing here makes inputs that they take; *cannot be built*; *does not
+train*, as no gradient comes out.
+"""
 
 
 def markdown(results: Sequence[Result]) -> str:
     """A table of the families, and a line for every exception."""
-    lines = [
-        "# The zoo",
-        "",
-        "Written by `make zoo`. The models are small ones of their kind, with random weights:",
-        "shallow or narrow, where the library lets them be.",
-        "",
-        "*Exact*: cut into two and four stages, forward and gradients",
-        "have the bits of the unsplit model, in training and evaluation, at three batch sizes.",
-        "*Coarse*: exact, but it cannot be cut. *Does not run*: not without Penstock either.",
-        "",
-        "| family | models that run | exact | coarse | refused | wrong | do not run here |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = (*STATUSES, *NOT_RUN)
+    found = " and ".join(sorted({result.commit for result in results if result.commit}))
+    lines = [HEAD.format(commit=found or "unknown")]
+    lines += [f"| family | models that run | {' | '.join(columns)} |", "|---" * 10 + "|"]
+    total: Counter[str] = Counter()
     for family in FAMILIES:
-        counts = Counter(r.status for r in results if r.family == family)
-        running = sum(counts.values()) - counts["does not run"]
+        counts = Counter(by_model([r for r in results if r.family == family]).values())
         if counts:
-            cells = [counts[s] for s in ("exact", "coarse", "refused", "wrong", "does not run")]
-            lines.append(f"| {family} | {running} | " + " | ".join(map(str, cells)) + " |")
-    runs = (r for r in results if r.status != "does not run")
-    exceptions = [r for r in runs if r.line or r.status != "exact"]
+            total += counts
+            lines.append(_row(family, counts))
+    lines += [_row("**all**", total)]
+    exceptions = [r for r in results if r.line or r.status != "exact"]
     if exceptions:
         lines += ["", "| exception | family | what | why |", "|---|---|---|---|"]
-        lines += [f"| {r.name} | {r.family} | {r.status} | {r.line} |" for r in exceptions]
+        reasons = ((r, r.line.replace("|", "\\|")) for r in exceptions)
+        lines += [f"| {r.name} | {r.family} | {r.status} | {why} |" for r, why in reasons]
     return "\n".join(lines) + "\n"
 
 
+def _row(name: str, counts: Counter[str]) -> str:
+    running = sum(counts[status] for status in STATUSES)
+    cells = [counts[status] for status in (*STATUSES, *NOT_RUN)]
+    return f"| {name} | {running} | {' | '.join(map(str, cells))} |"
+
+
+def by_model(results: Sequence[Result]) -> dict[str, str]:
+    """What became of every model: the worst of its variants; one that runs counts before others."""
+    found: dict[str, str] = {}
+    for result in results:
+        model = result.model or result.name
+        found[model] = max(found.get(model, NOT_RUN[0]), result.status, key=_WORST.__getitem__)
+    return found
+
+
 def main() -> int:
-    """Run the zoo; 1 if any model is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run the zoo; 1 if any model is wrong, or crashes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--family", choices=FAMILIES, action="append")
     parser.add_argument("--only", action="append", help="just the models of this name")
     parser.add_argument("--exceptions", action="store_true", help="those of the earlier output")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--output", type=Path, help="writes OUTPUT.json and OUTPUT.md")
+    parser.add_argument("--share", type=share, help="such as 1/8: those of a hash of their names")
+    parser.add_argument("--limit", type=int, help="as many as this, at most")
+    parser.add_argument("--again", action="store_true", help="also what this commit has checked")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--output", type=Path, help="writes OUTPUT.jsonl, .json and .md")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         check_here(options.child[0], options.child[1:])
         return 0
     earlier = _read(options.output) if options.output else []
-    chosen = (
-        {r.name for r in earlier if r.status not in ("exact", "does not run")}
-        if options.exceptions
-        else set()
-    )
-    chosen |= set(options.only or ())
-    found = [
+    now = commit()
+    done = {(r.family, r.name) for r in earlier if r.commit == now and not now.endswith("+")}
+    bad = {r.name for r in earlier if r.status in ("coarse", "refused", "crash", "wrong")}
+    chosen = [
         entry
-        for entry in entries(options.family or FAMILIES)
-        if entry.name in chosen or not (options.only or options.exceptions)
-    ]
-    results = merged(earlier, run(found, options.jobs))
+        for entry in entries(options.family or available())
+        if (not options.only or entry.name in options.only)
+        and (not options.exceptions or entry.name in bad)
+        and (not options.share or options.share(entry))
+        and (options.again or (entry.family, entry.name) not in done)
+    ][: options.limit]
+    print(f"{len(chosen)} to check at {now}, {len(done)} are done", file=sys.stderr)
+    lines = options.output.with_suffix(".jsonl") if options.output else None
+
+    def note(result: Result) -> None:
+        result.commit = now
+        if lines:
+            with lines.open("a") as file:
+                file.write(json.dumps(result.to_dict()) + "\n")
+
+    results = merged(earlier, run(chosen, options.jobs, note))
     if options.output:
         data = [result.to_dict() for result in results]
         options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
         options.output.with_suffix(".md").write_text(markdown(results))
     print(markdown(results))
-    return int(any(result.status == "wrong" for result in results))
+    return int(any(result.status in ("wrong", "crash") for result in results))
+
+
+def share(text: str) -> Callable[[Entry], bool]:
+    """Whether an entry is in a share, given as `1/8`.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such share.
+    """
+    given = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not given or not 1 <= int(given[1]) <= int(given[2]):
+        raise argparse.ArgumentTypeError(f"{text} is no share, such as 1/8")
+    number, shares = int(given[1]), int(given[2])
+
+    def within(entry: Entry) -> bool:
+        digest = hashlib.sha256(f"{entry.family} {entry.counted}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") % shares == number - 1
+
+    return within
 
 
 def _read(output: Path) -> list[Result]:
-    path = output.with_suffix(".json")
-    return [Result(**data) for data in json.loads(path.read_text())] if path.exists() else []
+    """What earlier runs have found; the last line of a model counts."""
+    path, lines = output.with_suffix(".json"), output.with_suffix(".jsonl")
+    data = json.loads(path.read_text()) if path.exists() else []
+    if lines.exists():
+        text = lines.read_text()  # the last line may be half a line
+        data += [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    fields = Result.__dataclass_fields__
+    old = {"does not run": "no input form"}  # what it was called
+    read = [Result(**{k: v for k, v in each.items() if k in fields}) for each in data]
+    for result in read:
+        result.status = old.get(result.status, result.status)
+    return merged(read, [])
 
 
 def merged(earlier: Sequence[Result], new: Sequence[Result]) -> list[Result]:

@@ -1,32 +1,51 @@
-"""One model: captured, cut into two and four stages, and compared with itself."""
+"""One model: captured, cut, pipelined in several micro-batches, and compared with a plain loop."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
 import penstock as ps
+from benchmarks.flat import uniform_plan
 from penstock.capture import Key, untouched
 from penstock.capture.equality import same
-from penstock.capture.trees import flatten
+from penstock.capture.trees import flatten, unflatten
+from penstock.schedule import SCHEDULES
 from penstock.tuning import mean_square
 from penstock.verification import copied, run_with_threads
-from tests.models import own_forward
+from tests.models import own_forward, workers_for
 from tests.zoo.entry import Entry, Inputs
 
 STAGES = (2, 4)
+COUNT = 3  # micro-batches, of unequal sizes
+PROFILE = 3.0  # seconds for an automatic plan
+STATUSES = ("exact", "coarse", "refused", "crash", "wrong")
+"""What becomes of a model that runs without Penstock."""
+
+NOT_RUN = ("no input form", "cannot be built", "does not train")
+"""Why others do not: nothing here makes inputs that it takes; its library does not build it here;
+nothing in its results has a gradient, or plain PyTorch fails to compute it."""
 
 
-class DoesNotRunError(Exception):
-    """The plain model fails on its own: nothing to capture."""
+class WrongError(Exception):
+    """The model is not what it is without Penstock."""
+
+
+class NotRunError(Exception):
+    """The plain model does not run here: nothing to capture."""
+
+    def __init__(self, status: str, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.status = status
 
 
 @dataclass
@@ -34,55 +53,112 @@ class Result:
     """What became of a model.
 
     Attributes:
-        name: the model.
+        name: of the entry.
         family: the table.
-        status: `exact`; `coarse` (exact, but with fewer possible cuts than two stages need);
-            `refused` (an error at capture); `wrong`; `does not run` (without Penstock either).
-        line: an exception's reason, or what was not compared, in one line.
+        model: what is counted; several entries may be the same model with other inputs.
+        status: one of `STATUSES`, or of `NOT_RUN`. `exact`; `coarse` (exact, but with fewer
+            possible cuts than two stages need); `refused` (a `CaptureError` or an `InputError`,
+            which name the reason); `crash` (any other error, or not done in time); `wrong`.
+        line: the reason, or what was not compared, in one line.
         calls: of the program.
         closed: why modules that have children stayed closed.
         stages: into how many it was cut.
+        ran: every pipeline that was compared, in words.
+        oracle: `plain` (a loop of plain PyTorch), or `reseeded` (the same, its random calls seeded
+            as a replay seeds them).
         capture_seconds: how long capturing took.
+        commit: that was checked.
     """
 
     name: str
     family: str
     status: str
+    model: str = ""
     line: str = ""
     calls: int = 0
     closed: dict[str, str] = field(default_factory=dict)
     stages: list[int] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+    oracle: str = ""
     capture_seconds: float = 0.0
+    commit: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self)
 
 
-def check(entry: Entry) -> Result:
-    """Capture the model and compare it with itself, at three batch sizes, in both modes."""
-    result = Result(entry.name, entry.family, "exact")
+@dataclass(frozen=True)
+class Batch:
+    """Inputs, and along which dimension each leaf has rows; found from two sizes, without Penstock.
+
+    Attributes:
+        inputs: all of them.
+        rows: how many.
+        dims: of every leaf, or `None`.
+    """
+
+    inputs: Inputs
+    rows: int
+    dims: tuple[int | None, ...]
+
+    def parts(self, count: int) -> list[tuple[Inputs, int]]:
+        """The micro-batches, and how many rows they have."""
+        leaves, structure = flatten(self.inputs)
+        sizes = [len(part) for part in torch.arange(self.rows).tensor_split(count)]
+        split = [
+            [leaf] * len(sizes) if dim is None else leaf.tensor_split(len(sizes), dim)
+            for leaf, dim in zip(leaves, self.dims, strict=True)
+        ]
+        each = [unflatten(structure, list(part)) for part in zip(*split, strict=True)]
+        return list(zip(each, sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One pipeline to be compared.
+
+    Attributes:
+        plan: how it runs.
+        workers: kind.
+        words: what is said of it.
+    """
+
+    plan: ps.Plan
+    workers: str
+    words: str
+
+
+def check(entry: Entry, everything: bool = True) -> Result:
+    """Capture the model and compare it with itself, in training and evaluation.
+
+    Args:
+        entry: the model.
+        everything: also with an automatic plan and in worker processes, where it is its turn.
+    """
+    result = Result(entry.name, entry.family, "exact", model=entry.counted)
     try:
-        _check(entry, result)
-    except DoesNotRunError as error:
-        result.status, result.line = "does not run", _line(error)
-    except AssertionError as error:
+        _check(entry, result, everything)
+    except NotRunError as error:
+        result.status, result.line = error.status, _line(error)
+    except WrongError as error:
         result.status, result.line = "wrong", _line(error)
-    except Exception as error:
+    except (ps.CaptureError, ps.InputError) as error:
         result.status, result.line = "refused", _line(error)
+    except Exception as error:
+        result.status, result.line = "crash", _line(error)
     return result
 
 
 def _line(error: BaseException) -> str:
-    name = (
-        "" if isinstance(error, (DoesNotRunError, AssertionError)) else f"{type(error).__name__}: "
-    )
-    return f"{name}{error}".splitlines()[0][:300]
+    named = isinstance(error, (NotRunError, WrongError))
+    text = f"{error}" if named else f"{type(error).__name__}: {error}"
+    return next(iter(text.splitlines()), "")[:300]
 
 
-def _check(entry: Entry, result: Result) -> None:
+def _check(entry: Entry, result: Result, everything: bool) -> None:
     model, batches = _built(entry)
-    args, kwargs = batches[0]
+    args, kwargs = batches[0].inputs
     before = _Snapshot(model)
     start = time.perf_counter()
     program = ps.capture(model, args, kwargs, keep_closed=entry.keep_closed)
@@ -91,83 +167,124 @@ def _check(entry: Entry, result: Result) -> None:
     modules = dict(model.named_modules())
     result.calls = len(program)
     result.closed = {p: why for p, why in program.closed.items() if any(modules[p].children())}
-    profile = ps.profile(program, devices=["cpu"], num_microbatches=1)
-    before.check(model)
-    allowed = [k for k in range(1, len(program)) if k not in profile.forbidden]
+    allowed = [k for k in range(1, len(program)) if program.cuts.forbidden(k) is None]
     result.stages = [p for p in STAGES if len(allowed) >= p - 1]
     if not result.stages:
         result.status = "coarse"
         result.line = next(iter(program.closed.values()), "it is one call")
+    traces = (program.train, program.eval)
+    result.oracle = "reseeded" if any(c.random for t in traces for c in t.calls) else "plain"
     state = copy.deepcopy(model.state_dict())
-    modes = {True: True, False: _learns_in_evaluation(model, batches[0])}
-    if not modes[False]:
-        result.line = result.line or "evaluation compared without gradients: PyTorch has none"
-    for stages in result.stages or [1]:
-        _compare(program, _plan(profile, stages), batches, state, modes)
+    for trial in _trials(entry, program, result.stages or [1], everything):
+        _compare(program, trial, batches, state, result.oracle)
+        before.check(model)
+        result.ran.append(trial.words)
 
 
-def _plan(profile: ps.Profile, stages: int) -> ps.Plan:
-    """Balanced by time."""
-    alike = msgspec.structs.replace(profile, devices=("cpu",) * stages)
-    return ps.plan(alike, num_microbatches=1, schedule="gpipe")
+def _trials(
+    entry: Entry, program: ps.Program, stages: Sequence[int], everything: bool
+) -> Iterator[Trial]:
+    """Every number of stages, each with a schedule that is drawn by the model's name."""
+    number = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:4], "big")
+    for k, count in enumerate(stages):
+        plan = _plan(program, count, number // 8 + k)
+        workers = len(plan.devices)
+        said = f"{count} stages on {workers} threads, {plan.schedule}, m={COUNT}"
+        yield Trial(plan, "threads", said)
+        if everything and k == 0 and count > 1 and number % 4 == 0:
+            plan = uniform_plan(program, count, COUNT, "1f1b")
+            yield Trial(plan, "processes", f"{count} stages on {count} processes, m={COUNT}")
+    if everything and number % 4 == 2:
+        costs = ps.profile(program, devices=["cpu", "cpu"], seconds=PROFILE)
+        plan = ps.plan(costs)
+        yield Trial(plan, "threads", f"automatic plan: {plan.schedule}, m={plan.num_microbatches}")
 
 
-def _built(entry: Entry) -> tuple[nn.Module, list[Inputs]]:
-    """The model and batches of three sizes, if it runs on them at all, forward and backward."""
+def _plan(program: ps.Program, stages: int, number: int) -> ps.Plan:
+    """So many stages, in one of the schedules that take them."""
+    fitting = {
+        name: workers
+        for name in SCHEDULES
+        if name not in ("gpipe", "naive") and (workers := workers_for(name, stages))
+    }
+    names = list(fitting)
+    for k in range(len(names) if stages > 1 else 0):
+        name = names[(number + k) % len(names)]
+        with contextlib.suppress(ps.PlanError):  # it would take more stages
+            plan = uniform_plan(program, fitting[name], COUNT, name)
+            if len(plan.stages) == stages:
+                return plan
+    return uniform_plan(program, stages, COUNT, "gpipe")
+
+
+def _built(entry: Entry) -> tuple[nn.Module, list[Batch]]:
+    """The model and batches of two sizes, if it runs on them at all, forward and backward.
+
+    Raises:
+        NotRunError: it does not.
+    """
     torch.manual_seed(0)
+    least = max(2, entry.rows)  # of a micro-batch: BatchNorm refuses one row
+    sizes = [COUNT * least + 1, COUNT * least + 2]
     try:
         model = entry.build()
         model.train()
-        batches = [entry.inputs(rows) for rows in (entry.rows, entry.rows + 1, 2 * entry.rows + 1)]
         twin = copied(model)
-        for args, kwargs in copy.deepcopy(batches):
-            mean_square(twin(*args, **kwargs)).backward()
-        twin.eval()
-        with torch.no_grad():
-            twin(*batches[0][0], **batches[0][1])
     except Exception as error:
-        raise DoesNotRunError(f"{type(error).__name__}: {error}") from error
+        raise NotRunError("cannot be built", error) from error
+    try:
+        given = [entry.inputs(rows) for rows in sizes]
+        dims = _dims(*given, *sizes)
+        batches = [Batch(x, rows, dims) for x, rows in zip(given, sizes, strict=True)]
+        outputs = [twin(*copy.deepcopy(x[0]), **copy.deepcopy(x[1])) for x in given]
+    except Exception as error:
+        raise NotRunError("no input form", error) from error
+    try:
+        for output in outputs:
+            mean_square(output).backward()
+    except Exception as error:
+        raise NotRunError("does not train", error) from error
+    try:
+        args, kwargs = copy.deepcopy(given[0])
+        with torch.no_grad():
+            twin.eval()(*args, **kwargs)
+    except Exception as error:
+        raise NotRunError("no input form", error) from error
     return model, batches
 
 
-def _learns_in_evaluation(model: nn.Module, batch: Inputs) -> bool:
-    """Whether plain PyTorch can go backward more than once in evaluation mode.
-
-    Models that keep there what they made of their parameters, as levit its attention biases, keep
-    its graph as well; others refuse to go backward at all.
-    """
-    twin = copied(model).eval()
-    try:
-        for _ in range(2):
-            args, kwargs = copy.deepcopy(batch)
-            loss = mean_square(twin(*args, **kwargs))
-            if loss.requires_grad:
-                loss.backward()
-    except Exception:
-        return False
-    return True
+def _dims(one: Inputs, other: Inputs, rows: int, others: int) -> tuple[int | None, ...]:
+    """Where each leaf has rows: the dimension that is as large as the batch in both."""
+    found: list[int | None] = []
+    for a, b in zip(flatten(one)[0], flatten(other)[0], strict=True):
+        shapes = zip(a.shape, b.shape, strict=True) if isinstance(a, torch.Tensor) else ()
+        fits = [k for k, pair in enumerate(shapes) if pair == (rows, others)]
+        found.append(fits[0] if fits else None)
+    return tuple(found)
 
 
 class _Snapshot:
     """A model and the generator as they were."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._state = {n: (t._version, t.clone()) for n, t in _tensors(model)}
+        self._state = {n: t.clone() for n, t in _tensors(model)}
         self._flags = [m.training for m in model.modules()]
         self._attributes = [sorted(vars(m)) for m in model.modules()]
         self._generator = torch.get_rng_state()
 
     def check(self, model: nn.Module) -> None:
         """Raise unless it is still so."""
-        for name, tensor in _tensors(model):
-            version, value = self._state[name]
-            assert same(tensor, value), f"capture changed {name}"
-            assert tensor._version == version, f"capture wrote {name}"
-        assert self._flags == [m.training for m in model.modules()], "a training flag changed"
+        changed = [n for n, tensor in _tensors(model) if not same(tensor, self._state[n])]
         attributes = [sorted(vars(m)) for m in model.modules()]
-        assert self._attributes == attributes, "attributes changed"
-        assert torch.equal(self._generator, torch.get_rng_state()), "the generator was used"
-        assert all(p.grad is None for p in model.parameters()), "there are gradients"
+        for wrong, words in (
+            (changed, f"{', '.join(changed[:3])} changed"),
+            (self._flags != [m.training for m in model.modules()], "a training flag changed"),
+            (self._attributes != attributes, "attributes changed"),
+            (not torch.equal(self._generator, torch.get_rng_state()), "the generator was used"),
+            (any(p.grad is not None for p in model.parameters()), "there are gradients"),
+        ):
+            if wrong:
+                raise WrongError(words)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -176,64 +293,100 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _compare(
     program: ps.Program,
-    plan: ps.Plan,
-    batches: Sequence[Inputs],
+    trial: Trial,
+    batches: Sequence[Batch],
     state: dict[str, Any],
-    modes: dict[bool, bool],
+    oracle: str,
 ) -> None:
-    """Compare in training and evaluation mode; `modes` says in which with gradients."""
-    model = program.model
-    for training, learns in modes.items():
-        model.load_state_dict(state)
-        with untouched(model):  # a forward may leave things that cannot be copied
-            model.train(training)
-            _compare_steps(program, plan, batches, training, learns)
-        model.zero_grad()
-        names = list(model.state_dict())
-        assert names == list(state), "the names of the state dict changed"
+    """Two steps of training and a batch in evaluation, against the loop."""
+    model, generator = program.model, torch.get_rng_state()
+    with untouched(model):  # a forward may leave things that cannot be copied
+        twin = copied(model)
+        _compare_steps(program, trial, batches, twin, oracle)
+    model.zero_grad()
+    if list(model.state_dict()) != list(state):
+        raise WrongError("the names of the state dict changed")
     model.train()
     model.load_state_dict(state)
+    torch.set_rng_state(generator)
 
 
 def _compare_steps(
-    program: ps.Program, plan: ps.Plan, batches: Sequence[Inputs], training: bool, learns: bool
+    program: ps.Program, trial: Trial, batches: Sequence[Batch], twin: nn.Module, oracle: str
 ) -> None:
-    model, twin = program.model, copied(program.model)
-    pipe = ps.Pipeline(model, plan=plan, program=program, devices=plan.devices)
-    with pipe, torch.set_grad_enabled(learns):
-        for step, (args, kwargs) in enumerate(batches):
-            where = f"{len(plan.stages)} stages, {'train' if training else 'eval'}, step {step}"
-            key = Key(torch.initial_seed(), step, 0)
-            ours = _run(_called_like_a_model(pipe), args, kwargs)
-            alone = partial(own_forward, program, key=key, model=twin)
-            work = partial(_run, alone, args, kwargs)
-            theirs = run_with_threads(work, pipe.threads_per_worker)
-            _assert_equal(ours, theirs, f"results ({where})")
-            _assert_equal(*(_gradients(m) for m in (model, twin)), f"gradients ({where})")
-            _assert_equal(*(_buffers(m) for m in (model, twin)), f"buffers ({where})")
+    model, plan = program.model, trial.plan
+    pipe = ps.Pipeline(
+        model, plan=plan, program=program, devices=plan.devices, workers=trial.workers, merge="list"
+    )
+    with pipe:
+        for step, batch in enumerate(batches):
+            where = f"{trial.words}, step {step}"
+            args, kwargs = copy.deepcopy(batch.inputs)
+            ours = pipe.train_step(*args, loss_fn=mean_square, outputs="list", **kwargs)
+            alone = partial(_train, program, twin, batch, step, plan.num_microbatches, oracle)
+            loss, outputs = run_with_threads(alone, pipe.threads_per_worker)
+            _assert_same({"loss": ours.loss}, {"loss": loss}, where)
+            _assert_same(_leaves(ours.outputs), _leaves(outputs), f"results, {where}")
+            _assert_same(*(_gradients(m) for m in (model, twin)), f"gradients, {where}")
+            _assert_same(*(dict(m.named_buffers()) for m in (model, twin)), f"buffers, {where}")
+        pipe.eval()
+        twin.eval()
+        batch, where = batches[0], f"{trial.words}, evaluation"
+        args, kwargs = copy.deepcopy(batch.inputs)
+        with torch.no_grad():
+            results = pipe(*args, **kwargs)
+        count = plan.num_microbatches
+        last = partial(_evaluate, program, twin, batch, len(batches), count, oracle)
+        expected = run_with_threads(last, pipe.threads_per_worker)
+        _assert_same(_leaves(results), _leaves(expected), f"results, {where}")
 
 
-def _called_like_a_model(pipe: ps.Pipeline) -> Callable[[Any, Any], Any]:
-    return lambda args, kwargs: pipe(*args, **kwargs)
+def _run(
+    program: ps.Program, twin: nn.Module, batch: Batch, step: int, count: int, oracle: str
+) -> Iterator[tuple[Any, int]]:
+    """The results of the micro-batches, one after the other, and their rows."""
+    for k, (inputs, rows) in enumerate(batch.parts(count)):
+        args, kwargs = copy.deepcopy(inputs)
+        if oracle == "plain":
+            yield twin(*args, **kwargs), rows
+        else:
+            key = Key(torch.initial_seed(), step, k)
+            yield own_forward(program, args, kwargs, key, twin), rows
 
 
-def _run(forward: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    output = forward(*copy.deepcopy((args, kwargs)))
-    loss = mean_square(output)
-    if loss.requires_grad:
+def _evaluate(
+    program: ps.Program, twin: nn.Module, batch: Batch, step: int, count: int, oracle: str
+) -> list[Any]:
+    """The results of a batch."""
+    with torch.no_grad():
+        return [output for output, _ in _run(program, twin, batch, step, count, oracle)]
+
+
+def _train(
+    program: ps.Program, twin: nn.Module, batch: Batch, step: int, count: int, oracle: str
+) -> tuple[torch.Tensor, list[Any]]:
+    """A step of gradient accumulation as anybody would write it: the loss and the results."""
+    total, outputs = torch.zeros(()), []
+    for output, rows in _run(program, twin, batch, step, count, oracle):
+        loss = mean_square(output) * (rows / batch.rows)
         loss.backward()
-    return {str(k): leaf for k, leaf in enumerate(flatten(output)[0])}
+        total = total + loss.detach()
+        outputs.append(output)
+    return total, outputs
+
+
+def _leaves(output: Any) -> dict[str, Any]:
+    leaves = flatten(output)[0]
+    return {str(k): x.detach() if isinstance(x, torch.Tensor) else x for k, x in enumerate(leaves)}
 
 
 def _gradients(model: nn.Module) -> dict[str, Any]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def _buffers(model: nn.Module) -> dict[str, Any]:
-    return dict(model.named_buffers())
-
-
-def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
-    assert list(ours) == list(theirs), f"{what}: others"
+def _assert_same(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
+    if list(ours) != list(theirs):
+        raise WrongError(f"{what}: others")
     for name, mine in ours.items():
-        assert same(mine, theirs[name]), f"{what}: {name} differs"
+        if not same(mine, theirs[name]):
+            raise WrongError(f"{what}: {name} differs")

@@ -23,6 +23,7 @@ class Entry:
         inputs: a batch of this many rows, random.
         rows: of the example.
         keep_closed: given to `capture`.
+        model: what is counted, if several entries are the same model with other inputs.
     """
 
     name: str
@@ -31,3 +32,9 @@ class Entry:
     inputs: Callable[[int], Inputs]
     rows: int = 2
     keep_closed: tuple[str, ...] = ()
+    model: str = ""
+
+    @property
+    def counted(self) -> str:
+        """The model's name; an entry of its own inputs is a variant of it."""
+        return self.model or self.name

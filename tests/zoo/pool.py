@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from itertools import groupby
 from types import FrameType
 
@@ -18,9 +20,29 @@ import torch
 from tests.zoo.check import Result, check
 from tests.zoo.entry import Entry
 
-FAMILIES = ("plain", "torchvision", "timm", "transformers")
-_SECONDS = 90  # for one model
+OWN = ("plain", "torchvision", "timm", "transformers")
+"""Families of the packages that the other tests need as well."""
+
+OTHERS = {
+    "diffusers": "diffusers",
+    "lucidrains": "local_attention",
+    "monai": "monai",
+    "peft": "peft",
+    "series": "tsai",
+    "smp": "segmentation_models_pytorch",
+    "vit_pytorch": "vit_pytorch",
+}
+"""Families of other authors' packages, and a module of each; requirements-zoo.txt installs them."""
+
+FAMILIES = (*OWN, *OTHERS)
+_SECONDS = 180  # for one model
 _TOGETHER = 10  # models that share a process
+_MEMORY = 9 << 30  # bytes that such a process may have
+
+
+def available() -> list[str]:
+    """The families whose packages are installed."""
+    return [*OWN, *(family for family, module in OTHERS.items() if find_spec(module))]
 
 
 def entries(families: Sequence[str]) -> list[Entry]:
@@ -29,23 +51,32 @@ def entries(families: Sequence[str]) -> list[Entry]:
     return [entry for module in modules for entry in module.entries()]
 
 
-def run(found: Sequence[Entry], jobs: int) -> list[Result]:
-    """Check these models, some at a time, and tell how it goes."""
+def run(found: Sequence[Entry], jobs: int, note: Callable[[Result], None]) -> list[Result]:
+    """Check these models, some at a time, and tell how it goes.
+
+    Args:
+        found: the models.
+        jobs: how many processes there are at a time.
+        note: is given each result when it is there.
+    """
     groups = []
     for family, members in groupby(found, key=lambda entry: entry.family):
         names = [entry.name for entry in members]
         groups += [(family, names[k : k + _TOGETHER]) for k in range(0, len(names), _TOGETHER)]
+    models = {(entry.family, entry.name): entry.counted for entry in found}
     results: list[Result] = []
 
     def one_group(group: tuple[str, list[str]]) -> None:
         for result in _in_a_process(*group):
+            result.model = models[result.family, result.name]
             results.append(result)
+            note(result)
             line = f"{len(results)}/{len(found)} {result.name}: {result.status} {result.line}"
             print(line, file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one_group, groups))
-    return sorted(results, key=lambda r: (FAMILIES.index(r.family), r.name))
+    return results
 
 
 def _in_a_process(family: str, names: Sequence[str]) -> Iterator[Result]:
@@ -63,9 +94,8 @@ def _in_a_process(family: str, names: Sequence[str]) -> Iterator[Result]:
                 left.remove(result.name)
                 yield result
         if child.wait() and left:
-            yield Result(
-                left.pop(0), family, "refused", f"the process ended with {child.returncode}"
-            )
+            words = f"the process ended with {child.returncode}"
+            yield Result(left.pop(0), family, "crash", line=words)
 
 
 class _TooLongError(BaseException):
@@ -75,6 +105,7 @@ class _TooLongError(BaseException):
 def check_here(family: str, names: Sequence[str]) -> None:
     """Check these in this process; prints a line of JSON for each."""
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
 
     def too_long(_: int, __: FrameType | None) -> None:
         raise _TooLongError
@@ -86,7 +117,7 @@ def check_here(family: str, names: Sequence[str]) -> None:
         try:
             result = check(by_name[name])
         except _TooLongError:
-            result = Result(name, family, "refused", f"not done after {_SECONDS} s")
+            result = Result(name, family, "crash", line=f"not done after {_SECONDS} s")
         finally:
             signal.alarm(0)
         print(json.dumps(result.to_dict()), flush=True)

@@ -53,11 +53,13 @@ def entries() -> list[Entry]:
             if task == "IMAGE_TEXT_TO_TEXT":
                 name, build = f"{kind} with pictures", partial(_for_pictures, kind)
             inputs = partial(chosen, build, kind, what, labels)
-            found.setdefault(name, Entry(name, "transformers", build, inputs, rows=3))
+            entry = Entry(name, "transformers", build, inputs, rows=3, model=kind)
+            found.setdefault(name, entry)
         elif kind not in _NEVER_ALONE:
             for labels, name in ((True, kind), (False, f"{kind} without labels")):
                 inputs = partial(tokens, kind, labels)
-                found.setdefault(name, Entry(name, "transformers", build, inputs, rows=3))
+                entry = Entry(name, "transformers", build, inputs, rows=3, model=kind)
+                found.setdefault(name, entry)
     return list(found.values())
 
 
