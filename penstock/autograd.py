@@ -4,34 +4,42 @@ The results hang on `_Deliver`, which only notes their gradients and hands an em
 `_Drive`, and that one runs the workers' backward. The empty tensor lives on the CPU, so `_Drive`
 runs in the thread that called `backward()`. A node of a CUDA tensor would run in, and block, the
 one thread that autograd has per CUDA device, which the workers' own backwards need.
+
+`_Drive` hangs on the inputs and on the parameters. So autograd itself knows which of them
+`autograd.grad` and `backward(inputs=...)` ask for, and `_Drive` asks autograd. Workers add up
+gradients in `.grad` themselves, so for parameters it hands on nothing, unless `autograd.grad`
+wants them: those are added up beside what is in `.grad`, and handed on as one sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.autograd.graph import Node
 
 from penstock.engine.span import Gradients
-from penstock.errors import PenstockError
+from penstock.errors import InputError, PenstockError
+
+Run = Callable[[dict[int, Gradients], Sequence[nn.Parameter] | None], dict[int, Gradients]]
+"""Runs a backward pass from these gradients of the results, for these parameters or for all;
+returns the gradients of the inputs."""
 
 
 class Passage:
     """A batch that has gone forward and may come back.
 
     Args:
-        run: runs the backward pass on the workers, from these gradients of the results; returns
-            those of the inputs.
+        run: runs the backward pass on the workers.
         differentiable: which results of a micro-batch a backward can start from.
     """
 
-    def __init__(
-        self,
-        run: Callable[[dict[int, Gradients]], dict[int, Gradients]],
-        differentiable: Sequence[bool],
-    ) -> None:
-        self._run: Callable[[dict[int, Gradients]], dict[int, Gradients]] | None = run
+    def __init__(self, run: Run, differentiable: Sequence[bool]) -> None:
+        self._run: Run | None = run
         self.differentiable = differentiable
         self.gradients: list[list[torch.Tensor | None]] = []
 
@@ -39,19 +47,29 @@ class Passage:
         """Those of a micro-batch's results that a backward can start from."""
         return [v for v, d in zip(values, self.differentiable, strict=True) if d]
 
-    def backward(self) -> dict[int, Gradients]:
-        """Run the backward; returns the gradients of the inputs of every micro-batch."""
+    def backward(self, wanted: Sequence[nn.Parameter] | None) -> dict[int, Gradients]:
+        """Run the backward; returns the gradients of the inputs of every micro-batch.
+
+        Args:
+            wanted: the parameters whose gradients are computed; `None` for all.
+
+        Raises:
+            PenstockError: it ran before.
+        """
         if self._run is None:
             raise PenstockError(
                 "backward ran a second time through the same pipeline call, whose activations "
                 "are gone; call the pipeline again (retain_graph=True has no effect on it)"
             )
         run, self._run = self._run, None
-        return run(dict(enumerate(self.gradients)))
+        return run(dict(enumerate(self.gradients)), wanted)
 
 
 def deliver(
-    passage: Passage, slices: Sequence[Sequence[Any]], results: Sequence[Sequence[Any]]
+    passage: Passage,
+    slices: Sequence[Sequence[Any]],
+    results: Sequence[Sequence[Any]],
+    parameters: Iterable[nn.Parameter],
 ) -> list[list[Any]]:
     """The results, so that a backward from them runs the passage's.
 
@@ -59,6 +77,7 @@ def deliver(
         passage: what to run.
         slices: the first stage's values, of every micro-batch; gradients flow on through them.
         results: the last stage's, of every micro-batch.
+        parameters: whose gradients the passage may leave in this process.
     """
     if not any(passage.differentiable):
         return [list(part) for part in results]
@@ -70,7 +89,8 @@ def deliver(
     ]
     anchor = torch.empty(0, requires_grad=True)
     inputs = [slices[microbatch][k] for microbatch, k in places]
-    token = _Drive.apply(passage, places, anchor, *inputs)
+    reached = [parameter for parameter in parameters if parameter.requires_grad]
+    token = _Drive.apply(passage, places, anchor, *inputs, *reached)
     chosen = [r for part in results for r in passage.chosen(part)]
     delivered = iter(_Deliver.apply(passage, token, *chosen))
     return [
@@ -80,7 +100,7 @@ def deliver(
 
 
 class _Drive(torch.autograd.Function):
-    """From the inputs to the token; its backward is the pipeline's."""
+    """From the inputs and the parameters to the token; its backward is the pipeline's."""
 
     @staticmethod
     def forward(
@@ -88,16 +108,20 @@ class _Drive(torch.autograd.Function):
         passage: Passage,
         places: Sequence[tuple[int, int]],
         anchor: torch.Tensor,
-        *inputs: torch.Tensor,
+        *leaves: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.passage, ctx.places = passage, places
+        ctx.passage, ctx.places, ctx.parameters = passage, places, leaves[len(places) :]
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        gradients = ctx.passage.backward()
+        anchor, *nodes = (node for node, _ in ctx.next_functions)
+        asked = _asked(anchor, nodes[len(ctx.places) :], ctx.parameters)
+        with _beside(asked.apart) as taken:
+            gradients = ctx.passage.backward(asked.parameters)
+        _guard(ctx.parameters)
         found = [gradients[m][k] if m in gradients else None for m, k in ctx.places]
-        return (None, None, None, *found)
+        return (None, None, None, *found, *(taken.get(id(p)) for p in ctx.parameters))
 
 
 class _Deliver(torch.autograd.Function):
@@ -113,6 +137,13 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True needs a graph of the backward itself, for a gradient penalty "
+                "or a second derivative, and stages do not make one. Run the model itself for "
+                "that term: out = pipe.model(x) has the same parameters, and its gradients add "
+                "up in the same .grad"
+            )
         passage = ctx.passage
         remaining = iter(gradients)
         passage.gradients = [
@@ -120,6 +151,127 @@ class _Deliver(torch.autograd.Function):
             for _ in range(len(gradients) // sum(passage.differentiable))
         ]
         return (None, torch.empty(0), *(None for _ in gradients))
+
+
+class _Asked(NamedTuple):
+    """What the backward that is running is to compute.
+
+    Attributes:
+        parameters: whose gradients; `None` for all.
+        apart: those of them that `autograd.grad` returns, which leaves `.grad` alone.
+    """
+
+    parameters: Sequence[nn.Parameter] | None
+    apart: Sequence[nn.Parameter] = ()
+
+
+def _asked(anchor: Node, nodes: Sequence[Node], parameters: Sequence[nn.Parameter]) -> _Asked:
+    """What autograd asks for, in the midst of a backward.
+
+    Args:
+        anchor: the node of a leaf that nobody can ask for: it runs where everything does.
+        nodes: those of the parameters.
+        parameters: as many.
+
+    Raises:
+        InputError: `autograd.grad` asks for a parameter with hooks.
+    """
+    if torch._C._will_engine_execute_node(anchor):
+        return _Asked(None)
+    added, apart = [], []
+    for node, parameter in zip(nodes, parameters, strict=True):
+        try:
+            runs = torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # so it says that autograd.grad asks for this leaf
+            apart.append(parameter)
+        else:
+            added += [parameter] if runs else []
+    hooked = next((p for p in apart if _hooks(p)), None)
+    if hooked is not None:
+        raise InputError(
+            f"autograd.grad asks for the gradient of a parameter of shape {tuple(hooked.shape)} "
+            "that has hooks. They are called by workers for every micro-batch as its gradient is "
+            "added up, which only backward() does: call backward(inputs=[...]) and read .grad, or "
+            "remove the hooks"
+        )
+    return _Asked([*added, *apart], apart)
+
+
+@contextmanager
+def _beside(parameters: Sequence[nn.Parameter]) -> Iterator[dict[int, torch.Tensor]]:
+    """Let the gradients of parameters add up beside what they have in `.grad`.
+
+    Gives a dictionary that has them in the end, by the parameters' ids.
+    """
+    before = [parameter.grad for parameter in parameters]
+    found: dict[int, torch.Tensor] = {}
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield found
+        found |= {id(p): p.grad for p in parameters if p.grad is not None}
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def _hooks(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    """The hooks of its gradient: those that see it, and those that see it added up."""
+    registries = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [registry for registry in registries if registry]
+
+
+def _guard(parameters: Iterable[nn.Parameter]) -> None:
+    """Keep hooks of parameters from being called with no gradient.
+
+    Workers have called them for every micro-batch. Autograd calls them once more as `_Drive` hands
+    it nothing for their parameters, unless other parts of the graph have a gradient for them.
+    """
+    for parameter in parameters:
+        for registry in _hooks(parameter):
+            kind = _Seeing if registry is parameter._backward_hooks else _SeeingSum
+            for number, hook in registry.items():
+                if not isinstance(hook, kind):
+                    registry[number] = hook = kind(hook)
+                if isinstance(hook, _SeeingSum):
+                    hook.note(parameter)
+
+
+class _Seeing:
+    """A hook of `register_hook`, called only where there is a gradient."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor | None) -> Any:
+        return None if gradient is None else self._hook(gradient)
+
+
+class _SeeingSum:
+    """A hook of `register_post_accumulate_grad_hook`, called only if something was added."""
+
+    def __init__(self, hook: Callable[[nn.Parameter], Any]) -> None:
+        self._hook = hook
+        self._noted: tuple[weakref.ref[torch.Tensor] | None, int] | None = None
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """The next call has nothing to say if `.grad` is then as it is now."""
+        gradient = parameter.grad
+        self._noted = (None, 0)
+        if gradient is not None:
+            self._noted = weakref.ref(gradient), gradient._version
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        noted, self._noted = self._noted, None
+        gradient = parameter.grad
+        if noted is not None:
+            known, version = noted
+            if gradient is None or (known and known() is gradient and gradient._version == version):
+                return
+        self._hook(parameter)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._hook,)
 
 
 def backward_into_inputs(

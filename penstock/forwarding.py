@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.audit import Auditor
 from penstock.autograd import Passage, deliver
@@ -91,7 +92,8 @@ class Forwarding(ModelLike):
             return result(outcome.parts)
         passage = Passage(partial(self._back, order), outcome.differentiable)
         self._runner.forget_with(passage, order)
-        return result(deliver(passage, order.values, outcome.parts))
+        parameters = self._runner.crew.parameters
+        return result(deliver(passage, order.values, outcome.parts, parameters))
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
         """The model's results for many batches, in order, without gradients.
@@ -165,9 +167,14 @@ class Forwarding(ModelLike):
             ways.alike(order.microbatches)
         return Result(ways, order.microbatches, merge)
 
-    def _back(self, order: Order, gradients: dict[int, Gradients]) -> dict[int, Gradients]:
+    def _back(
+        self,
+        order: Order,
+        gradients: dict[int, Gradients],
+        wanted: Sequence[nn.Parameter] | None,
+    ) -> dict[int, Gradients]:
         """The backward of a batch that has gone forward."""
-        return self._runner.run(order.back(gradients, ambient())).gradients
+        return self._runner.run(order.back(gradients, ambient(), wanted)).gradients
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         leaves = self.program.flatten_inputs(args, kwargs)

@@ -50,10 +50,19 @@ class Deferral:
 
     Attributes:
         pending: in the order in which the backward came by.
+        anchor: the leaf that a backward has to reach to pass all calls that were halved; none
+            before the first of them.
     """
 
     def __init__(self) -> None:
         self.pending: list[Pending] = []
+        self.anchor: torch.Tensor | None = None
+
+    def anchored(self) -> torch.Tensor:
+        """The anchor, for one more call."""
+        if self.anchor is None:
+            self.anchor = torch.empty(0, requires_grad=True)
+        return self.anchor
 
     def take(self) -> list[Pending]:
         """What was collected, which is then no longer here."""
@@ -62,14 +71,13 @@ class Deferral:
         return pending
 
 
-def run_pending(pending: Sequence[Pending]) -> None:
-    """Compute the weight halves; the gradients add up in `.grad`."""
-    if pending:
-        torch.autograd.backward(
-            [half.edge for half in pending],
-            [half.gradient for half in pending],
-            inputs=[parameter for half in pending for parameter in half.parameters],
-        )
+def run_pending(pending: Sequence[Pending], wanted: Sequence[nn.Parameter] | None = None) -> None:
+    """Compute the weight halves, of all parameters or of these; the gradients add up in `.grad`."""
+    chosen = None if wanted is None else set(map(id, wanted))
+    inputs = [p for half in pending for p in half.parameters if chosen is None or id(p) in chosen]
+    if inputs:
+        edges, gradients = [half.edge for half in pending], [half.gradient for half in pending]
+        torch.autograd.backward(edges, gradients, inputs=inputs)
 
 
 class Half:
@@ -153,8 +161,7 @@ def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs
     if not isinstance(result, torch.Tensor) or result.grad_fn is None:
         return result
     own = _Own(get_gradient_edge(result), [inside[id(v)] for v in entering], parameters)
-    anchor = torch.empty(0, requires_grad=True)
-    return _Halve.apply(own, half, anchor, result.detach(), *entering)
+    return _Halve.apply(own, half, half.deferral.anchored(), result.detach(), *entering)
 
 
 def is_one_product(result: Any, entering: Iterable[torch.Tensor] = ()) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from penstock.capture.calls import Ambient, Join
 from penstock.engine.ends import Loss
@@ -33,6 +34,7 @@ class Order:
         gradients: of the last stage's results, by micro-batch, in `"backward"`.
         recorded: whether the times of actions are noted.
         trial: whether what modules keep is put back at the end, and users' hooks are not called.
+        wanted: the parameters whose gradients are computed, in `"backward"`; `None` for all.
     """
 
     what: Pass
@@ -45,11 +47,17 @@ class Order:
     gradients: dict[int, Gradients] = field(default_factory=dict)
     recorded: bool = False
     trial: bool = False
+    wanted: Sequence[nn.Parameter] | None = None
 
-    def back(self, gradients: dict[int, Gradients], modes: Ambient) -> Order:
+    def back(
+        self,
+        gradients: dict[int, Gradients],
+        modes: Ambient,
+        wanted: Sequence[nn.Parameter] | None = None,
+    ) -> Order:
         """The backward of this forward, under the autocast that it is called under."""
-        modes = modes._replace(grad=True)
-        return replace(self, what="backward", values=(), gradients=gradients, modes=modes)
+        back = replace(self, what="backward", values=(), gradients=gradients)
+        return replace(back, modes=modes._replace(grad=True), wanted=wanted)
 
     def part(self, first: bool, last: bool) -> Order:
         """What a worker needs of it that has the first stage, or the last one, or neither."""

@@ -153,15 +153,25 @@ def _without_history(value: Any) -> Any:
     return value.detach().requires_grad_()
 
 
-def run_backward(roots: Roots, gradients: Gradients) -> None:
-    """From these roots with these gradients, where there are both."""
+def run_backward(
+    roots: Roots, gradients: Gradients, leaves: Sequence[torch.Tensor] | None = None
+) -> None:
+    """From these roots with these gradients, where there are both.
+
+    Args:
+        roots: where it starts.
+        gradients: of each of them.
+        leaves: what it computes gradients of; `None` for all that is there.
+    """
     pairs = [
         (root, gradient)
         for root, gradient in zip(roots, gradients, strict=True)
         if root is not None and gradient is not None
     ]
-    if pairs:
+    if pairs and leaves is None:
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+    elif pairs and leaves:
+        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=leaves)
 
 
 def edges(results: Values) -> Roots:
@@ -182,15 +192,18 @@ class Entry:
 
     Attributes:
         gradients: for every value its gradient, once the backward has run.
+        anchor: the leaf that a backward has to reach to pass here; none if no value is
+            differentiable.
     """
 
-    __slots__ = ("differentiable", "gradients")
+    __slots__ = ("anchor", "differentiable", "gradients")
 
     def __init__(self, values: Values) -> None:
         self.differentiable = [
             k for k, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad
         ]
         self.gradients: list[torch.Tensor | None] = [None] * len(values)
+        self.anchor: torch.Tensor | None = None
 
     def catch(self, gradients: Gradients) -> None:
         """Called by autograd with the gradients of the differentiable values."""
@@ -210,8 +223,8 @@ def enter(values: Values) -> tuple[Entry, Values]:
         return entry, values
     detached = [values[k].detach() for k in entry.differentiable]
     entered = list(values)
-    anchor = torch.empty(0, requires_grad=True)
-    fresh = _Enter.apply(entry, anchor, *detached)
+    entry.anchor = torch.empty(0, requires_grad=True)
+    fresh = _Enter.apply(entry, entry.anchor, *detached)
     for k, value in zip(entry.differentiable, fresh, strict=True):
         entered[k] = value
     return entry, tuple(entered)

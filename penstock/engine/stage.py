@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import nn
+
 from penstock.capture.calls import Sizes
 from penstock.capture.halves import Deferral, Pending, run_pending
 from penstock.capture.randomness import Key
 from penstock.engine.batchnorm import Norms
 from penstock.engine.span import (
+    Entry,
     Gradients,
     Passed,
     Recipe,
@@ -85,6 +89,7 @@ class Stage:
         deferral: where the modules leave the weight halves of backwards, if they halve any.
         norms: its BatchNorms, if their running statistics are those of the whole batch.
         microbatches: the micro-batches of the step; set before it runs.
+        wanted: the parameters whose gradients a backward computes; `None` for all.
         held: what it holds, by micro-batch. 1F1B keeps at most `min(m, p - index)` here.
         deferred: the weight halves that are still to be computed, by micro-batch.
     """
@@ -99,6 +104,7 @@ class Stage:
         self.deferral = Deferral()
         self.norms = Norms()
         self.microbatches: Sequence[MicroBatch] = ()
+        self.wanted: Sequence[nn.Parameter] | None = None
         self.held: dict[int, Held] = {}
         self.deferred: dict[int, list[Pending]] = {}
         self._arrived: Any = ()
@@ -145,13 +151,13 @@ class Stage:
         """
         gradients, self._arrived = self._arrived, ()
         inner, end = self.held.pop(microbatch)
-        run_backward(end.roots, gradients)
+        run_backward(end.roots, gradients, self._leaves(end.entry))
         gradients = end.entry.gradients
         del end
         while inner:
             passed = inner.pop()
             entry, roots = passed.passed() if isinstance(passed, Recipe) else passed
-            run_backward(roots, gradients)
+            run_backward(roots, gradients, self._leaves(entry))
             gradients = entry.gradients
             del passed, roots
         self.source.send_gradients(microbatch, gradients)
@@ -160,11 +166,18 @@ class Stage:
 
     def weight_backward(self, microbatch: int) -> None:
         """Compute the weight halves that the backward has put off."""
-        run_pending(self.deferred.pop(microbatch, ()))
+        run_pending(self.deferred.pop(microbatch, ()), self.wanted)
+
+    def _leaves(self, entry: Entry) -> list[torch.Tensor] | None:
+        """What the backward of a span computes gradients of, beside what entered it."""
+        if self.wanted is None:
+            return None
+        anchors = [entry.anchor, self.deferral.anchor if self.wanted else None]
+        return [*(anchor for anchor in anchors if anchor is not None), *self.wanted]
 
     def clear(self) -> None:
         """Let go of everything that a step has left."""
         self.held, self.deferred, self._arrived = {}, {}, ()
         self.deferral.take()
         self.norms.clear()
-        self.microbatches = ()
+        self.microbatches, self.wanted = (), None

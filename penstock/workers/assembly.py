@@ -124,7 +124,7 @@ class Assembly:
     def _begin(self, own: Sequence[Stage], order: Order) -> None:
         """Give a worker's stages what they need."""
         for stage in own:
-            stage.microbatches = order.microbatches
+            stage.microbatches, stage.wanted = order.microbatches, order.wanted
             if stage.index == 0:
                 self.feed.values = list(order.values)
             if stage.index == self._last:

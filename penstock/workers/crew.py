@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -50,6 +51,10 @@ class Crew(Protocol):
     @property
     def links(self) -> tuple[str, ...]:
         """See above."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Whose gradients passes leave in this process."""
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Something that concerns all workers; where they have no driver, all do it at once."""
@@ -139,6 +144,12 @@ class Driven:
     has_loss = True
     shares_modules = True
     has_everything = True
+    holdings: Holdings
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Whose gradients passes leave in this process: all that stages use."""
+        return self.holdings.everything()
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """The driver does it."""
@@ -217,7 +228,8 @@ class ThreadCrew(Driven):
         backward = order.what in ("train", "backward")
         self._backups[order.number, worker] = self.holdings.backup(worker, backward)
         assembly = self._assemblies[order.training]
-        return assembly.run(worker, order, self._positions[worker])
+        part = replace(order, wanted=self.holdings.own(worker, order.wanted))
+        return assembly.run(worker, part, self._positions[worker])
 
     def finish(self, ticket: tuple[Order, Round]) -> Outcome:
         """Wait for a pass."""

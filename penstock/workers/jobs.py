@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -172,6 +172,7 @@ class RunPass:
         training: for every module whether it is in training mode, if that has changed.
         attributes: of modules, those that have changed.
         forgotten: modes and numbers of batches that will not come back.
+        wanted: the numbers of the parameters whose gradients are computed; `None` for all.
     """
 
     order: Order
@@ -179,6 +180,7 @@ class RunPass:
     training: Sequence[bool] | None
     attributes: News
     forgotten: Sequence[tuple[bool, int]]
+    wanted: Sequence[int] | None = None
 
     def __call__(self, site: Site) -> tuple[Outcome, list[int]]:
         """What has come of it, and which parameters have gradients now."""
@@ -191,9 +193,10 @@ class RunPass:
         if self.gradients is not None:
             site.begin(self.gradients)
         assembly = site.assemblies[self.order.training]
+        order = replace(self.order, wanted=site.parameters(self.wanted))
         try:
             with _leaving_no_trace(site, assembly) if self.order.trial else nullcontext():
-                outcome = assembly.run(site.worker, self.order, site.position)
+                outcome = assembly.run(site.worker, order, site.position)
         except BaseException:
             assembly.clear()
             site.clear()

@@ -208,7 +208,9 @@ class ProcessCrew(Driven):
         else:
             self._training[worker] = training or ()
         part = order.part(placement[0] == worker, placement[-1] == worker)
-        return RunPass(part, gradients, training, self._news(worker), forgotten)
+        wanted = self._shared.numbers(worker, self.holdings.own(worker, order.wanted))
+        part, news = replace(part, wanted=None), self._news(worker)
+        return RunPass(part, gradients, training, news, forgotten, wanted)
 
     def _news(self, worker: int) -> News:
         """The attributes of its modules that have changed."""

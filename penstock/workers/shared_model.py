@@ -108,10 +108,11 @@ class _Part:
             self._gradients = [place.alone(self.memory) for place in self.places]
         return self._gradients
 
-    def is_kept(self, present: Sequence[int]) -> bool:
-        """Whether the user has cleared a gradient, and keeps it: it must stay as it is."""
-        cleared = set(range(len(self._gradients))).difference(present)
-        return any(sys.getrefcount(self._gradients[k]) > _OWN for k in cleared)
+    def is_kept(self) -> bool:
+        """Whether a gradient is no longer its parameter's, and the user keeps it as it is."""
+        numbers = range(len(self._gradients))
+        left = [k for k in numbers if self.parameters[k].grad is not self._gradients[k]]
+        return any(sys.getrefcount(self._gradients[k]) > _OWN for k in left)
 
     def let_go(self) -> None:
         """Of the slot."""
@@ -134,6 +135,13 @@ class SharedModel:
         """The number by which a worker knows a tensor."""
         owner, number = self._owners.get(id(tensor), (None, None))
         return number if owner == worker else None
+
+    def numbers(self, worker: int, tensors: Sequence[torch.Tensor] | None) -> list[int] | None:
+        """The numbers by which a worker knows its tensors; `None` stays."""
+        if tensors is None:
+            return None
+        found = (self.number(worker, tensor) for tensor in tensors)
+        return [number for number in found if number is not None]
 
     def names(self, worker: int, names: Mapping[int, str]) -> dict[int, str]:
         """The names of a worker's tensors by its numbers, out of those by their ids."""
@@ -216,7 +224,7 @@ class SharedModel:
         part = self._parts[worker]
         present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
         news = None
-        if not present or part.slot < 0 or part.is_kept(present):
+        if not present or part.slot < 0 or part.is_kept():
             part.let_go()  # whoever else refers to them now keeps their memory
             if part.size:
                 part.slot, segment, is_new = part.slots.lend(part.size)

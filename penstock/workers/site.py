@@ -112,6 +112,11 @@ class Site:
 
     # -- gradients ------------------------------------------------------------------------
 
+    def parameters(self, numbers: Sequence[int] | None) -> list[nn.Parameter] | None:
+        """The parameters with these numbers; `None`, which is all, stays."""
+        found = None if numbers is None else (self.tensors[number] for number in numbers)
+        return None if found is None else [t for t in found if isinstance(t, nn.Parameter)]
+
     def _parameters(self) -> list[nn.Parameter]:
         if len(self.tensors) != self._counted:
             self._counted = len(self.tensors)

@@ -166,6 +166,11 @@ class TorchrunCrew:
 
     # -- passes ---------------------------------------------------------------------------
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Whose gradients passes leave in this process: those of this rank's stages."""
+        return self.holdings.parameters[self._me]
+
     def together(self, what: str) -> AbstractContextManager[None]:
         """An operation of all ranks: if it fails on one, it fails on all."""
         return self._ranks.together(what)
@@ -223,6 +228,7 @@ class TorchrunCrew:
         for line in self._lines:
             line.expect(kinds)
         part = order.part(self.has_inputs, self.has_loss)
+        part = replace(part, wanted=self.holdings.own(self._me, order.wanted))
         torch.clear_autocast_cache()  # the script may be in a region that spans several steps
         try:
             with self._at_work():

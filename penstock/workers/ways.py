@@ -259,6 +259,20 @@ class Holdings:
                     _extend(self.parameters[worker], span.module.parameters())
                     _extend(self.buffers[worker], span.module.buffers())
 
+    def everything(self) -> list[nn.Parameter]:
+        """The parameters of all workers, each once."""
+        every = (parameter for parameters in self.parameters for parameter in parameters)
+        return list({id(parameter): parameter for parameter in every}.values())
+
+    def own(
+        self, worker: int, wanted: Sequence[nn.Parameter] | None
+    ) -> Sequence[nn.Parameter] | None:
+        """Those of these parameters that are this worker's; `None`, which is all, stays."""
+        if wanted is None:
+            return None
+        chosen = set(map(id, wanted))
+        return [parameter for parameter in self.parameters[worker] if id(parameter) in chosen]
+
     def backup(self, worker: int, backward: bool) -> Backup:
         """What a pass of this worker may change, as it is now."""
         return Backup(self.parameters[worker] if backward else (), self.changing[worker])
