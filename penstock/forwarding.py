@@ -83,7 +83,8 @@ class Forwarding(ModelLike):
         """
         graph = torch.is_grad_enabled()
         with self._together("a call" if graph else "a call without gradients"):
-            batch = self._batch(partial(self._split, args, kwargs))
+            trains = graph and self.model.training
+            batch = self._batch(partial(self._split, args, kwargs), trains)
             order = self._order("forward" if graph else "infer", batch)
             result = self._result_of(order, self._merge, graph)
             with self._auditor.around(order, batch):
@@ -120,7 +121,7 @@ class Forwarding(ModelLike):
     def _enter(self, inputs: Any) -> tuple[Any, Result]:
         """Start a batch, without gradients."""
         with self._together("a batch of map"), torch.no_grad():
-            batch = self._batch(partial(self._split, *arguments(inputs)))
+            batch = self._batch(partial(self._split, *arguments(inputs)), trains=False)
             order = self._order("infer", batch)
             result = self._result_of(order, self._merge)
             return self._runner.start(order), result
@@ -140,10 +141,10 @@ class Forwarding(ModelLike):
         name = what if self.model.training else f"{what} in evaluation mode"
         return self._runner.crew.together(name)
 
-    def _batch(self, make: Callable[[], Batch]) -> Batch:
+    def _batch(self, make: Callable[[], Batch], trains: bool) -> Batch:
         """A batch, where its inputs are; elsewhere, what there is to know of it."""
         self._opened.check()
-        return self._runner.batch(make, self.model.training)
+        return self._runner.batch(make, self.model.training, trains)
 
     def _order(self, what: Pass, batch: Batch, loss: Loss | None = None) -> Order:
         """The order for a batch."""

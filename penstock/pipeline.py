@@ -229,7 +229,8 @@ class Pipeline(Forwarding, Saves):
 
         Gradients add up in `.grad`, as `backward()` leaves them. They are bit for bit those of
         one device that runs the same micro-batches one after the other. If anything fails, `.grad`
-        is as it was before.
+        is as it was before. Under `torch.no_grad()` or `torch.inference_mode()` there is no
+        backward: the loss, and what else is asked for, is returned, and `.grad` stays as it is.
 
         Args:
             *args: the model's positional arguments.
@@ -266,7 +267,7 @@ class Pipeline(Forwarding, Saves):
         split = partial(self._split, args, kwargs)
         targets = partial(split_target, target)
         asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler))
-        return self._step("train_step", "train", split, asked)
+        return self._train_step(split, asked)
 
     def train_microbatches(
         self,
@@ -305,7 +306,7 @@ class Pipeline(Forwarding, Saves):
         asked = Objective(
             for_each, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler)
         )
-        return self._step("train_step", "train", given, asked, by_microbatch=True)
+        return self._train_step(given, asked, by_microbatch=True)
 
     def eval_step(
         self,
@@ -342,6 +343,15 @@ class Pipeline(Forwarding, Saves):
         with evaluating(self.model), torch.no_grad():
             return self._step("eval_step", "infer", split, asked)
 
+    def _train_step(
+        self, make: Callable[[], Batch], objective: Objective, by_microbatch: bool = False
+    ) -> Any:
+        """A step with gradients, or without any where autograd is switched off."""
+        if torch.is_grad_enabled():
+            return self._step("train_step", "train", make, objective, by_microbatch)
+        name = "train_step without gradients"
+        return self._step(name, "infer", make, objective, by_microbatch)
+
     def _step(
         self,
         name: str,
@@ -366,7 +376,7 @@ class Pipeline(Forwarding, Saves):
     ) -> tuple[Order, Batch, Result | None]:
         """The order for a batch that ends in a loss; and what makes the outputs, if wanted."""
         runner = self._runner
-        batch, loss = self._batch(make), None
+        batch, loss = self._batch(make, trains=what == "train"), None
         if runner.crew.has_loss:
             check_reads("loss", objective.loss_fn, self._left)
             check_reads("metrics function", objective.metrics, self._left)

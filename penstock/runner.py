@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,35 @@ Slices = list[list[Any]]
 """For every micro-batch the values that the first stage gets."""
 
 
+@dataclass
+class Counts:
+    """How many passes there were, on which random numbers depend besides the seed.
+
+    Passes that train are counted by themselves, so that nothing that is evaluated in between
+    changes what they draw: they are steps 0, 1, 2, ... Others are steps -1, -2, -3, ..., so these
+    differ from each other as well, where a model that is evaluated draws random numbers.
+
+    Attributes:
+        trained: passes that have trained: those of `train_step` with gradients, and calls in
+            training mode with gradients.
+        others: all other passes.
+    """
+
+    trained: int = 0
+    others: int = 0
+
+    def next(self, trains: bool) -> int:
+        """The step that the next pass is."""
+        return self.trained if trains else -1 - self.others
+
+    def count(self, step: int) -> None:
+        """There was a pass with this step. Ranks may have counted differently after a failure."""
+        if step >= 0:
+            self.trained = step + 1
+        else:
+            self.others = -step
+
+
 class Runner:
     """The stages of a plan, run by a crew. The model's weights are where the plan wants them.
 
@@ -41,7 +70,7 @@ class Runner:
     Attributes:
         loss_device: where the last stage is.
         crew: who does it.
-        batches: how many passes were ordered; random numbers depend on it.
+        counts: of passes that were ordered.
     """
 
     def __init__(
@@ -58,7 +87,9 @@ class Runner:
         self._program = program
         self._ways = {True: training, False: evaluation}
         self._num_workers = len(devices)
-        self.batches = 0
+        self.counts = Counts()
+        self._passes = 0
+        self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
         self._timelines: list[Timeline] | None = None
         self.loss_device = devices[plan.placement[-1]]
         self.crew = crew
@@ -68,8 +99,14 @@ class Runner:
         """The ways through the model in this mode."""
         return self._ways[training]
 
-    def batch(self, make: Callable[[], Batch], training: bool) -> Batch:
-        """A batch with the ways that it takes; made where the first stage is fed."""
+    def batch(self, make: Callable[[], Batch], training: bool, trains: bool) -> Batch:
+        """A batch with the ways that it takes; made where the first stage is fed.
+
+        Args:
+            make: makes it.
+            training: in which mode of the model it is run.
+            trains: whether it counts as a step of training.
+        """
         ways = self._ways[training]
 
         def routed() -> Batch:
@@ -86,7 +123,8 @@ class Runner:
             sizes: list[Sizes] = [
                 {**s, **ways.numbers(w)} for s, w in zip(batch.sizes, taken, strict=True)
             ]
-            return replace(batch, ways=taken, sizes=sizes, news=news, number=self.batches)
+            batch = replace(batch, ways=taken, sizes=sizes, news=news, seed=self.seed)
+            return replace(batch, step=self.counts.next(trains), number=self._passes)
 
         batch = self.crew.told(routed)
         for way in sorted(batch.news):  # elsewhere it is recorded now, under the same number
@@ -107,14 +145,42 @@ class Runner:
             for part, way in zip(batch.parts, taken, strict=False)  # none where it is not fed
         ]
         # Of the batch, not this process's own: after a failure ranks may have counted differently.
-        number, self.batches = batch.number, batch.number + 1
-        keys = [Key(batch.seed, number, k) for k in range(len(batch))]
+        self.counts.count(batch.step)
+        number, self._passes = batch.number, batch.number + 1
+        self._seed = batch.seed, torch.initial_seed()
+        keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")
         recorded = self._timelines is not None
         return Order(
             what, ways.training, microbatches, modes, number, values, loss, recorded=recorded
         )
+
+    @property
+    def seed(self) -> int:
+        """The seed of random numbers: `torch.initial_seed()`, unless a state was loaded since."""
+        current = torch.initial_seed()
+        return self._seed[0] if self._seed and self._seed[1] == current else current
+
+    def random_state(self) -> dict[str, int]:
+        """All that random numbers of the next passes depend on."""
+        counts = {"trained": self.counts.trained, "others": self.counts.others}
+        return {"seed": self.seed, **counts}
+
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """Go on from a state of `random_state`, until `torch.manual_seed` gives another seed.
+
+        Raises:
+            InputError: it is none.
+        """
+        wrong = not isinstance(state, Mapping) or "trained" not in state
+        if wrong or any(type(value) is not int for value in state.values()):
+            raise InputError(
+                f"{state!r} is no state of random numbers: give what random_state() returned, a "
+                "dictionary of the whole numbers 'seed', 'trained' and 'others'"
+            )
+        self.counts = Counts(state["trained"], state.get("others", 0))
+        self._seed = state.get("seed", torch.initial_seed()), torch.initial_seed()
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""

@@ -282,7 +282,7 @@ class _Both:
         with torch.no_grad():
             output = self.pipe(*args, **kwargs)
             what = "result of a call in evaluation mode"
-            found = self._result(what, output, partial(self.oracle.call, _STEPS + 1))
+            found = self._result(what, output, partial(self.oracle.call, -1))  # it trains nothing
             if len(self.oracle.rows) == 1 or not found.ok or self._goes_several_ways():
                 return [found]
             return [found, rows_in_order(output, self._alone(self.oracle.unsplit))]

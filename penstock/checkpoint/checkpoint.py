@@ -57,7 +57,8 @@ class Checkpoint:
     Attributes:
         path: of the folder.
         number: how many saves to this folder have begun, this one included.
-        batches: how many batches the pipeline had run.
+        batches: how many batches the pipeline had trained on.
+        random_state: of the pipeline, see `Pipeline.random_state`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,6 +71,8 @@ class Checkpoint:
         training = self._pickled(self._name("training"))
         self._model: dict[str, Any] = training["model"]
         self.batches: int = training["batches"]
+        # Earlier versions saved the count alone; the seed is then that of the generators.
+        self.random_state: dict[str, int] = training.get("random_state", {"trained": self.batches})
         self._things: dict[str, tuple[str, Any]] = training["things"]
 
     def _check_sizes(self) -> None:
@@ -159,7 +162,7 @@ class Checkpoint:
         """Put everything back: the run goes on from here with the bits that it would have had.
 
         That is the model's state, the things that were saved, the random generators, and a
-        pipeline's count of batches. Gradients are cleared. If something does not fit, nothing is
+        pipeline's `random_state()`. Gradients are cleared. If something does not fit, nothing is
         changed. Under torchrun all ranks do it together.
 
         Args:
@@ -189,9 +192,9 @@ class Checkpoint:
             for load_one in loads:
                 load_one()
             model.zero_grad()
-            if runner is not None:
-                runner.batches = self.batches
             use_generators(generators[place if place < len(generators) else 0])
+            if runner is not None:
+                runner.load_random_state(self.random_state)
         return self.data
 
     def _check_names(self, things: Mapping[str, Any]) -> None:

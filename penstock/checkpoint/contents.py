@@ -48,14 +48,18 @@ class Contents:
 
     @classmethod
     def of(
-        cls, model: nn.Module, holdings: Holdings, batches: int, things: Mapping[str, Any]
+        cls,
+        model: nn.Module,
+        holdings: Holdings,
+        random_state: Mapping[str, int],
+        things: Mapping[str, Any],
     ) -> Contents:
         """Everything there is.
 
         Args:
             model: whose weights.
             holdings: what of them each worker has.
-            batches: how many batches were run.
+            random_state: of the pipeline.
             things: what the user wants to have saved, by name.
 
         Raises:
@@ -78,7 +82,9 @@ class Contents:
                 _divide_states(label, thing, names, owners, portions)
             else:
                 remote[label] = parts
-        training = compact({"model": weights, "batches": batches, "things": saved})
+        state = dict(random_state)
+        counts = {"batches": state["trained"], "random_state": state}
+        training = compact({"model": weights, **counts, "things": saved})
         return cls(portions, names, remote, _packed(training, saved))
 
 

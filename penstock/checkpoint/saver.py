@@ -137,7 +137,7 @@ class Saver:
     ) -> tuple[bytes, list[Part]]:
         """Every worker's part."""
         runner = self._runner
-        found = Contents.of(self._model, runner.crew.holdings, runner.batches, things)
+        found = Contents.of(self._model, runner.crew.holdings, runner.random_state(), things)
         names = partial(names_of_save, len(found.portions))
         self._number = runner.crew.agreed(lambda: folder.begin(names, self._number))
         where = os.fspath(folder.path)
@@ -247,7 +247,7 @@ class Saves:
         """Save the training run, as it is between two steps, to a folder.
 
         Saved are the model's weights and buffers, the plan, the random generators of torch, numpy
-        and Python, the pipeline's count of batches, on which its random numbers depend, and
+        and Python, the pipeline's own `random_state()`, and
         `things`. Gradients are not. Every worker writes its own part. A checkpoint that is in the
         folder is replaced at once when the new one is on the disk; whatever happens before, it
         stays. `penstock.load` reads it, with any number of stages and any kind of worker.
@@ -269,3 +269,33 @@ class Saves:
             ClosedError: the pipeline is closed.
         """
         return self._saver.save(path, background, things)
+
+    def random_state(self) -> dict[str, int]:
+        """What the random numbers of the next passes depend on, for checkpoints of one's own.
+
+        Dropout masks, and all else that the model and the loss draw, are made of the seed, the
+        number of the pass, the micro-batch and the call. `save` has this state in it already; it is
+        for whoever saves by other means. Under torchrun it is the same on every rank once there
+        was a pass.
+
+        Returns:
+            `"seed"`: that of `torch.manual_seed`; `"trained"`: how many passes have trained
+            (`train_step`, and calls in training mode, with gradients); `"others"`: how many have
+            not. Whole numbers, which `torch.save` and JSON can hold.
+        """
+        return self._runner.random_state()
+
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """Draw from now on what was drawn after this state was taken.
+
+        Number of stages, schedule and kind of workers may have been other ones. The seed of the
+        state is used until `torch.manual_seed` gives another one than there is now; the generators
+        of torch, numpy and Python are left alone. Under torchrun every rank loads it.
+
+        Args:
+            state: what `random_state` returned.
+
+        Raises:
+            InputError: it is no such state.
+        """
+        self._runner.load_random_state(state)

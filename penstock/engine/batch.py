@@ -33,7 +33,8 @@ class Batch:
         ways: the number of the way that each takes through the model, once it is known.
         news: the leaves of inputs that are the first to take a way, by its number.
         seed: of random numbers.
-        number: of the batch, on which random numbers depend, too.
+        step: on which random numbers depend, too; see `penstock.runner.Counts`.
+        number: of the pass; no other has it.
     """
 
     parts: Sequence[Inputs]
@@ -41,6 +42,7 @@ class Batch:
     ways: Sequence[int] = ()
     news: Mapping[int, Inputs] = field(default_factory=dict)
     seed: int = field(default_factory=torch.initial_seed)
+    step: int = -1
     number: int = -1
 
     @classmethod

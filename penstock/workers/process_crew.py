@@ -178,7 +178,7 @@ class ProcessCrew(Driven):
         """Tell all workers to run a pass."""
         self._workers.check_open()
         if order.loss is not None:
-            _check_loss(order.loss)
+            _check_loss(order.loss, order.what == "train")
         backward = order.what in ("train", "backward")
         workers = range(self._count)
         try:
@@ -417,13 +417,19 @@ def _bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
         mine.copy_(theirs)
 
 
-def _check_loss(loss: Loss) -> None:
+def _check_loss(loss: Loss, backward: bool) -> None:
     """Raise if a gradient would be left in a worker's process.
+
+    Args:
+        loss: which is sent there.
+        backward: whether there are gradients at all.
 
     Raises:
         InputError: the loss or a target has tensors that ask for one.
     """
     tensors = _check_sent("the loss function", (loss.function, loss.more))
+    if not backward:
+        return
     if any(tensor.requires_grad for tensor in tensors):
         raise InputError(
             "the loss function uses parameters, or other tensors that require a gradient, which "

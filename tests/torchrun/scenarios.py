@@ -298,7 +298,7 @@ def failures(rank: int) -> Any:
         assert [name for name in before if not torch.equal(before[name], after[name])] == []
         loss = step(pipe)
         # Random numbers depend on it, however many steps have failed before it, and where.
-        found["number"] = "", str(pipe._runner.batches), "", None
+        found["number"] = "", str(pipe._runner.counts.trained), "", None
         gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     found["closed"] = raised(lambda: step(pipe))
     with trapped(2, timeout=30) as pipe:
