@@ -32,7 +32,7 @@ from penstock.runner import Runner
 from penstock.streaming import stream
 from penstock.train.model_like import ModelLike
 from penstock.train.result import StepResult
-from penstock.workers.ways import Ways
+from penstock.workers.ways import Holdings, Ways
 
 
 def left_elsewhere(program: Program, plan: Plan, shares_modules: bool) -> Left:
@@ -51,6 +51,28 @@ def left_elsewhere(program: Program, plan: Plan, shares_modules: bool) -> Left:
     near = {call.target for call in calls if isinstance(call.target, str)}
     places = sorted({owner_of(program.model, name) for name in program.left})
     return Left(program.model, [p for p in places if near.isdisjoint(with_owners(p[0]))])
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The parameters that a loss may not use, as their gradients are made apart from its own.
+
+    Attributes:
+        model: whose.
+        holdings: what stages use of it.
+        halves: whether gradients of weights are made apart from all others.
+    """
+
+    model: nn.Module
+    holdings: Holdings
+    halves: bool
+
+    def __call__(self, parameter: torch.Tensor) -> str | None:
+        """Its name, if it is one of them."""
+        if id(parameter) not in self.holdings.apart and not self.halves:
+            return None
+        named = self.model.named_parameters()
+        return next((name for name, own in named if own is parameter), None)
 
 
 class Forwarding(ModelLike):

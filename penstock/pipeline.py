@@ -27,7 +27,7 @@ from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Order, Pass
 from penstock.engine.reading import check_reads
 from penstock.errors import InputError
-from penstock.forwarding import Forwarding, Result, left_elsewhere, step_result
+from penstock.forwarding import Apart, Forwarding, Result, left_elsewhere, step_result
 from penstock.links.narrow import in_words, name_of
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
@@ -209,6 +209,8 @@ class Pipeline(Forwarding, Saves):
             self._saver = Saver(model, plan, self._runner)
             self._opened = Opened(self.program)
             self._left = left_elsewhere(self.program, plan, crew.shares_modules)
+            apart = Apart(model, crew.holdings, plan.splits_backward)
+            self._apart = apart if crew.shares_modules else None
             stack.pop_all()
 
     # -- training -------------------------------------------------------------------------
@@ -381,7 +383,7 @@ class Pipeline(Forwarding, Saves):
             check_reads("loss", objective.loss_fn, self._left)
             check_reads("metrics function", objective.metrics, self._left)
             is_new = self._mixing.is_new(objective.identity)
-            loss = objective.loss(batch.rows, runner.loss_device, is_new)
+            loss = objective.loss(batch.rows, runner.loss_device, is_new, self._apart)
         order = self._order(what, batch, loss)
         result = None
         if objective.outputs:

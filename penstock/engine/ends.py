@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
 from penstock.capture.trees import map_leaves
@@ -38,6 +39,10 @@ class Pieces:
     rows: Sequence[int]
     targets: Sequence[tuple[Any, ...]]
     weights: Sequence[float]
+
+
+Apart = Callable[[torch.Tensor], str | None]
+"""The name of a parameter whose gradient is not made by the graph that the loss is in."""
 
 
 class LossFailed(Exception):  # noqa: N818 - never reaches a user: it tells loss from forward
@@ -160,6 +165,8 @@ class Loss:
         keeps_outputs: whether the results are wanted, too.
         scale: what the loss is multiplied by before its backward; `None` without loss scaling.
         pieces: a micro-batch in pieces, if it is to be seen whether the loss adds up.
+        apart: knows the parameters that the function may not use; `None` where it may use none,
+            as their gradients would stay in another process.
     """
 
     def __init__(
@@ -172,6 +179,7 @@ class Loss:
         keeps_outputs: bool = False,
         scale: float | None = None,
         pieces: Pieces | None = None,
+        apart: Apart | None = None,
     ) -> None:
         self.function = function
         self.pieces = pieces
@@ -183,6 +191,7 @@ class Loss:
         self._measured = None if metrics is None else Watched(metrics)
         self.keeps_outputs = keeps_outputs
         self.scale = scale
+        self.apart = apart
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -205,6 +214,7 @@ class Loss:
             with values_saved(self.buffers):
                 loss = self._of(key, LOSS, output, *self.targets[microbatch], **self.more)
             _check_scalar(loss)
+            _check_parameters(loss, results, self.apart)
         except BaseException as error:  # a sys.exit() as well
             raise LossFailed("loss") from error
         weight = self.weights[microbatch]
@@ -278,6 +288,45 @@ def _check_scalar(loss: Any) -> None:
         raise InputError(
             "the loss depends on no parameter that requires a gradient; was it detached?"
         )
+
+
+def _check_parameters(loss: torch.Tensor, results: Values, apart: Apart | None) -> None:
+    """Raise if the loss uses a parameter whose gradient would be added up in a second place.
+
+    One device adds the gradients that a parameter has from the model and from the loss, and then
+    the sum to `.grad`. With the parameter in another graph it would be two additions, whose order
+    depends on timing; in another process, the second one would be lost.
+    """
+    for leaf in _leaves(loss, results) if loss.requires_grad else ():
+        if apart is None and isinstance(leaf, nn.Parameter):
+            raise InputError(
+                f"the loss function uses a parameter of shape {tuple(leaf.shape)}, whose gradient "
+                "would be left in a worker's process. Make it a part of the model, or use "
+                'workers="threads"'
+            )
+        if apart is not None and (name := apart(leaf)) is not None:
+            raise InputError(
+                f"the loss function uses the model's parameter {name!r}, which is not next to the "
+                "loss: its gradient is made in another stage, or another part of this one, so "
+                "that of the loss would be added to .grad apart from it, and the bits would not "
+                "be those of one device. Let the model's forward compute that term and return it "
+                "with the output, or use the plain style: (loss_fn(pipe(x), y) + term).backward()"
+            )
+
+
+def _leaves(loss: torch.Tensor, results: Values) -> Iterator[torch.Tensor]:
+    """The leaves that a loss depends on otherwise than by these results."""
+    differentiable = (r for r in results if isinstance(r, torch.Tensor) and r.requires_grad)
+    seen = {get_gradient_edge(result).node for result in differentiable}
+    waiting = [get_gradient_edge(loss).node]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            yield node.variable  # type: ignore[attr-defined]
+        waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -14,7 +14,7 @@ from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.engine.backup import Backup
 from penstock.engine.batch import Targets, Weight, weights
 from penstock.engine.effects import may_have_effects
-from penstock.engine.ends import Loss, Pieces, to_device
+from penstock.engine.ends import Apart, Loss, Pieces, to_device
 from penstock.engine.microbatch import pieces_of
 from penstock.engine.state import State
 from penstock.errors import InputError
@@ -65,13 +65,20 @@ class Objective:
             state.put_back()
             raise
 
-    def loss(self, rows: Sequence[int], device: torch.device, checked: bool = False) -> Loss:
+    def loss(
+        self,
+        rows: Sequence[int],
+        device: torch.device,
+        checked: bool = False,
+        apart: Apart | None = None,
+    ) -> Loss:
         """What the last stage ends in.
 
         Args:
             rows: of every micro-batch.
             device: of the last stage.
             checked: whether it is to be seen if the loss of rows adds up to that of a batch.
+            apart: see `Loss`.
 
         Raises:
             InputError: something is not of the right kind, or does not fit the batch.
@@ -96,9 +103,8 @@ class Objective:
         }
         shares = weights(self.weight, found, rows)
         pieces = self._pieces(found, shares, rows) if checked and len(rows) > 1 else None
-        return Loss(
-            self.loss_fn, found, shares, more, self.metrics, bool(self.outputs), self.scale, pieces
-        )
+        outputs, scale = bool(self.outputs), self.scale
+        return Loss(self.loss_fn, found, shares, more, self.metrics, outputs, scale, pieces, apart)
 
     @property
     def identity(self) -> tuple[Any, ...]:

@@ -240,6 +240,8 @@ class Holdings:
         parameters: of every worker.
         buffers: of every worker.
         changing: of every worker the buffers that a forward changes.
+        apart: the parameters, by id, that are not in the graph which the loss is a part of: those
+            of all stages but the last, and of spans that are cut off from its end.
     """
 
     def __init__(self, placement: Sequence[int]) -> None:
@@ -248,6 +250,7 @@ class Holdings:
         self.parameters: list[list[nn.Parameter]] = [[] for _ in workers]
         self.buffers: list[list[torch.Tensor]] = [[] for _ in workers]
         self.changing: list[list[torch.Tensor]] = [[] for _ in workers]
+        self.apart: dict[int, nn.Parameter] = {}
 
     def add(self, way: NewWay) -> None:
         """Note what one more way uses."""
@@ -257,6 +260,9 @@ class Holdings:
                 _extend(self.changing[worker], span.changing)
                 if isinstance(span.module, nn.Module):
                     _extend(self.parameters[worker], span.module.parameters())
+                    is_end = index == len(self._placement) - 1 and span is stage.spans[-1]
+                    if not is_end or span.recompute:
+                        self.apart |= {id(p): p for p in span.module.parameters()}
                     _extend(self.buffers[worker], span.module.buffers())
 
     def everything(self) -> list[nn.Parameter]:
