@@ -373,7 +373,11 @@ class _RemoteParts:
         settings, workers = settings_of(groups), range(len(self._owners))
         self._ready()
         warn_of_no_gradients(groups)
-        self._run([Step(self.number, settings, self._shared.before(w)) for w in workers], True)
+        try:
+            self._run([Step(self.number, settings, self._shared.before(w)) for w in workers], True)
+        finally:  # some may have, whatever happened
+            for worker, owned in enumerate(self._owners):
+                self._shared.stepped(worker, owned)
 
     def fetch(self, state: State) -> None:
         """Bring what the parts remember here."""

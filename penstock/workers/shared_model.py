@@ -78,12 +78,14 @@ class Gradients:
         news: that segment's grant and size, and the places in it, if it is new.
         present: the numbers of the parameters that have a gradient now.
         requires_grad: for every parameter, if that has changed.
+        written: the numbers of tensors that the driver has changed in place since it last said so.
     """
 
     slot: int = -1
     news: tuple[int, int, list[Place]] | None = None
     present: tuple[int, ...] = ()
     requires_grad: tuple[bool, ...] | None = None
+    written: tuple[int, ...] = ()
 
 
 @dataclass
@@ -99,6 +101,7 @@ class _Part:
     memory: memoryview | None = None  # of that slot
     requires_grad: tuple[bool, ...] = ()
     addresses: list[int] = field(default_factory=list)  # of the tensors
+    versions: list[int] = field(default_factory=list)  # of them, as the worker knows
     hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
 
@@ -113,6 +116,14 @@ class _Part:
         numbers = range(len(self._gradients))
         left = [k for k in numbers if self.parameters[k].grad is not self._gradients[k]]
         return any(sys.getrefcount(self._gradients[k]) > _OWN for k in left)
+
+    def written(self) -> tuple[int, ...]:
+        """The tensors that were changed in place since this was last asked."""
+        now = list(map(_version, self.tensors))
+        if now == self.versions:
+            return ()
+        before, self.versions = self.versions, now
+        return tuple(k for k, version in enumerate(before) if version != now[k])
 
     def let_go(self) -> None:
         """Of the slot."""
@@ -171,6 +182,7 @@ class SharedModel:
             tensor.data = memory
             part.tensors.append(tensor)
             part.addresses.append(memory.data_ptr())
+            part.versions.append(_version(tensor))
             self._owners[id(tensor)] = worker, number
         part.hooks += _hooks_of(new)
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
@@ -241,13 +253,25 @@ class SharedModel:
         requires_grad = tuple(p.requires_grad for p in part.parameters)
         changed = requires_grad != part.requires_grad
         part.requires_grad = requires_grad
-        return Gradients(part.slot, news, present, requires_grad if changed else None)
+        changed_to = requires_grad if changed else None
+        return Gradients(part.slot, news, present, changed_to, part.written())
+
+    def stepped(self, worker: int, parameters: Iterable[torch.Tensor]) -> None:
+        """Let autograd here know that a worker has changed these in place."""
+        part = self._parts[worker]
+        changed = [p for p in parameters if p.grad is not None and not p.is_inference()]
+        torch.autograd.graph.increment_version(changed)
+        for parameter in changed:
+            number = self.number(worker, parameter)
+            if number is not None:
+                part.versions[number] += 1  # the worker knows this one
 
     def doubt(self) -> None:
-        """Take it that the workers know nothing of gradients: what they were told may be lost."""
+        """Take it that the workers know nothing of all this: what they were told may be lost."""
         for part in self._parts:
             part.let_go()
             part.slot, part.slots, part.requires_grad = -1, Slots(), ()
+            part.versions = [-1] * len(part.versions)
 
     def during(self, worker: int) -> None:
         """Make what `after` needs, while the pass runs."""
@@ -269,6 +293,11 @@ def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[Place], int]:
         size = place.end
         places.append(place)
     return places, size
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place, as autograd counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:

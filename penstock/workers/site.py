@@ -133,6 +133,8 @@ class Site:
         if gradients.requires_grad is not None:
             for parameter, wanted in zip(parameters, gradients.requires_grad, strict=True):
                 parameter.requires_grad_(wanted)
+        # A graph that was made before then knows that it has other values than it was made of.
+        torch.autograd.graph.increment_version([self.tensors[k] for k in gradients.written])
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = None

@@ -393,3 +393,79 @@ def test_hooks_of_parameters_in_processes() -> None:
         assert seen == []
         twin(x)[0].sum().backward()
         assert same(grads(model, x), grads(twin, x))
+
+
+def change_a_saved_weight(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        pipe.model.c.weight.mul_(2)
+
+
+def change_a_weight_of_the_first_stage(
+    pipe: ps.Pipeline, optimizer: torch.optim.Optimizer
+) -> None:
+    with torch.no_grad():
+        pipe.model.b.weight.copy_(torch.zeros(5, 5))
+
+
+def load_other_weights(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    pipe.model.load_state_dict(Whole().state_dict())
+
+
+def step_on_the_workers(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+CHANGES = [
+    *(change_a_saved_weight, change_a_weight_of_the_first_stage, load_other_weights),
+    step_on_the_workers,
+]
+KINDS = pytest.mark.parametrize("workers", ["threads", "processes"])
+
+
+@KINDS
+def test_weights_that_change_before_the_backward(workers: str) -> None:
+    """PyTorch raises where the backward needs the old ones, and nothing is added to `.grad`."""
+    model, x = Whole(), integers(7, 4)
+    state = copy.deepcopy(model.state_dict())
+    with make(model, x, workers) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=1.0)
+        for change in CHANGES:
+            model.load_state_dict(state)
+            model.zero_grad()
+            backward(pipe, model, x)
+            before = [None if g is None else g.clone() for g in grads(model, x)]
+            result = pipe(x)[0]
+            change(pipe, optimizer)
+            with pytest.raises(ps.WorkerError, match="modified by an inplace operation"):
+                result.sum().backward()
+            assert same(grads(model, x), before), change.__name__
+            twin = copy.deepcopy(model)
+            model.zero_grad()
+            assert same(backward(pipe, model, x), backward(twin, twin, x))
+            assert same(grads(model, x), grads(twin, x)), change.__name__
+
+
+@KINDS
+def test_weights_that_the_backward_does_not_need_may_change(workers: str) -> None:
+    model, x = Whole(), integers(7, 4)
+    twin = copy.deepcopy(model)
+    with make(model, x, workers) as pipe:
+        for call, own in ((pipe, model), (twin, twin)):
+            result = call(x)[0]
+            with torch.no_grad():
+                own.c.bias.add_(1)
+                own.a.weight.mul_(2)  # whose input needs no gradient
+            result.square().sum().backward()
+        assert same(grads(model, x), grads(twin, x))
+
+
+@KINDS
+def test_a_graph_of_ones_own_sees_the_steps_of_workers(workers: str) -> None:
+    model, x = Whole(), integers(7, 4)
+    with make(model, x, workers) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=1.0)
+        backward(pipe, model, x)
+        penalty = model.a.weight.square().sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
