@@ -20,14 +20,42 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import Node
 
+from penstock.capture.trees import flatten
 from penstock.engine.span import Gradients
 from penstock.errors import InputError, PenstockError
 
 Run = Callable[[dict[int, Gradients], Sequence[nn.Parameter] | None], dict[int, Gradients]]
 """Runs a backward pass from these gradients of the results, for these parameters or for all;
 returns the gradients of the inputs."""
+
+
+def check_untransformed(given: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise if derivatives are asked for that stages do not compute.
+
+    Args:
+        given: containers with the tensors that enter.
+        parameters: the model's.
+
+    Raises:
+        InputError: a transform of `torch.func` is at work, or a tensor has a forward-mode tangent.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise InputError(
+            "a pipeline cannot be transformed by torch.func (grad, vmap, jvp and the like), which "
+            "do not reach into its workers. Transform the model itself, pipe.model; gradients in "
+            "reverse mode are to be had by torch.autograd.grad(pipe(x).sum(), x)"
+        )
+    if torch.autograd.forward_ad._current_level < 0:
+        return
+    tensors = [leaf for leaf in flatten(given)[0] if isinstance(leaf, torch.Tensor)]
+    if any(unpack_dual(tensor).tangent is not None for tensor in [*tensors, *parameters]):
+        raise InputError(
+            "a tensor that enters the pipeline has a forward-mode tangent, which stages do not "
+            "carry. Run the model itself for a derivative in forward mode: pipe.model(x)"
+        )
 
 
 class Passage:
@@ -144,6 +172,12 @@ class _Deliver(torch.autograd.Function):
                 "that term: out = pipe.model(x) has the same parameters, and its gradients add "
                 "up in the same .grad"
             )
+        if any(_is_batched(gradient) for gradient in gradients if gradient is not None):
+            raise InputError(
+                "is_grads_batched=True, or vmap over a backward, does not reach into the workers "
+                "of a pipeline. Ask for one gradient at a time, each of a call of its own, or run "
+                "the model itself, pipe.model"
+            )
         passage = ctx.passage
         remaining = iter(gradients)
         passage.gradients = [
@@ -151,6 +185,11 @@ class _Deliver(torch.autograd.Function):
             for _ in range(len(gradients) // sum(passage.differentiable))
         ]
         return (None, torch.empty(0), *(None for _ in gradients))
+
+
+def _is_batched(gradient: torch.Tensor) -> bool:
+    """Whether it is one of many in one, by whichever of torch's two kinds of vmap."""
+    return "Batched" in torch._C._dispatch_keyset_to_string(torch._C._dispatch_keys(gradient))
 
 
 class _Asked(NamedTuple):

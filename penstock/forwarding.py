@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.audit import Auditor
-from penstock.autograd import Passage, deliver
+from penstock.autograd import Passage, check_untransformed, deliver
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
 from penstock.capture.calls import ambient
@@ -106,6 +106,7 @@ class Forwarding(ModelLike):
         graph = torch.is_grad_enabled()
         with self._together("a call" if graph else "a call without gradients"):
             trains = graph and self.model.training
+            check_untransformed((args, kwargs), self.model.parameters())
             batch = self._batch(partial(self._split, args, kwargs), trains)
             order = self._order("forward" if graph else "infer", batch)
             result = self._result_of(order, self._merge, graph)
@@ -143,7 +144,9 @@ class Forwarding(ModelLike):
     def _enter(self, inputs: Any) -> tuple[Any, Result]:
         """Start a batch, without gradients."""
         with self._together("a batch of map"), torch.no_grad():
-            batch = self._batch(partial(self._split, *arguments(inputs)), trains=False)
+            split = partial(self._split, *arguments(inputs))
+            check_untransformed(inputs, self.model.parameters())
+            batch = self._batch(split, trains=False)
             order = self._order("infer", batch)
             result = self._result_of(order, self._merge)
             return self._runner.start(order), result
@@ -164,7 +167,12 @@ class Forwarding(ModelLike):
         return self._runner.crew.together(name)
 
     def _batch(self, make: Callable[[], Batch], trains: bool) -> Batch:
-        """A batch, where its inputs are; elsewhere, what there is to know of it."""
+        """A batch, where its inputs are; elsewhere, what there is to know of it.
+
+        Args:
+            make: makes it.
+            trains: whether it counts as a step of training.
+        """
         self._opened.check()
         return self._runner.batch(make, self.model.training, trains)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.audit import Audited, Auditor
-from penstock.autograd import backward_into_inputs
+from penstock.autograd import backward_into_inputs, check_untransformed
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.checkpoint.saver import Saver, Saves
@@ -269,7 +269,7 @@ class Pipeline(Forwarding, Saves):
         split = partial(self._split, args, kwargs)
         targets = partial(split_target, target)
         asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler))
-        return self._train_step(split, asked)
+        return self._train_step(split, asked, (args, kwargs, target, loss_kwargs))
 
     def train_microbatches(
         self,
@@ -308,7 +308,8 @@ class Pipeline(Forwarding, Saves):
         asked = Objective(
             for_each, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler)
         )
-        return self._train_step(given, asked, by_microbatch=True)
+        everything = (microbatches, targets, loss_kwargs)
+        return self._train_step(given, asked, everything, by_microbatch=True)
 
     def eval_step(
         self,
@@ -343,16 +344,21 @@ class Pipeline(Forwarding, Saves):
         targets = partial(split_target, target)
         asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs)
         with evaluating(self.model), torch.no_grad():
-            return self._step("eval_step", "infer", split, asked)
+            everything = (args, kwargs, target, loss_kwargs)
+            return self._step("eval_step", "infer", split, asked, everything)
 
     def _train_step(
-        self, make: Callable[[], Batch], objective: Objective, by_microbatch: bool = False
+        self,
+        make: Callable[[], Batch],
+        objective: Objective,
+        given: Any,
+        by_microbatch: bool = False,
     ) -> Any:
         """A step with gradients, or without any where autograd is switched off."""
         if torch.is_grad_enabled():
-            return self._step("train_step", "train", make, objective, by_microbatch)
+            return self._step("train_step", "train", make, objective, given, by_microbatch)
         name = "train_step without gradients"
-        return self._step(name, "infer", make, objective, by_microbatch)
+        return self._step(name, "infer", make, objective, given, by_microbatch)
 
     def _step(
         self,
@@ -360,10 +366,12 @@ class Pipeline(Forwarding, Saves):
         what: Pass,
         make: Callable[[], Batch],
         objective: Objective,
+        given: Any,
         by_microbatch: bool = False,
     ) -> Any:
         """A pass of a batch that ends in a loss."""
         with self._together(name):
+            check_untransformed(given, self.model.parameters())
             order, batch, result = self._with_loss(what, make, objective, by_microbatch)
             with self._auditor.around(order, batch), objective.undone():
                 outcome = self._runner.run(order)

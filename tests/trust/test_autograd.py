@@ -400,9 +400,7 @@ def change_a_saved_weight(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -
         pipe.model.c.weight.mul_(2)
 
 
-def change_a_weight_of_the_first_stage(
-    pipe: ps.Pipeline, optimizer: torch.optim.Optimizer
-) -> None:
+def change_a_weight_of_the_first_stage(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         pipe.model.b.weight.copy_(torch.zeros(5, 5))
 
@@ -469,3 +467,89 @@ def test_a_graph_of_ones_own_sees_the_steps_of_workers(workers: str) -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             penalty.backward()
+
+
+def second_derivative(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    torch.autograd.grad(pipe(x)[0].square().sum(), x, create_graph=True)
+
+
+def backward_with_a_graph(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    pipe(x)[0].square().sum().backward(create_graph=True)
+
+
+def hessian(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    torch.autograd.functional.hessian(lambda x: pipe(x)[0].square().sum(), x.detach())
+
+
+def many_gradients_at_once(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    z = pipe(x)[0]
+    torch.autograd.grad(z, x, torch.eye(z.numel()).view(-1, *z.shape).double(),
+                        is_grads_batched=True)  # fmt: skip
+
+
+def forward_mode(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        pipe(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+
+
+def forward_mode_of_a_step(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        target = torch.autograd.forward_ad.make_dual(integers(7, 3), torch.ones(7, 3).double())
+        step_towards(pipe, x, target)
+
+
+def func_grad(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    torch.func.grad(lambda x: pipe(x)[0].sum())(x.detach())
+
+
+def func_vmap(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    torch.func.vmap(lambda x: pipe(x)[0])(x.detach()[None])
+
+
+def func_jvp(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    torch.func.jvp(lambda x: pipe(x)[0], (x.detach(),), (torch.ones_like(x),))
+
+
+def func_grad_of_a_step(pipe: ps.Pipeline, x: torch.Tensor) -> None:
+    torch.func.grad(lambda x: step_towards(pipe, x, integers(7, 3)))(x.detach())
+
+
+def step_towards(pipe: ps.Pipeline, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = pipe.train_step(x, target=y, loss_fn=lambda output, y: (output[0] - y).square().sum())
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+REFUSED = {
+    second_derivative: "create_graph=True",
+    backward_with_a_graph: "create_graph=True",
+    hessian: "create_graph=True",
+    many_gradients_at_once: "is_grads_batched=True",
+    forward_mode: "forward-mode tangent",
+    forward_mode_of_a_step: "forward-mode tangent",
+    func_grad: r"transformed by torch\.func",
+    func_vmap: r"transformed by torch\.func",
+    func_jvp: r"transformed by torch\.func",
+    func_grad_of_a_step: r"transformed by torch\.func",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own use
+@pytest.mark.parametrize("use", list(REFUSED), ids=lambda use: use.__name__)
+def test_what_stages_do_not_compute_is_refused(
+    pipe: ps.Pipeline, use: Callable[[ps.Pipeline, torch.Tensor], None]
+) -> None:
+    """Where it is asked for, and it leaves nothing behind."""
+    pipe.model.zero_grad()
+    x = integers(7, 4).requires_grad_()
+    backward(pipe, pipe.model, x)
+    twin, other = copy.deepcopy(pipe.model), x.detach().clone().requires_grad_()
+    pipe.model.zero_grad()
+    x.grad = None
+    with pytest.raises(ps.InputError, match=REFUSED[use]):
+        use(pipe, x)
+    assert same(grads(pipe.model, x), [None] * len(grads(twin, x)))
+    backward(pipe, pipe.model, x)
+    twin.zero_grad()
+    backward(twin, twin, other)
+    assert same(grads(pipe.model, x), grads(twin, other))
