@@ -58,6 +58,9 @@ def check_untransformed(given: Any, parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
+_NOWHERE = -1  # no micro-batch: of what has no gradient here
+
+
 class Passage:
     """A batch that has gone forward and may come back.
 
@@ -98,6 +101,7 @@ def deliver(
     slices: Sequence[Sequence[Any]],
     results: Sequence[Sequence[Any]],
     parameters: Iterable[nn.Parameter],
+    unfed: Sequence[torch.Tensor] = (),
 ) -> list[list[Any]]:
     """The results, so that a backward from them runs the passage's.
 
@@ -106,6 +110,8 @@ def deliver(
         slices: the first stage's values, of every micro-batch; gradients flow on through them.
         results: the last stage's, of every micro-batch.
         parameters: whose gradients the passage may leave in this process.
+        unfed: inputs that were given where the first stage is not. They get no gradient, but may
+            be asked for, so that all ranks run the same script.
     """
     if not any(passage.differentiable):
         return [list(part) for part in results]
@@ -116,7 +122,8 @@ def deliver(
         if isinstance(value, torch.Tensor) and value.requires_grad
     ]
     anchor = torch.empty(0, requires_grad=True)
-    inputs = [slices[microbatch][k] for microbatch, k in places]
+    inputs = [*(slices[microbatch][k] for microbatch, k in places), *unfed]
+    places += [(_NOWHERE, 0)] * len(unfed)
     reached = [parameter for parameter in parameters if parameter.requires_grad]
     token = _Drive.apply(passage, places, anchor, *inputs, *reached)
     chosen = [r for part in results for r in passage.chosen(part)]

@@ -16,6 +16,7 @@ from penstock.autograd import Passage, check_untransformed, deliver
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
 from penstock.capture.calls import ambient
+from penstock.capture.trees import flatten
 from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, arguments
 from penstock.engine.ends import Loss
@@ -117,7 +118,8 @@ class Forwarding(ModelLike):
         passage = Passage(partial(self._back, order), outcome.differentiable)
         self._runner.forget_with(passage, order)
         parameters = self._runner.crew.parameters
-        return result(deliver(passage, order.values, outcome.parts, parameters))
+        unfed = () if self._runner.crew.has_inputs else _differentiable((args, kwargs))
+        return result(deliver(passage, order.values, outcome.parts, parameters, unfed))
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
         """The model's results for many batches, in order, without gradients.
@@ -210,6 +212,12 @@ class Forwarding(ModelLike):
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         leaves = self.program.flatten_inputs(args, kwargs)
         return Batch.split(leaves, self.plan.num_microbatches)
+
+
+def _differentiable(given: Any) -> list[torch.Tensor]:
+    """The tensors in containers that ask for a gradient."""
+    leaves = flatten(given)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def step_result(

@@ -247,8 +247,8 @@ class Saves:
         """Save the training run, as it is between two steps, to a folder.
 
         Saved are the model's weights and buffers, the plan, the random generators of torch, numpy
-        and Python, the pipeline's own `random_state()`, and
-        `things`. Gradients are not. Every worker writes its own part. A checkpoint that is in the
+        and Python, the pipeline's own `random_state()`, and `things`. Gradients are not. Every
+        worker writes its own part. A checkpoint that is in the
         folder is replaced at once when the new one is on the disk; whatever happens before, it
         stays. `penstock.load` reads it, with any number of stages and any kind of worker.
 

@@ -87,6 +87,27 @@ def plain_style(pipe: ps.Pipeline) -> Found:
     return {"losses": found, "gradients": gradients(pipe), "x": {"x": x.grad}}
 
 
+def some_gradients(pipe: ps.Pipeline) -> Found:
+    """`autograd.grad`, and a step without gradients: what is in `.grad` stays as it is."""
+    x, named = X.clone().requires_grad_(), dict(pipe.named_parameters())
+    losses = [pipe.train_step(X, target=Y, loss_fn=F.mse_loss)]
+    before = gradients(pipe)
+    loss = F.mse_loss(pipe(x), Y)
+    ask = [x, *(parameter for parameter in named.values() if parameter.requires_grad)]
+    of_x, *found = torch.autograd.grad(loss, ask, allow_unused=True)
+    with torch.no_grad():
+        losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+    losses += [torch.tensor(number) for number in pipe.random_state().values()]
+    after = gradients(pipe)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    if pipe._runner.crew.has_inputs:
+        assert of_x is not None
+    names = [name for name, parameter in named.items() if parameter.requires_grad]
+    taken = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+    return {"losses": losses, "gradients": taken, "x": {"x": of_x}}
+
+
 def sizes_vary(pipe: ps.Pipeline) -> Found:
     """Batches of other sizes, micro-batches by hand, accumulation."""
     losses = []
@@ -134,7 +155,7 @@ def optimizers(pipe: ps.Pipeline) -> Found:
     }
 
 
-SMALL: list[Callable[[ps.Pipeline], Found]] = [plain_style, sizes_vary, optimizers]
+SMALL: list[Callable[[ps.Pipeline], Found]] = [plain_style, some_gradients, sizes_vary, optimizers]
 
 
 def everything(options: dict[str, Any], exact: list[tuple[str, str]]) -> dict[str, Found]:
