@@ -269,7 +269,7 @@ class Pipeline(Forwarding, Saves):
         split = partial(self._split, args, kwargs)
         targets = partial(split_target, target)
         asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler))
-        return self._train_step(split, asked, (args, kwargs, target, loss_kwargs))
+        return self._step(*_training(), split, asked, (args, kwargs, target, loss_kwargs))
 
     def train_microbatches(
         self,
@@ -309,7 +309,7 @@ class Pipeline(Forwarding, Saves):
             for_each, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler)
         )
         everything = (microbatches, targets, loss_kwargs)
-        return self._train_step(given, asked, everything, by_microbatch=True)
+        return self._step(*_training(), given, asked, everything, by_microbatch=True)
 
     def eval_step(
         self,
@@ -346,19 +346,6 @@ class Pipeline(Forwarding, Saves):
         with evaluating(self.model), torch.no_grad():
             everything = (args, kwargs, target, loss_kwargs)
             return self._step("eval_step", "infer", split, asked, everything)
-
-    def _train_step(
-        self,
-        make: Callable[[], Batch],
-        objective: Objective,
-        given: Any,
-        by_microbatch: bool = False,
-    ) -> Any:
-        """A step with gradients, or without any where autograd is switched off."""
-        if torch.is_grad_enabled():
-            return self._step("train_step", "train", make, objective, given, by_microbatch)
-        name = "train_step without gradients"
-        return self._step(name, "infer", make, objective, given, by_microbatch)
 
     def _step(
         self,
@@ -537,3 +524,10 @@ class Pipeline(Forwarding, Saves):
 
     def __repr__(self) -> str:
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
+
+
+def _training() -> tuple[str, Pass]:
+    """What a step of training is called, and does: without gradients only the forward."""
+    if torch.is_grad_enabled():
+        return "train_step", "train"
+    return "train_step without gradients", "infer"
