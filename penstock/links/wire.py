@@ -8,12 +8,14 @@ import socket
 import struct
 import time
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 from penstock.links.local import Aborted
 
 _HEADER = struct.Struct("<qqqqqq")
 _AT_ONCE = 1 << 20  # bytes that are read at once; a buffer of that size is made each time
+_SLICE = 1.0  # seconds that are waited at once
 _FD = struct.Struct("i")
 _FD_SPACE = socket.CMSG_SPACE(_FD.size)
 SPIN = 50e-6
@@ -49,6 +51,10 @@ class Message(NamedTuple):
 class Wire:
     """One end of a stream socket.
 
+    Args:
+        sock: the socket.
+        check: called every second that it waits; raises `TimeoutError` if it waits in vain.
+
     Attributes:
         busy: whether it is in the midst of a message. If it is interrupted then, nobody knows
             where the next message begins.
@@ -56,8 +62,9 @@ class Wire:
         close: closes this end; the other one notices.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, check: Callable[[], None] = lambda: None) -> None:
         sock.setblocking(False)
+        self._check = check
         self._socket = sock
         self._incoming = select.poll()
         self._incoming.register(sock, select.POLLIN)
@@ -166,8 +173,12 @@ class Wire:
         return bool(self._outgoing.poll(0))
 
     def _await(self, poller: select.poll, timeout: float | None, what: str) -> None:
-        if not poller.poll(None if timeout is None else timeout * 1000):
-            raise TimeoutError(f"{what} for {timeout:.0f} s")
+        left = float("inf") if timeout is None else timeout
+        while not poller.poll(1000 * min(left, _SLICE)):
+            left -= _SLICE
+            if left <= 0:
+                raise TimeoutError(f"{what} for {timeout:.0f} s")
+            self._check()
 
     def _rest(self, count: int, timeout: float | None) -> bytes:
         """So many bytes more."""

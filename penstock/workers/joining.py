@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -16,10 +16,12 @@ from penstock.errors import InputError, WorkerError
 from penstock.links.meeting import Address, Meeting, call, new_secret, route_to, this_machine
 from penstock.links.wire import Wire
 from penstock.workers.devices import existing_devices
+from penstock.workers.pulse import Beats, HasStopped, Pulse, started_at
 from penstock.workers.ranks import Ranks
 from penstock.workers.rendezvous import init_process_group
 
 _TIMEOUT = 120.0  # seconds in which all ranks have to be there
+_MANY = 1 << 20  # more than there are ranks
 _BUILDING = 1800.0  # seconds that building a pipeline may take, profiling and planning included
 
 LISTEN = "PENSTOCK_LISTEN"
@@ -50,6 +52,7 @@ class Entry(NamedTuple):
         device: its own, as its machine names it.
         cores: that its process may use.
         secret: that it proposes.
+        started: when its process did.
     """
 
     machine: str
@@ -58,6 +61,7 @@ class Entry(NamedTuple):
     device: str
     cores: int
     secret: str
+    started: int
 
 
 class Others(NamedTuple):
@@ -151,8 +155,8 @@ def join(devices: DEVICES | None) -> Launch:
         )
     device = existing_devices([_own_device() if devices is None else devices[rank]])[0]
     cores = len(os.sched_getaffinity(0))
-    host = socket.gethostname()
-    mine = Entry(this_machine(), host, os.getpid(), str(device), cores, new_secret())
+    me = this_machine(), socket.gethostname(), os.getpid(), str(device), cores
+    mine = Entry(*me, new_secret(), started_at())
     try:
         return _found(rank, count, mine)
     except (RuntimeError, OSError) as error:
@@ -169,10 +173,14 @@ class _Listens(NamedTuple):
 def _found(rank: int, count: int, mine: Entry) -> Launch:
     others = _introduced(rank, mine)
     try:
-        peers = {_control(k): k for k in range(1, count)} if rank == 0 else {_control(rank): 0}
-        wires = {peers[number]: wire for number, wire in others.connect(peers).items()}
+        star = {(k or rank): k for k in (range(1, count) if rank == 0 else [0])}
+        far = {number: peer for number, peer in star.items() if not others.near(rank, peer)}
+        peers = {_control(number): peer for number, peer in star.items()}
+        found = others.connect(peers | {_beats(number): peer for number, peer in far.items()})
+        wires = {peer: found[_control(number)] for number, peer in star.items()}
+        beats = {peer: found[_beats(number)] for number, peer in far.items()}
         names = [f"rank {k} (process {e.pid} on {e.host})" for k, e in enumerate(others.entries)]
-        ranks = Ranks(rank, names, wires, _BUILDING)
+        ranks = Ranks(rank, names, wires, _BUILDING, _pulses(others, wires, beats))
         with ranks.together("the start of a pipeline"):
             ranks.settle(None)
         return Launch(ranks, others)
@@ -198,6 +206,23 @@ def _introduced(rank: int, mine: Entry) -> Others:
 def _control(rank: int) -> int:
     """The number of a rank's connection to rank 0; links have those from 0."""
     return -rank
+
+
+def _beats(rank: int) -> int:
+    """The number of another one, for heartbeats, if the two are on different machines."""
+    return -_MANY - rank
+
+
+def _pulses(
+    others: Others, near: Iterable[int], beats: Mapping[int, Wire]
+) -> dict[int, HasStopped]:
+    """How this rank knows of others whether they run, as far as it does."""
+    known = [(k, others.entries[k]) for k in near if others.near(others.rank, k)]
+    found: dict[int, HasStopped] = {k: Pulse(e.pid, e.started) for k, e in known if e.started}
+    if beats:
+        heard = Beats(beats)
+        found |= {k: heard.of(k) for k in beats}
+    return found
 
 
 def _listening(

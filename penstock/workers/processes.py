@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from penstock.links.shared_memory import Receiver, Sender
 from penstock.links.wire import Gone, Message, Wire
 from penstock.workers.assembly import STARTING, decode, doing, waits
 from penstock.workers.child import ABORT, COMMAND, ERROR, GRANT, JOB
+from penstock.workers.pulse import Pulse
 from penstock.workers.rounds import IN_A_FORK, Job, Late, Result, Round, Workers
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
@@ -58,7 +58,8 @@ class _Process:
                 process_group=0,
             )
         self.end = os.pidfd_open(self.popen.pid) if hasattr(os, "pidfd_open") else -1
-        self.wire = Wire(here)
+        self.pulse = Pulse(self.popen.pid)
+        self.wire = Wire(here, self._check_runs)
         self.round = 0
         self.timeout: float | None = None
         self.lost = False  # whether somebody was interrupted between reading and noting a report
@@ -110,13 +111,14 @@ class _Process:
             return self.dump.read().decode(errors="replace").rstrip()
         return ""
 
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped it, as far as the system tells."""
-        try:
-            stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
+    def _check_runs(self) -> None:
+        """Raise if it has been stopped for so long that nobody should wait for it.
+
+        Raises:
+            TimeoutError: it has.
+        """
+        if self.pulse.has_stopped():
+            raise TimeoutError("it is stopped by a signal")
 
     def close(self) -> None:
         """Let go of what belongs to it. It has ended."""
@@ -318,10 +320,13 @@ class ProcessWorkers(Workers):
         found = {}
         for worker in workers:
             process = self._processes[worker]
-            stopped = "stopped by a signal, " if process.is_stopped() else ""
+            stopped = "stopped by a signal, " if process.pulse.is_stopped() else ""
             what = f"{stopped}{doing(self._positions[worker])} (process {process.popen.pid})"
             found[worker] = f"{what}\n{now.get(worker, '')}".rstrip()
         return found
+
+    def _stopped(self) -> list[int]:
+        return [k for k, process in enumerate(self._processes) if process.pulse.has_stopped()]
 
     def _waits(self, worker: int) -> bool:
         return waits(self._positions[worker]) or not self._positions[worker]

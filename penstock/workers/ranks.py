@@ -22,6 +22,7 @@ from penstock.links.local import Aborted
 from penstock.links.parcel import from_bytes, to_bytes
 from penstock.links.wire import Gone, Message, Wire, spin
 from penstock.workers.child import portable
+from penstock.workers.pulse import STOPPED, HasStopped
 from penstock.workers.rounds import IN_A_FORK
 
 WORD, REPORT, ABORT, VERDICT, LEAVE, WAITS = range(6)
@@ -62,6 +63,7 @@ class Ranks:
         names: of all, in words.
         wires: to rank 0; on rank 0 to all others, by rank.
         timeout: seconds that an operation may take.
+        pulses: of the ranks at the other ends, where they can be seen.
 
     Attributes:
         rank: its number.
@@ -72,7 +74,12 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int, names: Sequence[str], wires: Mapping[int, Wire], timeout: float
+        self,
+        rank: int,
+        names: Sequence[str],
+        wires: Mapping[int, Wire],
+        timeout: float,
+        pulses: Mapping[int, HasStopped] | None = None,
     ) -> None:
         self.rank = rank
         self.names = names
@@ -80,6 +87,7 @@ class Ranks:
         self.timeout = timeout
         self.number = 0
         self._wires = dict(wires)
+        self._pulses = {k: pulse for k, pulse in (pulses or {}).items() if k in wires}
         self._what = ""
         self._closed_because = ""
         self._deadline = 0.0
@@ -200,13 +208,9 @@ class Ranks:
         if not self._wires and wire is None:
             raise Aborted
         left = self.left()
-        at_first = left if self._told_what else min(left, _LONG)
-        ready = {found for found, _ in spin(self._poller(fd), at_first)}
-        if not ready and at_first < left:
-            # If rank 0 is in another operation, both would wait for each other until the timeout.
-            self._told_what = True
-            if 0 in self._wires:
-                self._send(0, Message(self.number, WAITS, payload=to_bytes(self._what)))
+        ready = {found for found, _ in spin(self._poller(fd), min(left, _LONG))}
+        if not ready and left > _LONG:
+            self._wait_on()
             return
         if not ready:
             doing = doing if isinstance(doing, str) else doing()
@@ -218,6 +222,21 @@ class Ranks:
             if rank in self._wires and other.fileno() in ready:
                 self._hear(rank)
         if self._given_up or self._has_failed() or self._verdict is not None:
+            raise Aborted
+
+    def _wait_on(self) -> None:
+        """See that it is not in vain, after a while in which nothing came.
+
+        Raises:
+            Aborted: a rank is stopped.
+        """
+        if not self._told_what:  # if rank 0 is in another operation, both would wait for each other
+            self._told_what = True
+            if 0 in self._wires:
+                self._send(0, Message(self.number, WAITS, payload=to_bytes(self._what)))
+        for rank in [k for k, p in self._pulses.items() if k in self._wires and p.has_stopped()]:
+            self._lost(rank, f"is {STOPPED}")
+        if self._has_failed() or self._verdict is not None:
             raise Aborted
 
     def _has_failed(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import ClosedError, WorkerTimeout
 from penstock.links.local import Aborted
+from penstock.workers.pulse import STOPPED
 
 Job = Callable[..., Any]
 
@@ -175,7 +176,7 @@ class Workers(ABC):
             hasty: whether to wait for no more when one has failed.
 
         Raises:
-            Late: it took longer.
+            Late: it took longer, or would, as a worker is stopped.
         """
         left = timeout
         for current in rounds:
@@ -184,7 +185,7 @@ class Workers(ABC):
                 try:
                     self._await_report(current, _SLICE if left is None else min(left, _SLICE))
                 except Late:
-                    if left is not None and left <= _SLICE:
+                    if (left is not None and left <= _SLICE) or self._stopped():
                         raise
                 if left is not None:
                     left = max(0.0, left - min(time.monotonic() - begun, 2 * _SLICE))
@@ -193,16 +194,19 @@ class Workers(ABC):
 
     def _late(self, current: Round, timeout: float) -> WorkerTimeout:
         """The error for workers that are late."""
-        late = current.waits_for
+        late, stopped = current.waits_for, self._stopped()
         busy = [worker for worker in late if not self._waits(worker)]
-        culprit = (busy or late)[0]
+        culprit = (stopped or busy or late)[0]
         where = self._at(culprit)
         details = self._describe(range(self._count))
-        lines = [
-            f"worker {', '.join(map(str, late))} did not finish within {timeout:.0f} s; "
-            "give Pipeline a larger timeout= if its work takes longer than that",
-            *(f"worker {worker} is {what}" for worker, what in details.items()),
-        ]
+        if stopped:
+            first = f"worker {', '.join(map(str, stopped))} is {STOPPED}"
+        else:
+            first = (
+                f"worker {', '.join(map(str, late))} did not finish within {timeout:.0f} s; "
+                "give Pipeline a larger timeout= if its work takes longer than that"
+            )
+        lines = [first, *(f"worker {worker} is {what}" for worker, what in details.items())]
         return WorkerTimeout("\n".join(lines), culprit, *where)
 
     def _fault(self, current: Round, late: Sequence[int], closed: str | None) -> BaseException:
@@ -268,6 +272,10 @@ class Workers(ABC):
     @abstractmethod
     def _describe(self, workers: Sequence[int]) -> dict[int, str]:
         """What workers are doing, for the message of a timeout."""
+
+    def _stopped(self) -> list[int]:
+        """The workers that a signal has stopped, and that have not gone on for seconds."""
+        return []
 
     def _waits(self, worker: int) -> bool:
         """Whether a worker waits for another one, as far as that is known."""

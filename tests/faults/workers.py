@@ -34,7 +34,7 @@ def in_a_stage(spring: str, error: type[BaseException], words: str, goes_on: boo
     """Note a kind that springs in a stage."""
 
     def script(session: Session) -> None:
-        timeout = 1.0 if error is ps.WorkerTimeout else None
+        timeout = 1.0 if error is ps.WorkerTimeout and spring != "stop" else None
         session.build(timeout)
         trap, stage = session.trap()
         where = session.rng.randrange(2)
@@ -45,7 +45,7 @@ def in_a_stage(spring: str, error: type[BaseException], words: str, goes_on: boo
         arm(session, operation, lambda: session.arm(trap, spring, where, microbatch))
         with session.expecting(error):
             session.go(rounds + 2, 8 * rounds)
-        session.took(5.0 + (timeout or 0.0))
+        session.took(10.0 if spring == "stop" else 5.0 + (timeout or 0.0))
         expected = (stage, microbatch, ["forward", "backward"][where])
         check(session, expected, session.plan.placement[stage], words)
         undone = session.is_undone(maybe_done=False)
@@ -173,13 +173,12 @@ def to_a_worker(number: signal.Signals) -> None:
 
     def script(session: Session) -> None:
         stops = number == signal.SIGSTOP
-        timeout = 1.0 if stops else None
-        session.build(timeout)
+        session.build()
         victim = session.rng.choice(session.pids)
         with session.expecting(ps.WorkerTimeout if stops else ps.WorkerDied):
             session.later(A_WHILE, lambda: os.kill(victim, number))
             session.go(ROUNDS)
-        session.took(5.0 + (timeout or 0.0))
+        session.took(10.0 if stops else 5.0)  # a pause of two seconds is not an end yet
         words = "stopped by a signal" if stops else f"killed by {number.name}"
         if words not in str(session.error):
             session.problems.append(f"it does not say {words!r} but {session.error}")

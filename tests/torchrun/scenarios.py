@@ -25,7 +25,7 @@ from penstock.links import meeting
 from penstock.links.process_group import SIGNAL
 from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
-from penstock.workers import joining, ranks
+from penstock.workers import joining, pulse, ranks
 from tests.checkpoint.steps import Run
 from tests.contract.subjects import run, sampled
 from tests.models import uniform_plan
@@ -395,6 +395,43 @@ def first_killed(rank: int) -> Any:
 def last_killed(rank: int) -> Any:
     """The one with the loss."""
     return killed(rank, 2)
+
+
+def stopped(rank: int, victim: int) -> Any:
+    """One rank is stopped in the midst of a step, with the timeouts that there are by default."""
+    pipe = trapped(3)
+    step(pipe)
+    crew: Any = pipe._runner.crew
+    pid = crew._launch.entries[victim].pid
+    if rank == victim:
+        mode = pipe.model[rank][2].mode
+
+        def stop() -> None:
+            mode.update(where="")  # just once
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        mode.update(where="backward", after=1, do=stop)
+    found = raised(lambda: step(pipe))
+    if rank == (victim + 1) % 3:
+        os.kill(pid, signal.SIGCONT)
+    return crew._ranks.timeout, found, raised(lambda: step(pipe))
+
+
+def first_stopped(rank: int) -> Any:
+    """The one that gives the verdicts."""
+    return stopped(rank, 0)
+
+
+def last_stopped(rank: int) -> Any:
+    """The one with the loss."""
+    return stopped(rank, 2)
+
+
+def far_stopped(rank: int) -> Any:
+    """On another machine, whose kernel cannot be asked."""
+    apart(rank)
+    pulse._SILENT = 4.0
+    return stopped(rank, 1)
 
 
 def left_early(rank: int) -> Any:

@@ -183,6 +183,22 @@ def test_a_killed_rank(launcher: Launcher, tmp_path: Path, scenario: str, victim
             assert after[0] == "ClosedError"
 
 
+@pytest.mark.parametrize(
+    ("scenario", "victim"), [("first_stopped", 0), ("last_stopped", 2), ("far_stopped", 1)]
+)
+def test_a_stopped_rank(launcher: Launcher, tmp_path: Path, scenario: str, victim: int) -> None:
+    ranks = started(launcher, scenario, tmp_path, ranks=3)
+    for rank, (timeout, (kind, text, _, _), after) in enumerate(ranks):
+        assert timeout >= 600  # nothing has waited for that
+        if rank == victim:
+            assert after[0] in ("WorkerDied", "ClosedError")  # when it goes on
+            continue
+        assert kind == "WorkerDied"
+        assert after[0] == "ClosedError"
+        assert f"rank {victim} (process" in text
+        assert "is stopped by a signal (as SIGSTOP does)" in text
+
+
 def test_a_rank_that_leaves_early(launcher: Launcher, tmp_path: Path) -> None:
     ranks = launcher.run("left_early", tmp_path, ranks=3)
     for found in (ranks[0], ranks[2]):
