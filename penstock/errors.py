@@ -119,6 +119,30 @@ class ClosedError(PenstockError):
     """The pipeline was closed, by the user or by an error."""
 
 
+_AGAIN = (
+    ". Its model is as it was left, with its weights: to go on, build another pipeline, "
+    "Pipeline(pipe.model, ..., plan=pipe.plan)"
+)
+_IN_RANKS = (
+    ". Every rank's model has the weights of its own stages only: to go on, build another pipeline "
+    "on all ranks and restore a checkpoint"
+)
+TORN = "some have done their part, and others not: load a checkpoint"
+IN_A_FORK = "this process is a fork of the one that has built it, which alone can use it"
+
+
+def closed(why: str, in_ranks: bool = False) -> ClosedError:
+    """The error for a pipeline that is closed: why, and how to go on.
+
+    Args:
+        why: in words.
+        in_ranks: whether it has ranks, each with a copy of the model.
+    """
+    if why == IN_A_FORK or TORN in why:
+        return ClosedError(f"the pipeline is closed: {why}")
+    return ClosedError(f"the pipeline is closed: {why}{_IN_RANKS if in_ranks else _AGAIN}")
+
+
 class WorkerError(PenstockError):
     """A worker failed while running an action; `__cause__` is the original exception.
 

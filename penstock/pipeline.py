@@ -37,11 +37,13 @@ from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.train.groups import parameter_groups
+from penstock.train.hints import check_options, explaining, optimizer_class
 from penstock.train.model_like import evaluating
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.train.pace import Setting
 from penstock.train.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
+from penstock.workers.devices import Devices
 from penstock.workers.hiring import Workers
 from penstock.workers.launch import launched
 from penstock.workers.norms import Clipped, Clipping
@@ -72,7 +74,8 @@ class Pipeline(Forwarding, Saves):
         args: example positional arguments, of the batch size that will be usual.
         kwargs: example keyword arguments.
         devices: where the stages run, in order, one each; a device may be listed twice. A `"cpu"`
-            is one worker with its share of the cores as intra-op threads. Under torchrun one for
+            is one worker with its share of the cores as intra-op threads. Or their number: the
+            first GPUs of this machine, or so many CPU workers. Under torchrun one for
             each rank, of that rank's machine; left out, each rank has `"cuda:LOCAL_RANK"` if there
             is CUDA, else `"cpu"`.
         num_microbatches: into how many a batch is split, or `"auto"`. A batch of fewer rows is
@@ -137,7 +140,7 @@ class Pipeline(Forwarding, Saves):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        devices: Sequence[str | torch.device] | None = None,
+        devices: Devices | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
         workers: Workers = "auto",
@@ -172,6 +175,7 @@ class Pipeline(Forwarding, Saves):
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         check_merge(merge)
+        check_options(timeout, allocator)
         super().__init__(model)
         self._merge = merge
         self._mixing = Mixing()
@@ -254,7 +258,8 @@ class Pipeline(Forwarding, Saves):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            the batch's loss, a detached scalar on the device of the last stage; or, with `metrics`
+            the batch's loss, a detached scalar on the device of the last stage: its backward has
+            been done, and calling `backward()` on it is torch's error. Or, with `metrics`
             or `outputs`, a `penstock.StepResult` with that and with what was asked for.
 
         Raises:
@@ -269,7 +274,8 @@ class Pipeline(Forwarding, Saves):
         split = partial(self._split, args, kwargs)
         targets = partial(split_target, target)
         asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler))
-        return self._step(*_training(), split, asked, (args, kwargs, target, loss_kwargs))
+        with explaining(self.model, args, kwargs, target):
+            return self._step(*_training(), split, asked, (args, kwargs, target, loss_kwargs))
 
     def train_microbatches(
         self,
@@ -286,7 +292,7 @@ class Pipeline(Forwarding, Saves):
         """Like `train_step`, for micro-batches that were made by hand.
 
         They may have different numbers of rows, and differ in the dimensions that
-        `capture(dynamic=...)` names: sentences sorted by length, for instance.
+        `dynamic=` names: sentences sorted by length, for instance.
 
         Args:
             microbatches: for each a tuple of the model's positional arguments, or a dict of its
@@ -343,7 +349,8 @@ class Pipeline(Forwarding, Saves):
         split = partial(self._split, args, kwargs)
         targets = partial(split_target, target)
         asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs)
-        with evaluating(self.model), torch.no_grad():
+        explained = explaining(self.model, args, kwargs, target)
+        with explained, evaluating(self.model), torch.no_grad():
             everything = (args, kwargs, target, loss_kwargs)
             return self._step("eval_step", "infer", split, asked, everything)
 
@@ -407,6 +414,7 @@ class Pipeline(Forwarding, Saves):
         Raises:
             InputError: the class cannot be divided among workers, or a group fits nothing.
         """
+        kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
         divide = partial(self._runner.crew.optimizer, owners=self._owned())
         return PipelineOptimizer(kind, chosen, divide, **options)

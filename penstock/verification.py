@@ -37,7 +37,7 @@ from penstock.train.report import (
     compare_leaves,
     compare_results,
 )
-from penstock.workers.devices import threads_per_worker
+from penstock.workers.devices import Devices, threads_per_worker
 
 _STEPS = 3
 _LEAST = 3  # micro-batches: fewer show little of how they add up, and of what is between them
@@ -67,7 +67,7 @@ def verify(
     *,
     target: Any = None,
     loss_fn: Callable[..., torch.Tensor],
-    devices: Sequence[str | torch.device],
+    devices: Devices,
     workers: Literal["threads", "processes"] = "threads",
     optimizer: type[Optimizer] = torch.optim.SGD,
     optimizer_options: Mapping[str, Any] | None = None,

@@ -181,7 +181,7 @@ def test_a_plan_that_cuts_where_it_cannot_be_cut() -> None:
 
 def test_an_example_without_rows_or_with_different_ones() -> None:
     with pytest.raises(ps.InputError, match="no input can be split"):
-        ps.capture(mlp(8, 8), ())
+        ps.capture(mlp(8, 8), (3,))
     with pytest.raises(ps.InputError, match=r"different batch sizes: input 0 has 6, input 1 has 5"):
         ps.capture(mlp(8, 8), (X, X[:5]))
     with pytest.raises(ps.InputError, match="batch_dim=3 does not exist in input 0"):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from penstock.capture.calls import Attribute, Trace
+from penstock.capture.example import check_example
 from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError
 
@@ -107,13 +108,7 @@ class Opening:
         return bool(new)
 
 
-def check_kinds(model: Any, args: Any) -> None:
-    """Raise if these are no module and no positional arguments."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}, not an nn.Module")
-    if not isinstance(args, (tuple, list)):
-        raise InputError(
-            f"args is a {type(args).__name__}, not the tuple of the model's positional arguments; "
-            "write args=(x,)"
-        )
+def check_kinds(model: Any, args: Any, kwargs: Any, dynamic: Any) -> None:
+    """Raise if this is no model, or no example of what it is called with."""
+    check_example(model, args, kwargs, dynamic)
     check_no_global_hooks()

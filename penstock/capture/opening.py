@@ -73,7 +73,7 @@ def capture(
         InputError: the example has no batch dimension, or its inputs disagree on it; `dynamic`
             names what is not there; or `model` or `args` are something else.
     """
-    check_kinds(model, args)
+    check_kinds(model, args, kwargs, dynamic)
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, structure = flatten((args, kwargs))
     taken = inspect.signature(model.forward).parameters

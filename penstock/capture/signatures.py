@@ -11,6 +11,7 @@ import torch
 from penstock.capture.calls import Origin, Size, TensorInfo
 from penstock.capture.dims import Axis, Varying
 from penstock.capture.equality import same
+from penstock.capture.example import unpacked
 from penstock.capture.trees import Structure, flatten, unflatten
 from penstock.errors import InputError
 
@@ -145,7 +146,7 @@ class Signatures:
         kinds = [type(a).__name__ for a in args], {k: type(v).__name__ for k, v in kwargs.items()}
         return (
             f"the batch has another structure than the example: {_listed(*kinds)}, but the example "
-            f"was captured with {self._known[0]}"
+            f"was captured with {self._known[0]}{unpacked(args, kwargs)}"
         )
 
     def _of(self, leaves: Sequence[Any], structure: Structure | None) -> Signature | None:
@@ -155,7 +156,7 @@ class Signatures:
         _, *others = self._known[0].varying.names
         if others:
             return f"the batch size (B) and {', '.join(others)}"
-        return "the batch size (B), and dimensions that capture(dynamic=...) names,"
+        return "the batch size (B), and dimensions that dynamic= names,"
 
 
 def new_signature(

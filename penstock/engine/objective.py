@@ -13,6 +13,7 @@ from torch import nn
 from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.engine.backup import Backup
 from penstock.engine.batch import Targets, Weight, weights
+from penstock.engine.calling import callable_as
 from penstock.engine.effects import may_have_effects
 from penstock.engine.ends import Apart, Loss, Pieces, to_device
 from penstock.engine.microbatch import pieces_of
@@ -83,13 +84,6 @@ class Objective:
         Raises:
             InputError: something is not of the right kind, or does not fit the batch.
         """
-        if not callable(self.loss_fn):
-            raise InputError(
-                f"loss_fn={self.loss_fn!r} is not a function of (output, target); where the "
-                "last stage is, it is needed"
-            )
-        if self.metrics is not None and not callable(self.metrics):
-            raise InputError(f"metrics={self.metrics!r} is not a function of (output, target)")
         if self.outputs not in (True, False, "list"):
             raise InputError(f'outputs={self.outputs!r} is unknown; choose True, False or "list"')
         if not isinstance(self.loss_kwargs, (Mapping, type(None))):
@@ -97,14 +91,18 @@ class Objective:
                 f"loss_kwargs={self.loss_kwargs!r} is no dict of keyword arguments for loss_fn"
             )
         found = self.targets(rows, device)
+        shares = weights(self.weight, found, rows)
+        has_target = bool(found and found[0])
+        function = callable_as("loss_fn", self.loss_fn, has_target, self.loss_kwargs or {})
+        if self.metrics is not None:
+            callable_as("metrics", self.metrics, has_target, {})
         more = {
             name: map_leaves(lambda leaf: to_device(leaf, device), value)
             for name, value in (self.loss_kwargs or {}).items()
         }
-        shares = weights(self.weight, found, rows)
         pieces = self._pieces(found, shares, rows) if checked and len(rows) > 1 else None
         outputs, scale = bool(self.outputs), self.scale
-        return Loss(self.loss_fn, found, shares, more, self.metrics, outputs, scale, pieces, apart)
+        return Loss(function, found, shares, more, self.metrics, outputs, scale, pieces, apart)
 
     @property
     def identity(self) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.errors import InputError
@@ -29,7 +30,7 @@ def parameter_groups(model: nn.Module, params: Any) -> Any:
     """
     if params is None:
         return model.parameters()
-    groups = list(params)
+    groups = _listed(model, params)
     if not any(isinstance(group, Mapping) and _filter_of(group) for group in groups):
         return groups
     named = dict(model.named_parameters())
@@ -49,6 +50,46 @@ def parameter_groups(model: nn.Module, params: Any) -> Any:
         chosen.append({**group, "params": taken})
     _check_left([name for name, parameter in left.items() if parameter.requires_grad])
     return chosen
+
+
+def _listed(model: nn.Module, params: Any) -> list[Any]:
+    """What was given, as a list of parameters, of pairs of names and parameters, or of groups.
+
+    Raises:
+        InputError: it is none, or has a parameter that is not the model's, which no worker would
+            update.
+    """
+    if isinstance(params, (str, torch.Tensor)) or not isinstance(params, Iterable):
+        raise InputError(
+            f"params is {params if isinstance(params, (str, float)) else type(params).__name__}, "
+            "not parameters or groups of them, like "
+            '[{"params": "*.bias", "weight_decay": 0.0}, {"params": "*"}]; options are given by '
+            "name, lr=0.1"
+        )
+    given = list(params)
+    own = set(map(id, model.parameters()))
+    for each in given:
+        if isinstance(each, Mapping) and "params" not in each:
+            raise InputError(f'a group has {", ".join(map(repr, each))} and no "params"')
+        for parameter in _tensors(each):
+            if id(parameter) not in own:
+                raise InputError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not one of the model's, so "
+                    "no worker has it; give it to a plain optimizer beside this one"
+                )
+    return given
+
+
+def _tensors(given: Any) -> Iterable[torch.Tensor]:
+    """The tensors in a parameter, a pair of a name and one, or a group of them that can be seen."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, Mapping) and isinstance(given["params"], (list, tuple, torch.Tensor)):
+        params = given["params"]
+        for each in [params] if isinstance(params, torch.Tensor) else params:
+            yield from _tensors(each)
+    elif isinstance(given, tuple):
+        yield from (each for each in given if isinstance(each, torch.Tensor))
 
 
 def _filter_of(group: Mapping[str, Any]) -> Filter | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 from torch import nn
+
+from penstock.train.hints import no_attribute
 
 
 class ModelLike:
@@ -19,13 +21,34 @@ class ModelLike:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's parameters."""
-        return self.model.parameters()
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, vars(self).get("model"), name)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters, with the model's names for them."""
-        return self.model.named_parameters()
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be copied or pickled, as it has workers. To copy its model: "
+            "copy.deepcopy(pipe.model); to save it: torch.save(pipe.state_dict(), file) or "
+            "pipe.save(folder); to have it elsewhere, build another Pipeline there"
+        )
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's parameters."""
+        return self.model.parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters, with the model's names for them.
+
+        Raises:
+            TypeError: `torch.func.functional_call` takes the pipeline for a module.
+        """
+        if not remove_duplicate:
+            raise TypeError(
+                "a Pipeline is no nn.Module whose parameters can be replaced for a call, as "
+                "torch.func.functional_call does; give it pipe.model, which runs unsplit"
+            )
+        return self.model.named_parameters(prefix, recurse)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state of the model, from here or from plain PyTorch."""

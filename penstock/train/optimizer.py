@@ -71,6 +71,17 @@ class PipelineOptimizer(Optimizer):
         super().add_param_group(param_group)
         self._parts = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles would have; there can be none.
+
+        Raises:
+            TypeError: in any case.
+        """
+        raise TypeError(
+            "an optimizer of a pipeline cannot be copied or pickled, as its parts are with the "
+            "workers; save optimizer.state_dict()"
+        )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter; a closure is called first, as in plain optimizers."""

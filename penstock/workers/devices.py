@@ -9,16 +9,30 @@ import torch
 
 from penstock.errors import DeviceError, InputError
 
+Devices = Sequence[str | torch.device] | int
+"""One device for each worker; or how many: the first GPUs, where there are any, or CPU workers."""
 
-def existing_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
+
+def existing_devices(devices: Devices | None) -> list[torch.device]:
     """The devices, each of which this machine has.
 
     Raises:
         DeviceError: one does not exist.
         InputError: there are none.
     """
-    if isinstance(devices, str) or not devices:
-        raise InputError(f'devices={devices!r} is no list of devices; give devices=["cpu", "cpu"]')
+    if devices is None:
+        raise InputError(
+            'devices= is missing: give the devices of the stages, devices=["cuda:0", "cuda:1"] '
+            'or ["cpu", "cpu"], or their number, devices=2. Only ranks (workers="torchrun") have '
+            "devices of their own"
+        )
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
+        kind = "cuda:{}" if torch.cuda.is_available() else "cpu"
+        devices = [kind.format(number) for number in range(devices)]
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise InputError(
+            f'devices={devices!r} is no list of devices; give devices=["cpu", "cpu"], or devices=2'
+        )
     found = []
     for name in devices:
         try:

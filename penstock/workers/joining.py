@@ -15,7 +15,7 @@ import torch.distributed as dist
 from penstock.errors import InputError, WorkerError
 from penstock.links.meeting import Address, Meeting, call, new_secret, route_to, this_machine
 from penstock.links.wire import Wire
-from penstock.workers.devices import existing_devices
+from penstock.workers.devices import Devices, existing_devices
 from penstock.workers.pulse import Beats, HasStopped, Pulse, started_at
 from penstock.workers.ranks import Ranks
 from penstock.workers.rendezvous import init_process_group
@@ -38,8 +38,6 @@ _LAUNCHERS = (
 """Where launchers tell a process its rank, and of how many; who says it first is believed."""
 
 T = TypeVar("T")
-
-DEVICES = Sequence[str | torch.device]
 
 
 class Entry(NamedTuple):
@@ -135,11 +133,11 @@ class Launch(NamedTuple):
         return torch.device(self.entries[self.ranks.rank].device)
 
 
-def join(devices: DEVICES | None) -> Launch:
+def join(devices: Devices | None) -> Launch:
     """Find the other ranks.
 
     Args:
-        devices: of all ranks; `None` leaves each rank its own.
+        devices: of all ranks; `None`, or their number, leaves each rank its own.
 
     Raises:
         InputError: there are none, or not as many as devices.
@@ -148,7 +146,9 @@ def join(devices: DEVICES | None) -> Launch:
     """
     _init()
     rank, count = dist.get_rank(), dist.get_world_size()
-    if devices is not None and (isinstance(devices, str) or len(devices) != count):
+    if isinstance(devices, int) and devices == count:
+        devices = None
+    if devices is not None and (isinstance(devices, (str, int)) or len(devices) != count):
         raise InputError(
             f"devices={devices!r}, and torchrun has started {count} ranks: give one for each rank, "
             "or leave devices out"

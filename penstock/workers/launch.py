@@ -14,9 +14,9 @@ from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
 from penstock.profile.measure import Progress
 from penstock.workers.crew import Crew
-from penstock.workers.devices import existing_devices, threads_per_worker
+from penstock.workers.devices import Devices, existing_devices, threads_per_worker
 from penstock.workers.hiring import KINDS, hire
-from penstock.workers.joining import DEVICES, check_is_alone, is_torchrun, join
+from penstock.workers.joining import check_is_alone, is_torchrun, join
 from penstock.workers.placement import check_separate
 from penstock.workers.probe import Range, ThreadRange
 from penstock.workers.torchrun import TorchrunCrew
@@ -74,7 +74,7 @@ class Launch(Protocol):
         """Let them go, if they never got a plan."""
 
 
-def launched(workers: str, devices: DEVICES | None, allocator_kept: bool) -> Launch:
+def launched(workers: str, devices: Devices | None, allocator_kept: bool) -> Launch:
     """The workers of this kind.
 
     Args:
@@ -94,18 +94,13 @@ def launched(workers: str, devices: DEVICES | None, allocator_kept: bool) -> Lau
         return Together(devices)
     if workers == "auto":
         check_is_alone()
-    if devices is None:
-        raise InputError(
-            'devices= is missing: give the devices of the stages, devices=["cuda:0", "cuda:1"] '
-            'or ["cpu", "cpu"]. Only ranks (workers="torchrun") have devices of their own'
-        )
     return Alone(workers, devices, allocator_kept)
 
 
 class Alone:
     """Workers that this process has or drives."""
 
-    def __init__(self, workers: str, devices: DEVICES, allocator_kept: bool) -> None:
+    def __init__(self, workers: str, devices: Devices | None, allocator_kept: bool) -> None:
         self._devices = existing_devices(devices)
         self.threads = threads_per_worker(self._devices)
         self._hired = hire(workers, self._devices, self.threads, allocator_kept)
@@ -152,7 +147,7 @@ class Alone:
 class Together:
     """The ranks of a launch by torchrun."""
 
-    def __init__(self, devices: DEVICES | None) -> None:
+    def __init__(self, devices: Devices | None) -> None:
         self._launch = join(devices)
         entries = self._launch.entries
         self._names = [entry.device for entry in entries]

@@ -21,7 +21,7 @@ from penstock.capture.trees import flatten
 from penstock.engine.backup import Backup
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import ClosedError, InputError, PenstockError
+from penstock.errors import InputError, PenstockError, closed
 from penstock.links.parcel import Outbox, pack
 from penstock.plan import Plan
 from penstock.storage.part import Part
@@ -328,7 +328,7 @@ class ProcessCrew(Driven):
         """
         with self._lock:
             if self._closer not in (None, threading.get_ident()):
-                raise ClosedError("the pipeline is closed: close() was called")
+                raise closed("close() was called")
             self._starter = threading.get_ident()
             yield
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ClosedError, InputError, WorkerDied, WorkerTimeout
+from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
 from penstock.links.parcel import pack, unpack
 from penstock.links.segment import Segment
@@ -27,7 +27,7 @@ from penstock.links.wire import Gone, Message, Wire
 from penstock.workers.assembly import STARTING, decode, doing, waits
 from penstock.workers.child import ABORT, COMMAND, ERROR, GRANT, JOB
 from penstock.workers.pulse import Pulse
-from penstock.workers.rounds import IN_A_FORK, Job, Late, Result, Round, Workers
+from penstock.workers.rounds import Job, Late, Result, Round, Workers
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
 _READ = 10.0  # seconds that a worker has to read a short message
@@ -186,7 +186,7 @@ class ProcessWorkers(Workers):
 
     def _give(self, worker: int, job: Job, current: Round) -> None:
         if self._closed_because:  # by another thread
-            raise ClosedError(f"the pipeline is closed: {self._closed_because}")
+            raise closed(self._closed_because)
         process = self._processes[worker]
         begun = process.wire.begun
         try:
@@ -248,8 +248,8 @@ class ProcessWorkers(Workers):
                 raise Gone
             message = process.wire.receive(_REST)
         except Gone:
-            closed = self._closed_because  # by another thread
-            error = ClosedError(f"the pipeline is closed: {closed}") if closed else None
+            why = self._closed_because  # by another thread
+            error = closed(why) if why else None
             self._note(worker, Result(None, error or self._died(worker)), rounds)
         except TimeoutError:
             details = self._describe([worker])[worker]

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.errors import ClosedError, InputError, WorkerDied, WorkerTimeout
+from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
 from penstock.links.parcel import from_bytes, to_bytes
 from penstock.links.wire import Gone, Message, Wire, spin
 from penstock.workers.child import portable
 from penstock.workers.pulse import STOPPED, HasStopped
-from penstock.workers.rounds import IN_A_FORK
 
 WORD, REPORT, ABORT, VERDICT, LEAVE, WAITS = range(6)
 """What is sent: something for everybody; that a rank is done, that an operation is given up, what
@@ -125,7 +124,7 @@ class Ranks:
             yield
             return
         if self._closed_because:
-            raise ClosedError(f"the pipeline is closed: {self._closed_because}")
+            raise closed(self._closed_because, in_ranks=True)
         self._begin()
         self.number += 1
         self._what, self._deadline = what, time.monotonic() + self.timeout

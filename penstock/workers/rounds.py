@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from penstock.errors import ClosedError, WorkerTimeout
+from penstock.errors import TORN, ClosedError, WorkerTimeout, closed
 from penstock.links.local import Aborted
 from penstock.workers.pulse import STOPPED
 
@@ -25,10 +25,6 @@ class Result(NamedTuple):
 
     value: Any
     error: BaseException | None
-
-
-IN_A_FORK = "this process is a fork of the one that has built it, which alone can use it"
-_PARTED = "some have done their part, and others not"
 
 
 class Round:
@@ -95,7 +91,7 @@ class Workers(ABC):
             ClosedError: they were closed.
         """
         if self._closed_because:
-            raise ClosedError(f"the pipeline is closed: {self._closed_because}")
+            raise closed(self._closed_because)
 
     def run(
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
@@ -132,7 +128,7 @@ class Workers(ABC):
             parted = whole and begun and not isinstance(interruption, Exception)
             self._give_up(interruption)
             if parted:
-                self.close(f"{type(interruption).__name__} came as jobs were given out: {_PARTED}")
+                self.close(f"{type(interruption).__name__} came as jobs were given out: {TORN}")
             raise
         return current
 
@@ -161,9 +157,9 @@ class Workers(ABC):
             raise
         failures = current.failures()
         if failures:
-            late, closed = current.waits_for, self._closed_because
+            late, why = current.waits_for, self._closed_because
             self._give_up(failures[0])
-            raise self._fault(current, late, closed)
+            raise self._fault(current, late, why)
         self._open.remove(current)
         return [current.results[worker].value for worker in range(self._count)]
 
@@ -209,17 +205,17 @@ class Workers(ABC):
         lines = [first, *(f"worker {worker} is {what}" for worker, what in details.items())]
         return WorkerTimeout("\n".join(lines), culprit, *where)
 
-    def _fault(self, current: Round, late: Sequence[int], closed: str | None) -> BaseException:
+    def _fault(self, current: Round, late: Sequence[int], why: str | None) -> BaseException:
         """What is to be raised for a round that failed.
 
         Args:
             current: the round.
             late: the workers that had not answered when that was noticed.
-            closed: why the workers had been closed by then, by another thread, if they had.
+            why: why the workers had been closed by then, by another thread, if they had.
         """
         error = current.failures()[0]
-        if isinstance(error, Aborted) and closed:
-            error = ClosedError(f"the pipeline is closed: {closed}")
+        if isinstance(error, Aborted) and why:
+            error = closed(why)
         elif isinstance(error, Aborted):  # because of one that never said why it broke off
             numbers = ", ".join(map(str, late)) or "one"
             error = WorkerTimeout(f"the link to worker {numbers} broke, and it did not say why")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from penstock.cores import use_threads
+from penstock.errors import IN_A_FORK
 from penstock.workers.rounds import Job, Late, Result, Round, Workers
 
 _GRACE = 5.0  # seconds that workers have to notice that a step was given up
@@ -75,12 +77,19 @@ class ThreadWorkers(Workers):
         for thread in self._threads:
             thread.start()
         self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)
+        _KEPT_FROM_FORKS.add(self)
 
     def join(self, timeout: float) -> None:
         """Wait until the threads of closed workers have ended."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def disown(self) -> None:
+        """In a fork, which has none of the threads: nobody would ever answer."""
+        self._finalizer.detach()
+        self._threads.clear()
+        self._closed_because = self._closed_because or IN_A_FORK
 
     def _round(self, number: int) -> Round:
         return _Ringing(number)
@@ -135,3 +144,14 @@ def _serve(
             del order, job  # what they hold goes before the caller is told
             current.report(index, Result(value, error))
             del current, value, error
+
+
+_KEPT_FROM_FORKS: weakref.WeakSet[ThreadWorkers] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for workers in list(_KEPT_FROM_FORKS):
+        workers.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
