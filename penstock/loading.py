@@ -3,61 +3,98 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.errors import InputError
+from penstock.names import input_of, is_kind, target_of
 
-_INPUT = re.compile(
-    r"^(?:(?P<name>[A-Za-z_]\w*)=)?"
-    r"(?:(?P<dtype>[a-z0-9]+)\[(?P<inner>[\d,\s]+)\](?:<(?P<below>\d+)>?)?|(?P<plain>\d+(?:x\d+)*))$"
-)
 _KEPT: list[torch.library.Library] = []  # torch forgets operators whose library is collected
 
 
 def load(target: str) -> Any:
-    """What `package.module:name` names; the working directory is searched first, like `python -m`.
+    """What `package.module:name` or `file.py:name` names, or returns: `package.module:Net(32)`.
+
+    The working directory, or that of the file, is searched first, like `python -m` does.
 
     Raises:
         InputError: the text is not of that form, or names nothing.
     """
-    module_name, colon, name = target.partition(":")
-    if not colon or not module_name or not name:
-        raise InputError(f"{target!r} names no callable: write package.module:callable")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    wanted = target_of(target)
+    if wanted.folder is not None and wanted.folder not in sys.path:
+        sys.path.insert(0, wanted.folder)  # where worker processes find it, too
     tolerate_missing_torchvision_operators()
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = importlib.import_module(wanted.module)
     except ModuleNotFoundError as error:
         raise InputError(f"{target!r}: there is no module {error.name!r} to import") from error
-    for part in name.split("."):
+    for part in wanted.name.split("."):
         if not hasattr(found, part):
             public = ", ".join(n for n in dir(found) if not n.startswith("_"))[:200]
-            raise InputError(f"{target!r}: {module_name} has no {name!r}; it has {public}")
+            raise InputError(f"{target!r}: {wanted.module} has no {wanted.name!r}; it has {public}")
         found = getattr(found, part)
-    return found
+    return found if wanted.args is None else found(*wanted.args, **wanted.kwargs)
 
 
 def load_model(target: str) -> torch.nn.Module:
-    """The module that `package.module:callable` is or, called without arguments, returns.
+    """The module that a name is, or returns when it is called without arguments.
+
+    A configuration of transformers, or the name of one (`gpt2`), is a model of that kind with
+    random weights.
 
     Raises:
         InputError: it is no module and does not return one.
     """
-    found = load(target)
+    found = _configuration(target) if is_kind(target) else load(target)
     if not isinstance(found, torch.nn.Module):
+        if _is_configuration(found):
+            return _of_transformers(found)
         if not isinstance(found, Callable):  # type: ignore[arg-type]
             raise InputError(f"{target!r} is a {type(found).__name__}, neither module nor callable")
         found = found()
+    if _is_configuration(found):
+        return _of_transformers(found)
     if not isinstance(found, torch.nn.Module):
         raise InputError(f"{target!r} returned a {type(found).__name__}, not an nn.Module")
     return found
+
+
+def _configuration(kind: str) -> Any:
+    """The default configuration of a kind of transformers' models."""
+    tolerate_missing_torchvision_operators()
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind]()
+
+
+def _is_configuration(found: Any) -> bool:
+    return (
+        hasattr(found, "model_type")
+        and "transformers" in sys.modules
+        and hasattr(found, "to_diff_dict")
+    )
+
+
+def _of_transformers(config: Any) -> torch.nn.Module:
+    """A model with random weights."""
+    import transformers
+
+    if isinstance(config, type):
+        config = config()
+    config.use_cache = False
+    heads = ["AutoModelForCausalLM", "AutoModel"]
+    if getattr(config, "is_encoder_decoder", False):
+        heads = ["AutoModelForSeq2SeqLM", "AutoModel"]
+    for head in heads:
+        try:
+            model: torch.nn.Module = getattr(transformers, head).from_config(config)
+        except ValueError:  # there is no such head
+            continue
+        return model
+    raise InputError(f"transformers builds no model of a {type(config).__name__}")
 
 
 def parse_input(text: str) -> tuple[str | None, torch.Tensor]:
@@ -71,19 +108,11 @@ def parse_input(text: str) -> tuple[str | None, torch.Tensor]:
     Raises:
         InputError: the text is none of these.
     """
-    match = _INPUT.match(text)
-    dtype = getattr(torch, (match["dtype"] or "float32") if match else "", None)
-    if not match or not isinstance(dtype, torch.dtype):
-        raise InputError(
-            f"{text!r} is no input: write a shape (8x3x224x224), a dtype with a shape "
-            "(float32[8,10]), an integer dtype with a bound (int64[8,512]<50257), each with "
-            "name= before it for a keyword argument"
-        )
-    sizes = match["plain"].split("x") if match["plain"] else match["inner"].split(",")
-    shape = [int(size) for size in sizes]
+    wanted = input_of(text)
+    dtype: torch.dtype = getattr(torch, wanted.dtype)
     if dtype.is_floating_point or dtype.is_complex:
-        return match["name"], torch.randn(shape, dtype=dtype)
-    return match["name"], torch.randint(int(match["below"] or 2), shape, dtype=dtype)
+        return wanted.name, torch.randn(wanted.shape, dtype=dtype)
+    return wanted.name, torch.randint(wanted.below, wanted.shape, dtype=dtype)
 
 
 def tolerates_missing_torchvision_operators() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from msgspec.structs import replace as replace_fields
 from penstock.capture import Program
 from penstock.plan import Plan, plans
 from penstock.plan.request import Request
+from penstock.plan.shown import advice
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profile
 from penstock.profile.measure import Progress, bytes_across
@@ -20,6 +22,8 @@ from penstock.tuning import measured
 from penstock.workers.devices import threads_per_worker
 from penstock.workers.launch import Launch
 from penstock.workers.probe import Range, ThreadRange, with_links
+
+_LOG = logging.getLogger("penstock")
 
 TUNED = 4
 """Plans that are measured when that is asked for."""
@@ -38,7 +42,10 @@ def given_or_planned(
     """The plan that was given, or that of the file that was named; or a new one, see `plan_for`."""
     if plan is None:
         launch.wait(options["progress"])  # what workers do to start would be in the profile
-        return plan_for(program, args, kwargs, devices=devices, where=launch.range, **options)
+        new = plan_for(program, args, kwargs, devices=devices, where=launch.range, **options)
+        for sentence in advice(new):
+            _LOG.warning(sentence)
+        return new
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     asked: Request = options["request"]
     if asked.boundary_dtype is None:

@@ -14,7 +14,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "loading", "cores", "units", "tables", "drawing", "streaming", "oracle"],
+    ["errors", "loading", "cores", "units", "tables", "drawing", "names", "streaming", "oracle"],
     ["capture"],
     ["weights"],
     ["profile"],
@@ -41,7 +41,7 @@ LAYERS = [
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 PURE = {"schedule": {"errors", "schedule"}, "simulate": {"errors", "schedule", "simulate"}}
-WITHOUT_TORCH = ("schedule", "simulate", "plan", "profile.data", "errors")
+WITHOUT_TORCH = ("schedule", "simulate", "plan", "profile.data", "errors", "names")
 
 
 def files() -> list[Path]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.cli.options import recompute_asked
+from penstock.cli.usage import microbatch_count
 from penstock.errors import InputError, PenstockError
 from penstock.loading import load, load_model, parse_input
 from penstock.profile.hardware import Hardware
@@ -203,14 +204,3 @@ def asked(
         "memory_limit": memory_limit,
         "stages_per_worker": stages_per_worker or "auto",
     }
-
-
-def microbatch_count(text: str) -> Any:
-    """The number of --microbatches, or `"auto"`.
-
-    Raises:
-        InputError: neither.
-    """
-    if text != "auto" and not text.isdecimal():
-        raise InputError(f'--microbatches {text!r} is neither a number nor "auto"')
-    return text if text == "auto" else int(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -14,6 +15,8 @@ from penstock.cli.options import (
     show,
     talk,
 )
+from penstock.cli.usage import RESNET50
+from penstock.errors import InputError, PenstockError
 
 
 @click.command("bench")
@@ -48,21 +51,22 @@ def command(
     Without MODEL: ResNet-50 on 128x128 images, the experiments of PyTorch's tutorial. With `rpc`
     in its place: those of the distributed pipeline tutorial, with worker processes.
     """
-    import torch
-
+    _require("matplotlib", "report", "draws figures")
+    if model in (None, "rpc", RESNET50):
+        _require("torchvision", "models", "trains ResNet-50")
     if model == "rpc":
         _rpc([*inputs, *filter(None, (example, loss, devices))], quick, output, as_json)
         return
-    from penstock.bench.experiments import BenchSettings, run_bench
-    from penstock.bench.tasks import RESNET50
-    from penstock.cli.arguments import device_list, load_example, load_loss
-    from penstock.errors import InputError
-    from penstock.observe.progress import callback
-
-    torch.manual_seed(seed)
     tutorial = model in (None, RESNET50) and not inputs and example is None
     if tutorial and loss is not None:
         raise InputError("--loss is for a MODEL with --input; without, it is the tutorial's")
+    import torch
+
+    from penstock.bench.experiments import BenchSettings, run_bench
+    from penstock.cli.arguments import device_list, load_example, load_loss
+    from penstock.observe.progress import callback
+
+    torch.manual_seed(seed)
     make_directory(output)
     model = model or RESNET50
     settings = BenchSettings(
@@ -79,17 +83,29 @@ def command(
     talk(f"figures and raw times are in {output}")
 
 
+def _require(package: str, extra: str, why: str) -> None:
+    """Raise if a package is missing that this command needs.
+
+    Raises:
+        PenstockError: it is.
+    """
+    if find_spec(package) is None:
+        raise PenstockError(
+            f"penstock bench {why} and needs {package}: pip install 'penstock[{extra}]' "
+            "(all that it needs: 'penstock[cli,report,models]')"
+        )
+
+
 def _rpc(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
     """The experiments with a master and two workers."""
-    from penstock.bench.rpc import RpcSettings, run_rpc
-    from penstock.errors import InputError
-    from penstock.observe.progress import callback
-
     if given:
         raise InputError(
             f"{', '.join(given)}: `penstock bench rpc` trains ResNet-50 on two worker processes "
             "and takes no input, example, loss or devices"
         )
+    from penstock.bench.rpc import RpcSettings, run_rpc
+    from penstock.observe.progress import callback
+
     make_directory(output)
     settings = RpcSettings.quick(output) if quick else RpcSettings(output=output)
     with callback("starting") as progress:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from penstock.cli.usage import check_usage
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.schedule import SCHEDULES
 
@@ -144,6 +145,7 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def command(*args: Any, full: bool, **kwargs: Any) -> None:
         try:
+            check_usage(kwargs)
             function(*args, **kwargs)
         except PenstockError as error:
             _fail(error, full)

@@ -174,12 +174,12 @@ def _measured(seconds: float, plan: Plan) -> str:
 def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     """What wins, the stages, the step, and what was considered."""
     from penstock.observe.timeline import as_text, legend
-    from penstock.plan.shown import considered, prediction, stages, verdict
+    from penstock.plan.shown import advice, considered, prediction, stages, verdict
     from penstock.schedule import draw
 
     timeline = found.timeline()
     parts = [
-        [verdict(found)],
+        [verdict(found), *(line for line in advice(found) if line.startswith("Worker"))],
         stages(found),
         [as_text(timeline), legend(timeline)],
         [prediction(found), f"confidence: {costs.confidence}"],

@@ -18,6 +18,7 @@ from penstock.cli.options import (
     talk,
     workers_option,
 )
+from penstock.cli.usage import microbatch_count
 
 if TYPE_CHECKING:
     from penstock.profile import Profile
@@ -69,7 +70,7 @@ def command(
     import msgspec
 
     from penstock.capture import capture
-    from penstock.cli.arguments import device_list, load_example, microbatch_count
+    from penstock.cli.arguments import device_list, load_example
     from penstock.engine.allocator import keep_freed_memory
     from penstock.observe.progress import callback
     from penstock.profile.cache import cached_profile

@@ -16,6 +16,8 @@ _CONSIDERED = ("", "copies", "stages", "micro-batches", "predicted", "memory", "
 _CONSIDERED_TEXTS = (0, 6)
 _RING = "as with DistributedDataParallel, which sums gradients in another order than one device"
 
+_IDLE = 0.1  # of a step; a worker that is busy for less is hardly needed
+
 Way = Literal["pipeline", "one device", "data parallel"]
 
 
@@ -54,6 +56,22 @@ def verdict(plan: Plan) -> str:
         f"Splitting is predicted to be the fastest: {show_seconds(here)} a step, "
         f"{_against(here, alone, 'one device')}, {_against(here, copies, 'data parallelism')}."
     )
+
+
+def advice(plan: Plan) -> list[str]:
+    """What somebody should know before he trains by this plan: a sentence for each, if any."""
+    found = []
+    if winner(plan) != "pipeline":
+        here = show_seconds(plan.predicted_step_seconds)
+        found.append(f"{verdict(plan)} The pipeline is predicted to take {here} a step.")
+    timeline = plan.timeline()
+    for worker, busy in enumerate(timeline.busy()):
+        if busy < _IDLE * timeline.seconds:
+            found.append(
+                f"Worker {worker} is predicted to work for {busy / timeline.seconds:.0%} of a step "
+                "only: the model has too little that can be given to it. Fewer devices would do."
+            )
+    return found
 
 
 def prediction(plan: Plan) -> str:
