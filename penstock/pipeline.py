@@ -42,6 +42,7 @@ from penstock.train.model_like import evaluating
 from penstock.train.optimizer import PipelineOptimizer
 from penstock.train.pace import Setting
 from penstock.train.scaling import PipelineScaler, scale_of
+from penstock.waiting import shown
 from penstock.weights import source_of
 from penstock.workers.devices import Devices
 from penstock.workers.hiring import Workers
@@ -117,7 +118,8 @@ class Pipeline(Forwarding, Saves):
             forward and backward on one device as well, and compared bit for bit. `"auto"`: often
             in the first twenty passes, then for less than 0.5 % of the time; `n`: before every n-th
             pass. Not under torchrun, where no rank has all weights; `audit` says what was done.
-        progress: called as profiling goes on, with steps done, steps in all, and what is done.
+        progress: called as building goes on, with steps done, steps in all, and what is done.
+            `"auto"`: in a terminal or a notebook, a line that shows it after two seconds.
 
     Attributes:
         plan: the plan in use.
@@ -161,7 +163,7 @@ class Pipeline(Forwarding, Saves):
         timeout: float | None = None,
         allocator: Allocator = "keep",
         audit: Setting = "auto",
-        progress: Progress | None = None,
+        progress: Progress | Literal["auto"] | None = "auto",
     ) -> None:
         request = Request(
             num_microbatches=num_microbatches,
@@ -192,12 +194,14 @@ class Pipeline(Forwarding, Saves):
             dynamic=dynamic,
             keep_closed=keep_closed,
         )
-        with ExitStack() as stack:
+        with shown(progress) as told, ExitStack() as stack:
             stack.callback(launch.dismiss)
+            if told:
+                told(0, 1, f"recording what {type(model).__name__} does")
             self.program = program or launch.done("the capture", recorded)
             source = source_of(model, weights)
             planned = partial(given_or_planned, plan, launch, self.program, args, kwargs)
-            options = {"request": request, "tune": tune, "progress": progress}
+            options = {"request": request, "tune": tune, "progress": told}
             plan = self.plan = launch.decided(self.program, partial(planned, **options))
             self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
             crew = launch.crew(plan, model, timeout)

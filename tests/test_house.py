@@ -14,7 +14,10 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "loading", "cores", "units", "tables", "drawing", "names", "streaming", "oracle"],
+    [
+        *("errors", "loading", "cores", "units", "tables", "drawing", "names", "streaming"),
+        *("oracle", "waiting"),
+    ],
     ["capture"],
     ["weights"],
     ["profile"],
