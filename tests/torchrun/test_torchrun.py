@@ -187,7 +187,7 @@ def test_a_killed_rank(launcher: Launcher, tmp_path: Path, scenario: str, victim
     ("scenario", "victim"), [("first_stopped", 0), ("last_stopped", 2), ("far_stopped", 1)]
 )
 def test_a_stopped_rank(launcher: Launcher, tmp_path: Path, scenario: str, victim: int) -> None:
-    ranks = started(launcher, scenario, tmp_path, ranks=3)
+    ranks = launcher.run(scenario, tmp_path, ranks=3)
     for rank, (timeout, (kind, text, _, _), after) in enumerate(ranks):
         assert timeout >= 600  # nothing has waited for that
         if rank == victim:
