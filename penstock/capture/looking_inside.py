@@ -41,7 +41,14 @@ def check_no_global_hooks() -> None:
 
 
 class Opening:
-    """Which modules the program looks inside, and why it does not into the others."""
+    """Which modules the program looks inside, and why it does not into the others.
+
+    Attributes:
+        modules: all of the model, by qualified name.
+        closed: why it does not look inside these.
+        forced: those that it does look inside for what they share.
+        saves: whether forwards are recorded with all that their backwards need.
+    """
 
     def __init__(self, model: nn.Module, keep_closed: Iterable[str]) -> None:
         self.modules = dict(model.named_modules())
@@ -49,6 +56,7 @@ class Opening:
         aliases = {n: names[id(m)] for n, m in model.named_modules(remove_duplicate=False)}
         self.closed: dict[str, str] = {}
         self.forced: set[str] = set()
+        self.saves = False
         if isinstance(keep_closed, str) or not isinstance(keep_closed, Iterable):
             raise InputError(f'keep_closed={keep_closed!r} is no list of names; write ["layer1"]')
         for path in keep_closed:
@@ -64,6 +72,7 @@ class Opening:
                 self.closed[path] = "it is compiled by torch.jit"
             elif is_compiled(module):
                 self.closed[path] = "it is compiled by torch.compile"
+                self.saves = True  # it would be compiled anew
             elif module._forward_hooks or module._forward_pre_hooks:
                 self.closed[path] = "it has forward hooks, which must run around it"
             elif module._backward_hooks or module._backward_pre_hooks:

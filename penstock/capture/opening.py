@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from penstock.capture.attributes import with_history
 from penstock.capture.blame import hint, where
-from penstock.capture.calls import ROWS, Assigned, Call, Sizes, Trace, Unrecordable
+from penstock.capture.calls import ROWS, Assigned, Call, Join, Sizes, Trace, Unrecordable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying_of_some
 from penstock.capture.equality import same
+from penstock.capture.graphs import Hollow
 from penstock.capture.looking_inside import Opening, check_kinds
 from penstock.capture.meta import META, held_on_meta, is_on_meta
 from penstock.capture.passing import passing_in
@@ -32,6 +33,8 @@ from penstock.capture.trees import flatten, unflatten
 from penstock.errors import CaptureError, InputError, PenstockError
 
 _KEY = Key(0, 0, 0)
+T = TypeVar("T")
+
 _MISSING = object()
 _MORE = 32  # recordings where random numbers may decide
 
@@ -318,17 +321,17 @@ class _Capturer:
         first = self._record(points[0], training)
         while self.opening.force(first[0].pruned()):
             first = self._record(points[0], training)
-        recorded = [first]
+        traces = [first[0]]  # and no results but those of the first: they may be large
         for k, sizes in enumerate(points[1:], start=1):  # what random numbers decide may show
-            recorded.append(self._record(sizes, training, _KEY._replace(microbatch=k)))
+            traces.append(self._record(sizes, training, _KEY._replace(microbatch=k))[0])
         try:
-            trace = generalise([trace for trace, _ in recorded], points)
+            trace = generalise(traces, points)
         except Unrecordable:
             self._check_repeats(first[0], points[0], training)
             raise
         if any(self._may_vary(call) for call in trace.calls):
             self._check_more(first[0], points[0], training)
-        return trace, recorded[0][1]
+        return trace, first[1]
 
     def _may_vary(self, call: Call) -> bool:
         """Whether random numbers may decide what a closed module gives: layers that are dropped."""
@@ -365,45 +368,68 @@ class _Capturer:
         Two recordings are enough where it does what training does: no number that grows with the
         inputs is the same as a constant at both.
         """
-        both = [(sizes, *self._record(sizes, training=False)) for sizes in (points[0], points[-1])]
-        found = [adapted(train, trace, sizes) for sizes, trace, _ in both]
+        first = self._record(points[0], training=False)[0]
+        last, expected = self._record(points[-1], training=False)
+        found = adapted(train, first, points[0]), adapted(train, last, points[-1])
         if found[0] is not None and found[0] == found[1]:
-            return found[0], both[1][2]
+            return found[0], expected
         middle = [self._record(sizes, training=False)[0] for sizes in points[1:-1]]
-        return generalise([both[0][1], *middle, both[1][1]], points), both[1][2]
+        return generalise([first, *middle, last], points), expected
 
     def _record(
         self, sizes: Sizes, training: bool, key: Key = _KEY, strict: bool = True
     ) -> tuple[Trace, list[Any]]:
-        args, kwargs = self._batch(sizes)
-        with untouched(self.model, self.parameters):
+        def recorded() -> tuple[Trace, list[Any]]:
+            args, kwargs = self._batch(sizes)
             self._set_mode(training)
             trace, result = record(
                 *(self.model, self.opening.is_open, args, kwargs, key),
                 strict=strict,
                 numbers=self.numbers,
             )
-            results = [_without_history(leaf) for leaf in flatten(result)[0]]
+            return trace, [_without_history(leaf) for leaf in flatten(result)[0]]
+
+        trace, results = self._without_saving(recorded)
         for mark in self._marks:
             trace.reads.seen.pop(mark, None)
         if strict and (place := trace.reads.changed(self.model)) is not None:
             raise Unrecordable(trace.reads.readers[place], f"the forward changes {place}, it reads")
         return trace, results
 
+    def _without_saving(self, forward: Callable[[], T]) -> T:
+        """Run a forward that saves nothing for a backward, unless it computes gradients itself."""
+        if not self.opening.saves:
+            hollow = Hollow()
+            try:
+                with untouched(self.model, self.parameters), hollow:
+                    result = forward()
+                if not hollow.asked:
+                    return result
+            except Exception:
+                if not hollow.asked:
+                    raise
+            self.opening.saves = True
+        with untouched(self.model, self.parameters):
+            return forward()
+
     def _check(
         self, program: Program, trace: Trace, sizes: Sizes, expected: list[Any], training: bool
     ) -> None:
         """Replay and compare with what the model itself gave, bit for bit."""
-        with untouched(self.model, self.parameters), ExitStack() as stack:
+
+        def replayed() -> list[Any]:
             self._set_mode(training)
             leaves = self.varying.resized(self.leaves, sizes)
-            if is_on_meta(self.model):
-                leaves = [x.to(META) if isinstance(x, torch.Tensor) else x for x in leaves]
-                stack.enter_context(held_on_meta(self.model))
-                stack.enter_context(META)
-            replayed = flatten(program.fresh(trace, _KEY, self.model, self.varying)(leaves))[0]
-            program.left |= with_history(self.model)
-        wrong = _different(expected, replayed)
+            with ExitStack() as stack:
+                if is_on_meta(self.model):
+                    leaves = [x.to(META) if isinstance(x, torch.Tensor) else x for x in leaves]
+                    stack.enter_context(held_on_meta(self.model))
+                    stack.enter_context(META)
+                result = program.fresh(trace, _KEY, self.model, self.varying)(leaves)
+                program.left |= with_history(self.model)
+                return [_without_history(leaf) for leaf in flatten(result)[0]]
+
+        wrong = _different(expected, self._without_saving(replayed))
         if not wrong:
             return
         again = _different(expected, self._record(sizes, training)[1])
@@ -418,12 +444,15 @@ class _Capturer:
     ) -> None:
         """Note how results are put together; the example's evaluation helps where chance plays."""
         other = program.eval if trace is not program.eval else None
-        with untouched(self.model, self.parameters):
+
+        def found() -> tuple[Join, ...]:
             self._set_mode(training)
             make = None
             if not is_on_meta(self.model):
                 make = partial(program.fresh, trace, _KEY, self.model, self.varying)
-            trace.joins = joined(self.model, trace, self.varying, self.leaves, points, make, other)
+            return joined(self.model, trace, self.varying, self.leaves, points, make, other)
+
+        trace.joins = self._without_saving(found)
 
     def _set_mode(self, training: bool) -> None:
         """Training keeps what the user froze, if the model is in training mode at all."""

@@ -13,6 +13,11 @@ from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import Assigned, Call, Origin, Unrecordable
 from penstock.capture.equality import same_tensor
 
+_COPIED = 1 << 16  # bytes
+_PART = 1 << 18  # elements
+_ODD = 0x2545F4914F6CDD1D
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
 
 class Watch(TorchDispatchMode):
     """Notes whether an operation looks at values to see how large its result is, or draws some.
@@ -44,19 +49,45 @@ class Contents:
     """What a tensor held at some moment, to tell whether it has been changed in place since.
 
     Its version counter says so, but for the running statistics of `F.batch_norm`: these change
-    without it, so tensors that need no gradient are compared with a copy as well.
+    without it, so tensors that need no gradient are compared as well, small ones with a copy.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = _version(tensor)
-        copied = not tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_meta
-        self._copy = tensor.detach().clone() if copied else None
+        compared = not tensor.requires_grad and tensor.layout is torch.strided
+        self._held = _held(tensor) if compared and not tensor.is_meta else None
 
     def differs_from(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, the same one, holds something else now."""
         if _version(tensor) != self._version:
             return True
-        return self._copy is not None and not same_tensor(self._copy, tensor)
+        if isinstance(self._held, torch.Tensor):
+            return not same_tensor(self._held, tensor)
+        return self._held is not None and self._held != _digest(tensor)
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor | int:
+    """A copy of the tensor, or a number that stands for what is in it, if it is large."""
+    plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    if plain and tensor.nbytes > _COPIED and _is_dense(tensor):
+        return _digest(tensor)
+    return tensor.detach().clone()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements are all that is between the first and the last of them in memory."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """A number made of all the bits of a dense tensor and of their places."""
+    with torch.no_grad():
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(_INTEGERS[tensor.itemsize])
+        weights = torch.arange(1, _PART + 1, device=tensor.device) * _ODD
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for part in flat.split(_PART):
+            total = total * _ODD + (part * weights[: len(part)]).sum()
+        return int(total)
 
 
 def check_decision(call: Call, origin: Origin, leaves: Sequence[Any]) -> None:
