@@ -120,4 +120,11 @@ class Opening:
 def check_kinds(model: Any, args: Any, kwargs: Any, dynamic: Any) -> None:
     """Raise if this is no model, or no example of what it is called with."""
     check_example(model, args, kwargs, dynamic)
+    held = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in held if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise InputError(
+            f"{', '.join(lazy)} of the model have no sizes yet: it has lazy modules. Call it once "
+            "with the example, which gives them their sizes, before it is captured"
+        )
     check_no_global_hooks()

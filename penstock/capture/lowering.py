@@ -39,6 +39,7 @@ _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enum
     *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_TAKEN = {*dir(fx.GraphModule), *vars(Stage({}, fx.Graph()))}
 _READ: Callable[..., Any] = getattr
 _WRITE: Callable[..., Any] = setattr
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -76,6 +77,9 @@ def lower(
         half = Half(deferral) if deferral is not None and halved[number] else None
         lowering.call(number, trace.calls[number], half)
     lowering.graph.output(tuple(lowering.value(value) for value in outputs))
+    for node in lowering.graph.nodes:  # a parameter that only the result has belongs to the last
+        if node.op not in ("placeholder", "output"):
+            node.meta.setdefault("call", calls.stop - 1)
     module = Stage(lowering.leaves, lowering.graph, class_name="Stage")
     module.training = model.training  # its own flag only: the user may have frozen submodules
     return module
@@ -173,9 +177,9 @@ class _Lowering:
 
     def _attribute(self, attribute: Attribute) -> fx.Node:
         path, _, last = attribute.name.rpartition(".")
-        name = attribute.name
+        name = _attribute_path(attribute.name)
         if hasattr(nn.Module, last):  # a key of a dictionary, such as "cpu"
-            name = f"{path}.{last}_"
+            name = _attribute_path(f"{path}.{last}_")
         self.leaves[name] = find(self.model, attribute.name)
         return self.graph.get_attr(name)
 
@@ -297,6 +301,9 @@ def assembled(
 
 
 def _attribute_path(path: str) -> str:
+    """Where a graph module has what the model has there: not in the place of its own attributes."""
+    if path and path.partition(".")[0] in _TAKEN:
+        return f"model_.{path}"
     return path or "model"
 
 

@@ -50,7 +50,7 @@ from penstock.capture.randomness import (
 )
 from penstock.capture.reads import Reading
 from penstock.capture.trees import flatten, map_leaves
-from penstock.capture.vocabulary import GRADIENTS, METADATA, PARTS, SIZES, is_plain
+from penstock.capture.vocabulary import CLOSING, GRADIENTS, METADATA, PARTS, SIZES, is_plain
 from penstock.capture.watching import (
     Contents,
     OpenAttributes,
@@ -215,6 +215,8 @@ class Recorder(TorchFunctionMode):
         name = function_name(func)
         if self._inside:
             return func(*args, **kwargs)
+        if (plain := getattr(func, "__name__", "")) in CLOSING:  # `x.grad` is another matter
+            raise Unrecordable(self._open[-1], f"its Python {CLOSING[plain]}")
         leaves = flatten((args, kwargs))[0]
         if name in SIZES or name in PARTS:
             self._check_sizes(leaves)
@@ -354,16 +356,18 @@ class Recorder(TorchFunctionMode):
         seed = None if self.key is None else self.key.for_call(call.identity)
         watches = watch if self.weightless or not call.is_module else nullcontext()
         self._check_draws(call.path)
-        with Draws(self.generators, seed) as draws, watches:
-            if self.weightless is not None:
-                args = tuple(map(self._with_values, args)) if reads_values(call) else args
-                result = self.weightless.run(call, function, args, kwargs)
-            else:
-                result = function(*args, **kwargs)
+        try:
+            with Draws(self.generators, seed) as draws, watches:
+                if self.weightless is not None:
+                    args = tuple(map(self._with_values, args)) if reads_values(call) else args
+                    result = self.weightless.run(call, function, args, kwargs)
+                else:
+                    result = function(*args, **kwargs)
+        finally:  # the model's Python may catch what a call raises, and go on
+            if self.key is not None:
+                seed_python(0)
         call.random = watch.draws if self.weightless else draws.happened
         call.draws_in_python = draws.in_python
-        if self.key is not None:
-            seed_python(0)
         call.mutates = tuple(
             value
             for t, before in zip(tensors, contents, strict=True)

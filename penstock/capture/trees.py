@@ -62,7 +62,7 @@ class _Rebuild:
         if registered is not None:
             return registered.unflatten_fn(children, self.context)
         if issubclass(self.kind, tuple):
-            return self.kind(*children)
+            return self.kind._make(children)  # type: ignore[attr-defined]  # not by its own __new__
         return _rebuild_dataclass(self.kind, dict(zip(self.context, children, strict=True)))
 
 

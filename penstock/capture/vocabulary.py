@@ -28,6 +28,15 @@ METADATA = frozenset(
 GRADIENTS = frozenset(["requires_grad", "grad_fn", "is_leaf"])
 # Those that say how large it is, and the calls whose number of results does.
 SIZES = frozenset("shape size numel nelement __len__ nbytes stride is_contiguous".split())
+# What a program cannot do across its cuts, or whose results no recording can follow, by the names of
+# the functions themselves.
+CLOSING = {
+    "grad": "computes gradients (torch.autograd.grad)",
+    "backward": "computes gradients (backward)",
+    "register_hook": "hangs hooks on tensors (register_hook)",
+    "register_post_accumulate_grad_hook": "hangs hooks on tensors",
+    "_pack_padded_sequence": "packs sequences, whose sizes depend on values",
+}
 PARTS = frozenset("unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -172,3 +175,141 @@ def test_a_view_of_a_parameter_crosses_without_gradients() -> None:
         for x in X.tensor_split(4):
             model(x).sum().backward()
         assert torch.equal(ours, model.weight.grad)
+
+
+# -- what closes a module, and what does not ------------------------------------------------------
+
+
+class Names(Two):
+    """Parts with the names of what a graph module has itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = nn.Linear(8, 8)
+        self.code = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.recompile = nn.Parameter(torch.randn(8))
+        self.register_buffer("meta", torch.randn(8))
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return self.code(self.graph(h) * self.recompile) + self.meta
+
+
+class WithScale(Two):
+    """A parameter is part of the result, as in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> object:
+        return {"f": super().forward(x), "logit_scale": self.scale}
+
+
+class Force(nn.Module):
+    """Computes a gradient within its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            given = h if h.requires_grad else h.detach().requires_grad_()
+            energy = self.layer(given).square().sum()
+            (force,) = torch.autograd.grad(energy, given, create_graph=self.training)
+        return h + force
+
+
+class Hooked(Force):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.layer(h)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * 2)
+        return h * 1
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(8, 8, batch_first=True)
+        self.after = nn.Linear(8, 8)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        lengths = torch.full((len(h),), 3)
+        sequence = h[:, None].expand(-1, 3, -1)
+        packed = nn.utils.rnn.pack_padded_sequence(sequence, lengths, batch_first=True)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.after(padded[:, 0])
+
+
+class Trying(Force):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        try:
+            h = h.view(3, 999)
+        except RuntimeError:
+            h = self.layer(h)
+        return h
+
+
+class Around(Two):
+    """A module between two layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return self.inner(h).tanh()
+
+
+def value_of(result: Any) -> torch.Tensor:
+    return result["f"] * result["logit_scale"] if isinstance(result, dict) else result
+
+
+@pytest.mark.parametrize(
+    ("build", "closed"),
+    [
+        (Names, {}),
+        (WithScale, {}),
+        (lambda: Around(Force()), {"inner": "computes gradients"}),
+        (lambda: Around(Hooked()), {"inner": "hangs hooks"}),
+        (lambda: Around(Packed()), {"inner": "packs sequences"}),
+        (lambda: Around(Trying()), {}),
+    ],
+    ids=["names", "a parameter in the result", "autograd.grad", "hooks", "packed", "try"],
+)
+def test_cut_and_trained_alike(build: Callable[[], nn.Module], closed: dict[str, str]) -> None:
+    model = build()
+    program = ps.capture(model, (X,))
+    assert program.closed.keys() == closed.keys()
+    assert all(why in program.closed[path] for path, why in closed.items())
+    options: dict[str, Any] = {"num_microbatches": 4, "devices": ["cpu"] * 2}
+    with ps.Pipeline(model, (X,), program=program, **options) as pipe:
+        pipe.train_step(X, loss_fn=lambda result: value_of(result).square().mean())
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for x in X.tensor_split(4):
+        (value_of(model(x)).square().mean() / 4).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(ours[name], parameter.grad), name
+
+
+def test_lazy_modules_are_called_first() -> None:
+    model = Around(nn.LazyLinear(8))
+    with pytest.raises(ps.InputError, match=r"inner\.weight, inner\.bias .* Call it once"):
+        ps.capture(model, (X,))
+    model(X)
+    assert len(ps.capture(model, (X,))) > 2
+
+
+class Scaled(Two):
+    def forward(self, x: torch.Tensor, factors: Any = None) -> object:
+        return super().forward(x) * float(factors.sum())  # type: ignore[operator]
+
+
+def test_an_array_of_numpy_is_a_constant() -> None:
+    model, factors = Scaled(), np.array([1.0, 2.0])
+    program = ps.capture(model, (X, factors))
+    assert torch.equal(program(X, factors.copy()), model(X, factors))
+    with pytest.raises(ps.InputError, match="another ndarray, which is a constant of the program"):
+        program(X, factors + 1)
