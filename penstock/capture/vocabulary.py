@@ -28,7 +28,7 @@ METADATA = frozenset(
 GRADIENTS = frozenset(["requires_grad", "grad_fn", "is_leaf"])
 # Those that say how large it is, and the calls whose number of results does.
 SIZES = frozenset("shape size numel nelement __len__ nbytes stride is_contiguous".split())
-# What a program cannot do across its cuts, or whose results no recording can follow, by the names of
+# What a program cannot do across its cuts, or whose results no recording can follow: the names of
 # the functions themselves.
 CLOSING = {
     "grad": "computes gradients (torch.autograd.grad)",
