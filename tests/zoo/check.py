@@ -194,7 +194,7 @@ def _trials(
         if everything and k == 0 and count > 1 and number % 4 == 0:
             plan = uniform_plan(program, count, COUNT, "1f1b")
             yield Trial(plan, "processes", f"{count} stages on {count} processes, m={COUNT}")
-    if everything and number % 4 == 2:
+    if everything and number % 4 == 2 and stages[0] > 1:
         costs = ps.profile(program, devices=["cpu", "cpu"], seconds=PROFILE)
         plan = ps.plan(costs)
         yield Trial(plan, "threads", f"automatic plan: {plan.schedule}, m={plan.num_microbatches}")

@@ -20,9 +20,6 @@ CLOSED = {
     "ByValue": ("inner", "depends on a parameter"),
 }
 NOT_YET = {
-    "BufferReplaced": pytest.mark.xfail(
-        strict=False, reason="a call takes the buffer that a forward replaced for the user's doing"
-    ),
     "TiedAutoencoder": pytest.mark.xfail(
         strict=False, reason="its transposed weight crosses a cut without a gradient function"
     ),
