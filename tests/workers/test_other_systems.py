@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,14 @@ def test_a_socket_that_is_a_file_is_removed(elsewhere: pytest.MonkeyPatch) -> No
     meeting, secret = Meeting(), new_secret()
     path = Path(meeting.address.path)
     assert path.is_socket()
-    there = call(meeting.address, [], (1, 0), secret, 60)
-    here, _ = meeting.accept([(1, 0)], secret, 60)[1, 0]
+    with ThreadPoolExecutor(1) as beside:  # each proves to the other that it knows the secret
+        called = beside.submit(call, meeting.address, [], (1, 0), secret, 60)
+        here, _ = meeting.accept([(1, 0)], secret, 60)[1, 0]
+        there = called.result(60)
     there.send(Message(3))
     assert here.receive(60).round == 3
+    here.close()
+    there.close()
     meeting.close()
     assert not path.exists()
 
