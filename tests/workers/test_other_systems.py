@@ -63,7 +63,7 @@ def test_a_socket_that_is_a_file_is_removed(elsewhere: pytest.MonkeyPatch) -> No
     assert path.is_socket()
     with ThreadPoolExecutor(1) as beside:  # each proves to the other that it knows the secret
         called = beside.submit(call, meeting.address, [], (1, 0), secret, 60)
-        here, _ = meeting.accept([(1, 0)], secret, 60)[1, 0]
+        here = meeting.accept([(1, 0)], secret, 60)[1, 0]
         there = called.result(60)
     there.send(Message(3))
     assert here.receive(60).round == 3
