@@ -106,7 +106,7 @@ def test_buffers_that_a_forward_replaces() -> None:
         return [*losses, output, step(pipe)]
 
     model = nn.Sequential(nn.Linear(6, 6), Average(), nn.Linear(6, 6), Average())
-    alike(model, use, keep_closed=["1", "3"])
+    alike(model, use, keep_closed=["1", "3"], merge="rows")  # its rows meet in the average
 
 
 def test_a_gradient_that_is_kept_while_others_stay() -> None:
@@ -365,6 +365,7 @@ def test_another_thread_closes_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> 
     drain()  # these workers may still be busy
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step")  # there are no gradients
 def test_workers_forget_optimizers_that_are_gone() -> None:
     with make(mlp(6, 6, 6), "processes") as pipe:
         workers = pipe._runner.crew._workers  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ class State:
         self._attributes = [
             (module, _attributes(module), dict(module._buffers)) for module in modules
         ]
-        self._contents = [(buffer, buffer.detach().clone()) for buffer in changing]
+        self._contents = [(buffer, _distinct(buffer.detach()).clone()) for buffer in changing]
 
     def put_back(self) -> None:
         """Make the modules as they were."""
@@ -41,7 +41,17 @@ class State:
             module._buffers.update(buffers)
         with torch.no_grad():
             for buffer, content in self._contents:
-                buffer.data.copy_(content)  # what autograd saved of it is a copy
+                _distinct(buffer.data).copy_(content)  # what autograd saved of it is a copy
+
+
+def _distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements, each once: those of an expanded dimension are one and the same."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
