@@ -137,6 +137,13 @@ class Guards:
         self._tensors = [find(self._model, name) for name in self.reads.requires_grad]
         self._fast = None
 
+    def leave_out(self, places: frozenset[Place]) -> None:
+        """Do not look at these places: forwards themselves change what is there."""
+        if not places.isdisjoint(self._frozen):
+            self._places = [place for place in self._places if place not in places]
+            self._frozen = {p: value for p, value in self._frozen.items() if p not in places}
+            self._fast = None
+
     def other_numbers(self) -> dict[Place, Any]:
         """The places where a number was read, and is another one of its kind now; what it was."""
         found = {}

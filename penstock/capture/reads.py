@@ -49,6 +49,7 @@ class Reads:
         inputs: whether they required a gradient, by their number.
         numbers: the places whose number is passed in.
         outcomes: comparisons of those with others.
+        replaced: where closed modules put other tensors or modules themselves.
     """
 
     seen: dict[Place, Any] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Reads:
     inputs: dict[int, bool] = field(default_factory=dict)
     numbers: tuple[Place, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
+    replaced: frozenset[Place] = frozenset()
 
     def with_all_of(self, other: Reads) -> Reads:
         """What two recordings have read that are generalised together."""
@@ -69,6 +71,7 @@ class Reads:
             other.inputs | self.inputs,
             self.numbers,
             tuple(dict.fromkeys((*self.outcomes, *other.outcomes))),
+            self.replaced | other.replaced,
         )
 
     def passed_in(self, model: nn.Module) -> dict[str, Any]:
@@ -276,6 +279,8 @@ class Reading:
                 if frozen(place.find(self._model)) == before:
                     self.reads.seen[place] = MISSING
                     self.reads.readers[place] = place.module
+                else:
+                    self.reads.replaced |= {place}
             for place, before in self._frozen.items():
                 if frozen(plain(place.find(self._model))) != before:
                     return place

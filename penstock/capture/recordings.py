@@ -64,6 +64,13 @@ class Recordings:
         }
         self._numbers: dict[Place, list[Any]] = {}  # in attributes, that change: some values
         self._looked: dict[int, bool] | None = None
+        self._leave_out_replaced()
+
+    def _leave_out_replaced(self) -> None:
+        """What one forward replaces, in training perhaps, no other one's guards look at."""
+        replaced = frozenset().union(*(trace.reads.replaced for trace in self.traces()))
+        for each in (*self._of[True], *self._of[False]):
+            each.guards.leave_out(replaced)
 
     def trace_for(self, leaves: Sequence[Any], training: bool) -> Trace:
         """See `Program.trace_for`."""
@@ -82,6 +89,7 @@ class Recordings:
                 return each.trace
         trace = self._way(signature, leaves, training)
         known.append(_Recording(program.model, trace, signature, [sizes]))
+        self._leave_out_replaced()
         alike = [each.guards for each in known if each.signature is signature]
         check_settled(known[-1].guards, alike)
         return trace

@@ -19,11 +19,6 @@ CLOSED = {
     "Compiled": ("middle", "torch.compile"),
     "ByValue": ("inner", "depends on a parameter"),
 }
-NOT_YET = {
-    "BufferReplaced": pytest.mark.xfail(
-        strict=False, reason="a call takes the buffer that a forward replaced for the user's doing"
-    )
-}
 QUICK = {
     "torchvision": ["squeezenet1_1"],
     "transformers": ["LlamaForCausalLM", "GPT2LMHeadModel without labels", "BertForMaskedLM"],
@@ -31,9 +26,7 @@ QUICK = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NOT_YET.get(name, ())) for name in PLAIN]
-)
+@pytest.mark.parametrize("name", PLAIN)
 def test_plain_models_are_exact(name: str) -> None:
     result = check(PLAIN[name], everything=False)
     assert result.status == "exact", result.line
