@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -45,7 +45,8 @@ class Place:
 
     Attributes:
         module: the qualified name of the module where the way begins.
-        names: of the attributes, one after the other: `("config", "temperature")`.
+        names: of the attributes, one after the other: `("config", "temperature")`; `"[0]"` is the
+            first item of a list, a tuple or a dictionary.
     """
 
     module: str
@@ -73,7 +74,14 @@ class Place:
         return MISSING if owner is MISSING else look(owner, self.last)
 
     def __str__(self) -> str:
-        return ".".join((self.module, *self.names)).lstrip(".")
+        return ".".join((self.module, *self.names)).lstrip(".").replace(".[", "[")
+
+
+def items_of(value: Any) -> Sequence[Any]:
+    """What a list, a tuple or a dictionary holds, in its order; of anything else nothing."""
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    return list(value) if isinstance(value, (list, tuple)) else ()
 
 
 def attributes_of(obj: Any) -> dict[str, Any]:
@@ -91,6 +99,9 @@ def _of(obj: Any, name: str) -> Mapping[str, Any]:
 
 def look(obj: Any, name: str) -> Any:
     """What Python finds as `obj.name`, as it is kept: a property itself, and not its value."""
+    if name.startswith("["):
+        items, place = items_of(obj), int(name[1:-1])
+        return items[place] if place < len(items) else MISSING
     if name == "__dict__":  # the names of all
         return tuple(key for key in attributes_of(obj) if key not in INTERNAL)
     if asks_itself(obj):

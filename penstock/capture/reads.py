@@ -22,6 +22,7 @@ from penstock.capture.places import (
     attributes_of,
     frozen,
     is_helper,
+    items_of,
     look,
     noting,
     static,
@@ -192,8 +193,11 @@ class Reading:
         self.reads.readers[place] = self._reader()
         self._follow(value, place)
 
-    def _follow(self, value: Any, place: Place) -> None:
-        """See to it that reads of a helper's own attributes are noted, too."""
+    def _follow(self, value: Any, place: Place, depth: int = 8) -> None:
+        """See to it that reads of a helper's own attributes are noted, too.
+
+        So are those of helpers in containers.
+        """
         if isinstance(value, type):
             if (value.__module__ or "").partition(".")[0] not in ("torch", "builtins", "numpy"):
                 for name, held in list(vars(value).items()):
@@ -205,6 +209,10 @@ class Reading:
             self._kept.append(value)
             if not self._patch(type(value)):
                 self._all_of(value, place)
+        elif depth:
+            for k, item in enumerate(items_of(value)):
+                if not isinstance(item, type):  # classes in containers are themselves or not
+                    self._follow(item, Place(place.module, (*place.names, f"[{k}]")), depth - 1)
 
     def _patch(self, kind: type) -> bool:
         """Whether reads of the attributes of such objects are noted from here on."""

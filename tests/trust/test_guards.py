@@ -79,6 +79,8 @@ class Block(nn.Module):
         self.adapter = Adapter()
         self.flag, self.mode, self.temp, self.depth, self.alpha = True, "tanh", 1.0, 2, 0.5
         self.coefs, self.table = [1.0, 2.0], {"a": 1.0}
+        self.cfgs: dict[str, Any] = {"a": Config(), "b": [Config()]}
+        self.active = "a"
         self.cfg, self.space, self.alias = Config(), SimpleNamespace(temp=1.0), Aliased()
         self.maybe: Any = None
         self.function: Callable[..., Any] = torch.tanh
@@ -86,6 +88,10 @@ class Block(nn.Module):
     @property
     def heat(self) -> float:
         return self.temp * 2
+
+    @property
+    def active_cfg(self) -> Any:
+        return self.cfgs[self.active]
 
     def __getattr__(self, name: str) -> Any:
         if name == "odd":
@@ -168,6 +174,21 @@ CASES: dict[str, tuple[Callable[[Block, torch.Tensor], torch.Tensor], list[Chang
     "nested config": (
         lambda b, h: h ** b.cfg.more["power"] if b.cfg.more["names"] else h,
         [lambda b: b.cfg.more.update(power=3), lambda b: b.cfg.more["names"].clear()],
+    ),
+    "config in a dictionary": (
+        lambda b, h: h / b.cfgs["a"].temp,
+        [lambda b: put("temp", 3.0)(b.cfgs["a"]), lambda b: b.cfgs.update(a=Config())],
+    ),
+    "config in a list in it": (
+        lambda b, h: h / b.cfgs["b"][0].temp,
+        [
+            lambda b: put("temp", 3.0)(b.cfgs["b"][0]),
+            lambda b: b.cfgs["b"].insert(0, SimpleNamespace(temp=4.0)),
+        ],
+    ),
+    "config by a property": (
+        lambda b, h: h / b.active_cfg.temp,
+        [lambda b: put("temp", 3.0)(b.active_cfg), lambda b: put("temp", 4.0)(b.active_cfg)],
     ),
     "namespace": (lambda b, h: h * b.space.temp, [put("space.temp", 2.0), put("space.temp", 3.0)]),
     "alias": (lambda b, h: h * b.alias.heat, [put("alias.temp", 3.0), put("alias.temp", 4.0)]),
