@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.capture.attributes import named_tensors
 from penstock.capture.calls import (
@@ -197,6 +198,12 @@ class Recorder(TorchFunctionMode):
 
     def check_function(self, function: type) -> None:
         """Raise if an open module applies a custom `autograd.Function`, for its own backward."""
+        if self.is_outside and function is CheckpointFunction:
+            raise Unrecordable(
+                self._open[-1],
+                "it calls torch.utils.checkpoint with use_reentrant=True, which computes gradients "
+                "in a backward of its own; with use_reentrant=False it would be opened",
+            )
         if self.is_outside:
             raise Unrecordable(
                 self._open[-1], f"it applies {function.__name__}, an autograd.Function of its own"

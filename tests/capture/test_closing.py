@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.capture import Key
@@ -42,6 +43,8 @@ class Block(nn.Module):
             return x if x.sum() > 0 else -x
         if self.how == "function":
             return Double.apply(x)
+        if self.how == "reentrant":
+            return checkpoint(torch.relu, x, use_reentrant=True)
         if self.how == "unknown":
             return x + torch.from_numpy(x.detach().numpy() * 2)
         if self.how == "attribute":
@@ -58,6 +61,7 @@ class Block(nn.Module):
     [
         ("value", "its Python reads a tensor's value"),
         ("function", "it applies Double, an autograd.Function"),
+        ("reentrant", "use_reentrant=True, .* with use_reentrant=False it would be opened"),
         ("unknown", "its Python reads a tensor's value|no recorded call made"),
         ("attribute", "its forward assigns to self.last"),
         ("container", "its forward assigns to self.seen"),
@@ -76,6 +80,11 @@ def test_an_awkward_block_is_closed(how: str, reason: str) -> None:
     for rows in (2, 3, 5, 9):
         x = torch.randn(rows, 4)
         assert torch.equal(program(x), model(x))
+
+
+def test_a_model_that_must_stay_whole_says_how_it_would_not() -> None:
+    with pytest.raises(ps.PlanError, match=r"the model itself: .* use_reentrant=False"):
+        ps.Pipeline(Block("reentrant"), (X,), devices=["cpu", "cpu"], workers="threads")
 
 
 def test_both_branches_are_right() -> None:
