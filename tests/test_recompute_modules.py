@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -211,3 +212,41 @@ def test_names_are_checked_before_anything_is_measured(monkeypatch: pytest.Monke
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(ps.PlanError, match="in a module named 'layer1'; there are '0', '1'"):
         ps.Pipeline(net, (X,), devices=["cpu"] * 2, recompute=["layer1"])
+
+
+class Energy(nn.Module):
+    """Adds the gradient of an energy, computed in its forward, which also counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = x.detach().requires_grad_()
+        energy = self.linear(y).tanh().square().sum() * self.calls
+        (gradient,) = torch.autograd.grad(energy, y, create_graph=True)
+        return x + gradient
+
+
+def test_a_module_that_computes_gradients_in_its_forward() -> None:
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.Sequential(nn.ELU(inplace=True), Energy()),
+        nn.Linear(8, 8),
+        nn.Linear(8, 8),
+    )
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        for x, y in zip(X.tensor_split(3), Y.tensor_split(3), strict=True):
+            (F.mse_loss(twin(x), y) / 3).backward()
+    with ps.Pipeline(
+        *(model, (X,)), devices=["cpu", "cpu"], num_microbatches=3, workers="threads",
+        recompute=["1"],
+    ) as pipe:  # fmt: skip
+        for _ in range(2):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    assert torch.equal(model[1][1].calls, twin[1][1].calls)
+    for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, plain.grad)

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from penstock.capture.calls import Ambient, Sizes, ambient
+from penstock.capture.graphs import Hollow
 from penstock.capture.randomness import Key
 from penstock.engine.state import State, values_saved
 
@@ -41,12 +42,14 @@ class Span:
         recompute: whether its forward runs again before its backward.
         changing: what its forward changes in place: buffers, as a rule.
         overwritten: the places of values that enter, and are changed in place from here on.
+        saves: whether its forward computes gradients itself, so that it needs what autograd saves.
     """
 
     module: Callable[..., Values]
     recompute: bool = False
     changing: Sequence[torch.Tensor] = ()
     overwritten: Sequence[int] = ()
+    saves: bool = False
 
     def __post_init__(self) -> None:
         stage = self.module
@@ -124,12 +127,33 @@ def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe
     state = span.state()
     kept = tuple(_copied(v) if k in span.overwritten else v for k, v in enumerate(values))
     recipe = Recipe(span, kept, sizes, key, state, ambient())
-    with saved_tensors_hooks(_forget, _recall):
-        entry, entered = enter(values)
-        results = span.module(sizes, key, *entered)
+    entry, results = _run_without_saving(recipe, values)
     if not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
         return entry, results  # all of it is frozen: there is no backward to run it again for
     return recipe, tuple(_without_history(value) for value in results)
+
+
+def _run_without_saving(recipe: Recipe, values: Values) -> tuple[Entry, Values]:
+    """Run a span's forward for its results, unless it computes gradients itself."""
+    span = recipe.span
+    if not span.saves:
+        hollow = Hollow()
+        try:
+            with hollow:
+                entry, entered = enter(values)
+                results = span.module(recipe.sizes, recipe.key, *entered)
+            if not hollow.asked:
+                return entry, results
+        except Exception:
+            if not hollow.asked:
+                raise
+        span.saves = True
+        recipe.state.put_back()
+        for k in span.overwritten:
+            if isinstance(values[k], torch.Tensor):
+                values[k].detach().copy_(recipe.values[k].detach())
+    entry, entered = enter(values)
+    return entry, span.module(recipe.sizes, recipe.key, *entered)
 
 
 def _copied(value: Any) -> Any:
@@ -137,14 +161,6 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
-
-
-def _forget(_: torch.Tensor) -> None:
-    """Autograd keeps nothing."""
-
-
-def _recall(_: None) -> torch.Tensor:
-    raise RuntimeError("a recomputed span has no history")
 
 
 def _without_history(value: Any) -> Any:
