@@ -6,7 +6,6 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from penstock.errors import CaptureError
 # its own, or forbid changes, as the configurations of diffusers do: such are left as they are.
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, set, deque, *_MAPPINGS)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 _MOST_BYTES = 4 << 30
@@ -166,25 +166,51 @@ def _put_back(
             holder.update(entries)
 
 
+def own_generators(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The generators that a module holds, by the attributes that are them or have them."""
+    for name, value in vars(module).items():
+        held = value.values() if type(value) is dict else value
+        for one in held if type(value) in (list, tuple, dict) else (value,):
+            if isinstance(one, _GENERATORS):
+                yield name, one
+
+
+def state_of(generator: Any) -> Any:
+    """Where a generator is, to be put back by `put_state`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _bits(generator).state
+
+
+def put_state(generator: Any, state: Any) -> None:
+    """Let a generator be where it was."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        _bits(generator).state = state
+
+
+def _bits(generator: Any) -> Any:
+    """What a generator of numpy's draws from."""
+    bits = generator
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+    return getattr(bits, "_bit_generator", bits)
+
+
 @contextmanager
 def own_generators_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Afterwards, the generators that modules hold as attributes are as they were."""
-    held = [value for module in modules for value in vars(module).values()]
-    states: list[tuple[Callable[[Any], Any], Any]] = []
-    for value in held:
-        if isinstance(value, torch.Generator):
-            states.append((value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            states.append((value.setstate, value.getstate()))
-        elif isinstance(value, (np.random.Generator, np.random.RandomState)):
-            bits: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
-            bits = getattr(bits, "_bit_generator", bits)
-            states.append((partial(setattr, bits, "state"), bits.state))
+    states = [(g, state_of(g)) for module in modules for _, g in own_generators(module)]
     try:
         yield
     finally:
-        for put, state in states:
-            put(state)
+        for generator, state in states:
+            put_state(generator, state)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import Assigned, Call, Origin, Unrecordable
 from penstock.capture.equality import same_tensor
+from penstock.capture.preserve import own_generators, state_of
 
 _COPIED = 1 << 16  # bytes
 _PART = 1 << 18  # elements
@@ -144,6 +146,8 @@ def with_owners(path: str) -> Iterator[str]:
 class OpenAttributes:
     """The attributes of open modules: their own Python must not keep anything there.
 
+    Nor may it draw from generators there: the replay would have the numbers that were drawn once.
+
     Args:
         model: whose modules.
         is_open: whether the program looks inside the module of this qualified name.
@@ -154,6 +158,12 @@ class OpenAttributes:
         self._is_open = is_open
         self._ids = {id(module) for module in model.modules()}
         self._before = self._now()
+        self._drawn_from = [
+            (path, name, generator, state_of(generator))
+            for path, module in model.named_modules()
+            if is_open(path)
+            for name, generator in own_generators(module)
+        ]
 
     def _now(self) -> dict[str, dict[str, list[Any]]]:
         """The attributes of every open module, as they are, with what containers hold."""
@@ -167,7 +177,7 @@ class OpenAttributes:
         }
 
     def check_unchanged(self) -> None:
-        """Raise if the forward of an open module assigned to one of its attributes."""
+        """Raise if the forward of an open module assigned to an attribute, or drew from one."""
         for path, module in self._model.named_modules():
             if id(module) not in self._ids and self._is_open(""):
                 raise Unrecordable("", f"its forward puts another module in the place of {path}")
@@ -176,6 +186,18 @@ class OpenAttributes:
                 old = self._before[path].get(name, [])
                 if len(old) != len(now) or any(a is not b for a, b in zip(old, now, strict=True)):
                     raise Assigned(path, f"its forward assigns to self.{name}")
+        for path, name, generator, state in self._drawn_from:
+            if not _is_same_state(state_of(generator), state):
+                raise Unrecordable(path, f"its Python draws random numbers from self.{name}")
+
+
+def _is_same_state(one: Any, other: Any) -> bool:
+    """Whether two states of a generator are equal: numbers, arrays, tensors, or such in others."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_is_same_state(one[key], other[key]) for key in one)
+    return bool(np.all(one == other))
 
 
 def _with_contents(name: str, value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.capture.preserve import own_generators, put_state, state_of
+
+_CONTAINERS = (list, dict, set, OrderedDict)
 _REGISTRIES = ("_parameters", "_modules", "_buffers")
 
 
@@ -17,7 +21,8 @@ class State:
     """The buffers and attributes of some modules, as they are now.
 
     A forward may change a buffer in place, as BatchNorm does, or assign another one, or count its
-    calls in an attribute. What attributes refer to is not copied, apart from `changing`.
+    calls in an attribute, or in a list there, or draw from a generator of its own. What else
+    attributes refer to is not copied, apart from `changing`.
 
     Args:
         modules: whose; each once.
@@ -29,6 +34,19 @@ class State:
             (module, _attributes(module), dict(module._buffers)) for module in modules
         ]
         self._contents = [(buffer, _distinct(buffer.detach()).clone()) for buffer in changing]
+        theirs = [
+            (module, attributes)
+            for module, attributes, _ in self._attributes
+            if not type(module).__module__.startswith("torch.nn.")  # those keep no such things
+        ]
+        self._held = [
+            (value, value.copy())
+            for _, attributes in theirs
+            for value in attributes.values()
+            if type(value) in _CONTAINERS
+        ]
+        generators = (g for module, _ in theirs for _, g in own_generators(module))
+        self._generators = [(generator, state_of(generator)) for generator in generators]
 
     def put_back(self) -> None:
         """Make the modules as they were."""
@@ -39,6 +57,11 @@ class State:
             own.update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
+        for container, before in self._held:
+            container.clear()
+            (container.extend if type(container) is list else container.update)(before)
+        for generator, state in self._generators:
+            put_state(generator, state)
         with torch.no_grad():
             for buffer, content in self._contents:
                 _distinct(buffer.data).copy_(content)  # what autograd saved of it is a copy
