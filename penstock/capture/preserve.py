@@ -194,6 +194,15 @@ def put_state(generator: Any, state: Any) -> None:
         _bits(generator).state = state
 
 
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states of a generator are equal: numbers, arrays, tensors, or such in others."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(same_state(one[key], other[key]) for key in one)
+    return bool(np.all(one == other))
+
+
 def _bits(generator: Any) -> Any:
     """What a generator of numpy's draws from."""
     bits = generator

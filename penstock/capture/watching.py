@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import Assigned, Call, Origin, Unrecordable
 from penstock.capture.equality import same_tensor
-from penstock.capture.preserve import own_generators, state_of
+from penstock.capture.preserve import own_generators, same_state, state_of
 
 _COPIED = 1 << 16  # bytes
 _PART = 1 << 18  # elements
@@ -187,17 +186,8 @@ class OpenAttributes:
                 if len(old) != len(now) or any(a is not b for a, b in zip(old, now, strict=True)):
                     raise Assigned(path, f"its forward assigns to self.{name}")
         for path, name, generator, state in self._drawn_from:
-            if not _is_same_state(state_of(generator), state):
+            if not same_state(state_of(generator), state):
                 raise Unrecordable(path, f"its Python draws random numbers from self.{name}")
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    """Whether two states of a generator are equal: numbers, arrays, tensors, or such in others."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return all(_is_same_state(one[key], other[key]) for key in one)
-    return bool(np.all(one == other))
 
 
 def _with_contents(name: str, value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, held_tensors
-from penstock.capture.preserve import own_generators_kept
+from penstock.capture.preserve import own_generators, own_generators_kept, same_state, state_of
 from penstock.engine.state import State
 
 _CONTAINERS = (list, dict, set, OrderedDict)
@@ -62,12 +62,19 @@ class Attributes:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._before = self._now()
+        self._generators = [
+            (f"{path}.{name}".removeprefix("."), generator, state_of(generator))
+            for path, module in model.named_modules()
+            for name, generator in own_generators(module)
+        ]
 
     def changed(self) -> list[str]:
-        """The names of those that are others now, or hold something else."""
+        """The names of those that are others now, or hold something else, or were drawn from."""
         now = self._now()
         every = dict.fromkeys([*self._before, *now])
-        return [name for name in every if not _same(self._before.get(name), now.get(name))]
+        drawn = [n for n, g, state in self._generators if not same_state(state_of(g), state)]
+        others = [n for n in every if not _same(self._before.get(n), now.get(n))]
+        return [*others, *drawn]
 
     def _now(self) -> dict[str, Any]:
         return {

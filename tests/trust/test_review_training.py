@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from tests.pool import pooled
 
 pytestmark = pytest.mark.filterwarnings("ignore::penstock.RowsWarning")
 
@@ -132,3 +133,18 @@ def test_a_module_that_draws_from_its_own_generator_is_closed(
 ) -> None:
     program = ps.capture(Net(kind()), (X,))
     assert "inner" in [call.target for call in program.train.calls]
+
+
+def test_a_generator_that_worker_processes_draw_from_raises_no_alarm() -> None:
+    torch.manual_seed(1)
+    model, plain = Net(FromNumpy()), Net(FromNumpy())
+    plain.load_state_dict(model.state_dict())
+    options = {"num_microbatches": 4, "schedule": "1f1b", "cuts": ["b"], "workers": "processes"}
+    with pooled(), ps.Pipeline(model, (X,), devices=["cpu"] * 2, audit=1, **options) as pipe:  # type: ignore[arg-type]
+        for _ in range(3):
+            pipe.train_step(X, loss_fn=F.mse_loss, target=Y)
+            for x, y in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
+                (F.mse_loss(plain(x), y) * 0.25).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        assert "inner.numbers" in pipe.audit.why_not
