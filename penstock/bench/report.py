@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.bench.measure import Contestant
 from penstock.bench.toy import ToyResult
+from penstock.tables import aligned
 from penstock.units import show_seconds
 
 
@@ -61,15 +62,19 @@ class BenchReport:
         }
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """All of it, in tables that are no wider than `width`."""
         best, chosen = (c.facts["microbatch_size"] for c in (self.best, self.chosen))
         shown = {k: v for k, v in self.machine.items() if v}
         return "\n".join(
             [
                 str(self.toy),
                 "",
-                *_table(self.bars, "A2, A3", "speed-up", lambda c: self.bars[0].median / c.median),
+                *_table(self.bars, "A2, A3", "speed-up", self._speed_up, width),
                 "",
-                *_table(self.sweep, "A4", "of the best", lambda c: c.median / self.best.median),
+                *_table(self.sweep, "A4", "of the best", self._excess, width),
                 "",
                 f"the best micro-batch size of the sweep is {best}; Penstock chose {chosen}, whose "
                 f"time is {self.auto_excess:+.1%} of the best one's",
@@ -78,17 +83,23 @@ class BenchReport:
             ]
         )
 
+    def _speed_up(self, contestant: Contestant) -> float:
+        return self.bars[0].median / contestant.median
 
-def _table(contestants: Sequence[Contestant], title: str, ratio_name: str, ratio: Any) -> list[str]:
+    def _excess(self, contestant: Contestant) -> float:
+        return contestant.median / self.best.median
+
+
+def _table(
+    contestants: Sequence[Contestant],
+    title: str,
+    ratio_name: str,
+    ratio: Callable[[Contestant], float],
+    width: int | None,
+) -> list[str]:
     heading = (title, "mean", "std", "median", ratio_name, "one step", "predicted", "of bound")
     rows = [heading, *((*_times(c), f"{ratio(c):.2f}x", *_step(c)) for c in contestants)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])],
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, width=width)
 
 
 def _times(contestant: Contestant) -> tuple[str, ...]:

@@ -82,12 +82,16 @@ class RpcReport:
         return {"settings": self.settings, "machine": self.machine, "B1_B2": rows}
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """All of it, in a table that is no wider than `width`."""
         heading = ("B1, B2", "m", "mean", "std", "median", "limit", "speed-up")
         rows = [row for line in self.lines for row in self._rows(line)]
         shown = {k: v for k, v in self.machine.items() if v}
         return "\n".join(
             [
-                *aligned([heading, *rows]),
+                *aligned([heading, *rows], width=width),
                 "",
                 "limit: (m + 1) / 2m of the same way's m = 1; speed-up: over the tutorial's way in "
                 "as many micro-batches, of medians",

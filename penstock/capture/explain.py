@@ -102,7 +102,7 @@ class Explanation:
         derived = {"possible_cuts": self.possible_cuts, "same_in_eval": self.same_in_eval}
         return {**asdict(self), **derived}
 
-    def tree(self, depth: int | None = None) -> str:
+    def tree(self, depth: int | None = None, width: int | None = None) -> str:
         """The modules as a tree: weights, time where it was measured, and what enters each.
 
         `enters` are the bytes that would cross a cut before the module, for the example batch.
@@ -110,12 +110,14 @@ class Explanation:
 
         Args:
             depth: how many levels to show; as many as fit a screen by default.
+            width: how long lines of the tree may be.
         """
-        return "\n".join([*aligned(lines(self, depth), LEFT), *self.notes()])
+        return "\n".join([*aligned(lines(self, depth), LEFT, width), *self.notes()])
 
-    def table(self) -> str:
-        """Every call, and what crosses a cut after it."""
-        return "\n".join([*aligned([_HEADING, *map(_cells, self.rows)], _LEFT), *self.notes()])
+    def table(self, width: int | None = None) -> str:
+        """Every call, and what crosses a cut after it, in lines no longer than `width`."""
+        rows = [_HEADING, *map(_cells, self.rows)]
+        return "\n".join([*aligned(rows, _LEFT, width), *self.notes()])
 
     def notes(self) -> list[str]:
         """The modules that stayed closed, what evaluation does otherwise, and the summary."""

@@ -14,6 +14,7 @@ from penstock.cli.options import (
     reported,
     show,
     talk,
+    width_of_stdout,
 )
 from penstock.cli.usage import RESNET50
 from penstock.errors import InputError, PenstockError
@@ -79,7 +80,7 @@ def command(
     )
     with callback("starting") as progress:
         report = run_bench(settings, progress, talk)
-    show(report.to_dict(), str(report), as_json)
+    show(report.to_dict(), report.text(width_of_stdout()), as_json)
     talk(f"figures and raw times are in {output}")
 
 
@@ -110,5 +111,5 @@ def _rpc(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
     settings = RpcSettings.quick(output) if quick else RpcSettings(output=output)
     with callback("starting") as progress:
         report = run_rpc(settings, progress, talk)
-    show(report.to_dict(), str(report), as_json)
+    show(report.to_dict(), report.text(width_of_stdout()), as_json)
     talk(f"the figure and raw times are in {output}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from penstock.cli.options import empty_option, model_options, reported, show
+from penstock.cli.options import empty_option, model_options, reported, show, width_of_stdout
 
 _ROWS = 4  # enough to see where the time goes
 
@@ -51,5 +51,6 @@ def command(
             costs = profile(program, devices=["cpu"], num_microbatches=few, progress=progress)
         seconds = costs.call_seconds()
     explanation = replace(program.explain(seconds), capture_seconds=took)
-    text = explanation.table() if calls else explanation.tree(depth)
+    width = width_of_stdout()
+    text = explanation.table(width) if calls else explanation.tree(depth, width)
     show(explanation.to_dict(), text, as_json)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -169,6 +171,13 @@ def _fail(error: PenstockError, full: bool) -> NoReturn:
 def talk(text: str) -> None:
     """Say something to the person, on stderr."""
     click.echo(text, err=True)
+
+
+def width_of_stdout() -> int | None:
+    """The columns of the terminal, or what `COLUMNS` says; `None` in a file or a pipe."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return shutil.get_terminal_size().columns
+    return None
 
 
 def show(data: dict[str, Any], text: str, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from penstock.cli.options import (
     reported,
     show,
     talk,
+    width_of_stdout,
     workers_option,
 )
 from penstock.errors import InputError
@@ -177,13 +178,13 @@ def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     from penstock.plan.shown import advice, considered, prediction, stages, verdict
     from penstock.schedule import draw
 
-    timeline = found.timeline()
+    timeline, width = found.timeline(), width_of_stdout()
     parts = [
         [verdict(found), *(line for line in advice(found) if line.startswith("Worker"))],
-        stages(found),
+        stages(found, width),
         [as_text(timeline), legend(timeline)],
         [prediction(found), f"confidence: {costs.confidence}"],
-        considered(found),
+        considered(found, width),
     ]
     if show_schedule:
         parts.append([draw(found.schedule_for(found.num_microbatches))])

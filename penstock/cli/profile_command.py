@@ -16,6 +16,7 @@ from penstock.cli.options import (
     reported,
     show,
     talk,
+    width_of_stdout,
     workers_option,
 )
 from penstock.cli.usage import microbatch_count
@@ -121,7 +122,7 @@ def _text(costs: Profile, every: bool) -> str:
     lines.append(_cells(costs, range(costs.num_calls), "", "total"))
     return "\n".join(
         [
-            *aligned([_HEADING, *lines], _LEFT),
+            *aligned([_HEADING, *lines], _LEFT, width_of_stdout()),
             "",
             f"{rows} rows on {costs.devices[0]}; measured at {', '.join(map(str, kind.rows))} rows",
             f"confidence: {costs.confidence}",

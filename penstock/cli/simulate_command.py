@@ -21,6 +21,7 @@ from penstock.cli.options import (
     show,
     stages_option,
     talk,
+    width_of_stdout,
 )
 from penstock.errors import InputError, PenstockError
 from penstock.schedule import SCHEDULES
@@ -95,8 +96,6 @@ def command(
     The batch grows with the micro-batches and copies, as their size stays; --batch keeps it.
     Efficiency compares with as many workers that each work alone and wait for nothing.
     """
-    from penstock.tables import aligned
-
     plan, profile = _loaded(source, profile_path)
     cases = _cases(plan, profile, options)
     if figure is not None:
@@ -105,7 +104,7 @@ def command(
         require_figure(figure)
         make_directory(figure.parent)
     outcomes = _outcomes(plan, profile, cases)
-    text = "\n".join(aligned([_HEADING, *map(_row, outcomes)], _LEFT))
+    text = _text(outcomes, width_of_stdout())
     show({"outcomes": [_data(outcome) for outcome in outcomes]}, text, as_json)
     if figure is not None:
         from penstock.observe.sweep import save_sweep
@@ -253,6 +252,23 @@ def _data(outcome: Outcome) -> dict[str, Any]:
         "samples_per_second": outcome.samples_per_second,
         "efficiency": outcome.efficiency,
     }
+
+
+def _text(outcomes: Sequence[Outcome], width: int | None) -> str:
+    """The table; where that is too wide, what all lines have in common is said once above it."""
+    from penstock.tables import aligned
+
+    rows = [_row(outcome) for outcome in outcomes]
+    lines = aligned([_HEADING, *rows], _LEFT)
+    if width is None or max(map(len, lines)) <= width:
+        return "\n".join(lines)
+    asked = range(_HEADING.index("step"))
+    common = [k for k in asked if rows[0][k] and len({row[k] for row in rows}) == 1]
+    said = ", ".join(f"{_HEADING[k]} {rows[0][k]}" for k in common)
+    kept = [k for k in range(len(_HEADING)) if k not in common]
+    cells = [[row[k] for k in kept] for row in (_HEADING, *rows)]
+    left = [place for place, k in enumerate(kept) if k in _LEFT]
+    return "\n".join([*([said, ""] if said else []), *aligned(cells, left, width)])
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:

@@ -87,19 +87,20 @@ def callback(
     """A function for `Pipeline(progress=...)` that shows a bar while it is open.
 
     In a terminal the bar is gone afterwards. Elsewhere there is a line at the start, and then one
-    every ten seconds at most.
+    every ten seconds at most, and never two that say that the same is being done.
 
     Args:
         description: shown until the first call says what is being done.
         console: where to show it; stderr by default.
     """
     console = console or Console(stderr=True)
-    told = float("-inf")
+    told, said = float("-inf"), set[str]()
 
     def say(done: int, total: int, what: str) -> None:
         nonlocal told
-        if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
+        if what not in said and time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
             told = time.monotonic()
+            said.add(what)
             print(f"{done}/{total}  {what}", file=console.file, flush=True)
 
     with RichProgress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -92,19 +92,19 @@ def summarise(plan: Plan) -> str:
     return f"{text}; one device {_fitting(alone)}; data parallel {_fitting(copies)}"
 
 
-def stages(plan: Plan) -> list[str]:
-    """A line for every stage, and what the columns do not say."""
+def stages(plan: Plan, width: int | None = None) -> list[str]:
+    """A line for every stage, and what the columns do not say; no longer than `width`."""
     rows = [_row(number, stage) for number, stage in enumerate(plan.stages)]
-    return aligned([_HEADING, *rows], _STAGE_TEXTS)
+    return aligned([_HEADING, *rows], _STAGE_TEXTS, width)
 
 
-def considered(plan: Plan) -> list[str]:
-    """A line for the best of every way and schedule, the fastest first."""
+def considered(plan: Plan, width: int | None = None) -> list[str]:
+    """A line for the best of every way and schedule, the fastest first; no longer than `width`."""
     best: dict[tuple[str, str, int], Candidate] = {}
     for candidate in plan.considered:
         best.setdefault((candidate.way, candidate.schedule, candidate.replicas), candidate)
     rows = [_considered(candidate, plan) for candidate in best.values()]
-    lines = aligned([("considered", *_CONSIDERED[1:]), *rows], _CONSIDERED_TEXTS)
+    lines = aligned([("considered", *_CONSIDERED[1:]), *rows], _CONSIDERED_TEXTS, width)
     others = len(plan.considered) - len(best)
     if others:
         lines.append(f"and {others} other micro-batch counts and stages; plan.considered has all")

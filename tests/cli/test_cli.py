@@ -387,7 +387,7 @@ def test_as_a_program_with_nobody_at_the_terminal() -> None:
     result = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["ok"] is True
-    assert "profiling" in result.stderr
+    assert "0/1  recording what Sequential does\n" in result.stderr
     assert "\x1b" not in result.stdout + result.stderr
 
 

@@ -234,7 +234,7 @@ def test_verify_follows_a_plan() -> None:
     run("plan", *SMALL, *GPIPE, "--cuts", "1")
     result = run("verify", *SMALL, "--plan", "plan.json")
     assert result.exit_code == 0, result.output
-    assert "in 2 stages, 2 micro-batches, gpipe," in result.stdout.splitlines()[0]
+    assert "in 2 stages, 3 micro-batches, gpipe," in result.stdout.splitlines()[0]
     assert result.stdout.splitlines()[0].endswith(": exact")
     assert "profiling" not in result.stderr
 
