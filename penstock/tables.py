@@ -27,7 +27,7 @@ def aligned(
     """
     used = [k for k, column in enumerate(zip(*cells[1:], strict=True)) if any(column)]
     texts = {place for place, k in enumerate(used) if k in left}
-    heading, *rows = ([row[k] for k in used] for row in cells)
+    heading, *rows = [[row[k] for k in used] for row in cells]
     if width is None or _width([heading, *rows]) <= width:
         return _lines([heading, *rows], texts)
     parts = (
@@ -38,8 +38,9 @@ def aligned(
     rows = [line for row in rows for line in _wrapped(row, limits)]
     lines: list[str] = []
     for columns in _blocks([*heads, *rows], width):
-        block = [cells for row in (*heads, *rows) if any(cells := [row[k] for k in columns])]
+        block = [[row[k] for k in columns] for row in (*heads, *rows)]
         lines += [""] * bool(lines)
+        block = [row for row in block if any(row)]
         lines += _lines(block, {place for place, k in enumerate(columns) if k in texts})
     return lines
 

@@ -105,7 +105,7 @@ class Signatures:
             try:
                 signature = new_signature(leaves, structure, self._varying_of(args, kwargs))
             except InputError as error:
-                raise InputError(f"{self.unlike(args, kwargs)}: {error}") from error
+                raise InputError(f"{self.unlike(args, kwargs)}: {error}") from None
             signature.check(leaves, self._may_vary())
             return Inputs(leaves, self.add(signature))
         signature.check(leaves, self._may_vary())

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import struct
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import NamedTuple
 
 from penstock.links.local import Aborted
@@ -189,6 +193,36 @@ class Wire:
             except BlockingIOError:
                 self._await(self._incoming, timeout, "the rest of a message did not come")
         return bytes(found)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Inside, a Ctrl-C waits until a message is whole; then the user's own handler is called.
+
+    A second one does not wait. Outside of the main thread, which no signal interrupts, and where
+    the handler is not one of Python's, nothing is done.
+    """
+    theirs = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(theirs):
+        yield
+        return
+    came: list[FrameType | None] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            signal.signal(signal.SIGINT, theirs)
+            came.clear()
+            theirs(number, frame)
+        else:
+            came.append(frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, theirs)
+        if came:
+            theirs(signal.SIGINT, came[0])
 
 
 def spin(

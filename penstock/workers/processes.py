@@ -23,7 +23,7 @@ from penstock.links.local import Aborted
 from penstock.links.parcel import pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Receiver, Sender
-from penstock.links.wire import Gone, Message, Wire
+from penstock.links.wire import Gone, Message, Wire, interrupts_wait
 from penstock.workers.assembly import STARTING, decode, doing, waits
 from penstock.workers.child import ABORT, COMMAND, ERROR, GRANT, JOB
 from penstock.workers.pulse import Pulse
@@ -206,7 +206,8 @@ class ProcessWorkers(Workers):
             ) from error
         process.round = current.number
         try:
-            process.sender.put(tensors, JOB, data, current.timeout)
+            with interrupts_wait():
+                process.sender.put(tensors, JOB, data, current.timeout)
         except Gone:
             current.results[worker] = Result(None, self._died(worker))
         except TimeoutError:
@@ -216,8 +217,8 @@ class ProcessWorkers(Workers):
             current.results[worker] = Result(None, late)
 
     def _send(self, worker: int, message: Message) -> None:
-        with contextlib.suppress(Gone, TimeoutError):  # its end is noticed elsewhere
-            self._processes[worker].wire.send(message, _READ)
+        with contextlib.suppress(Gone, TimeoutError), interrupts_wait():
+            self._processes[worker].wire.send(message, _READ)  # its end is noticed elsewhere
 
     # -- reports --------------------------------------------------------------------------
 
@@ -237,7 +238,8 @@ class ProcessWorkers(Workers):
         if not ready:
             raise Late
         for worker in sorted({numbers[fd] for fd, _ in ready}):
-            self._hear(worker, current)
+            with interrupts_wait():
+                self._hear(worker, current)
 
     def _hear(self, worker: int, current: Round) -> None:
         """Read one report, or notice that there will be none."""

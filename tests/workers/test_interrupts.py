@@ -1,0 +1,158 @@
+"""Ctrl-C in the midst of a message waits for its end: the pipeline goes on, with the same bits."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.links.wire import Wire, interrupts_wait
+from tests.models import mlp
+
+X, Y = torch.randn(8, 6), torch.randn(8, 4)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[ps.Pipeline]:
+    torch.manual_seed(0)
+    devices = ["cpu"] * 2
+    model = mlp(6, 8, 4)
+    with ps.Pipeline(model, (X,), devices=devices, workers="processes", num_microbatches=4) as made:
+        yield made
+
+
+@pytest.fixture
+def handled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A handler of the user's own."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    yield handler
+    signal.signal(signal.SIGINT, before)
+
+
+def step(pipe: ps.Pipeline) -> list[torch.Tensor]:
+    pipe.zero_grad()
+    loss = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    return [loss, *(p.grad.clone() for p in pipe.parameters() if p.grad is not None)]
+
+
+# In a finalizer Python itself loses an interrupt, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupted_at_random_moments(pipe: ps.Pipeline, handled: Any) -> None:
+    expected, drawn = step(pipe), random.Random(0)
+    begun = time.perf_counter()
+    for _ in range(5):
+        step(pipe)
+    usual = (time.perf_counter() - begun) / 5
+    interrupted = 0
+    for _ in range(60):
+        timer = threading.Timer(drawn.uniform(0, 2 * usual), signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        try:
+            while timer.is_alive():
+                step(pipe)
+            timer.join()
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+        assert signal.getsignal(signal.SIGINT) is handled
+        assert all(map(torch.equal, step(pipe), expected))
+    assert interrupted > 30
+
+
+@pytest.mark.parametrize("moment", ["_read", "_send", "_rest"])
+def test_interrupted_in_the_midst_of_a_message(
+    pipe: ps.Pipeline, handled: Any, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The signal comes when a part of it has been sent or read."""
+    expected, usual, came = step(pipe), getattr(Wire, moment), []
+
+    def interrupted(wire: Wire, *args: Any) -> Any:
+        found = usual(wire, *args)
+        if not came:
+            came.append(wire)
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(Wire, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(pipe)
+    monkeypatch.undo()
+    assert came
+    assert signal.getsignal(signal.SIGINT) is handled
+    assert all(map(torch.equal, step(pipe), expected))
+
+
+def test_a_second_interrupt_does_not_wait(handled: Any) -> None:
+    reached = []
+
+    def work() -> None:
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("between")
+            signal.raise_signal(signal.SIGINT)
+            reached.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == ["between"]
+    assert signal.getsignal(signal.SIGINT) is handled
+
+
+def test_one_within_another(handled: Any) -> None:
+    reached = []
+
+    def work() -> None:
+        with interrupts_wait():
+            with interrupts_wait():
+                signal.raise_signal(signal.SIGINT)
+            reached.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == ["outer"]
+    assert signal.getsignal(signal.SIGINT) is handled
+
+
+def test_an_error_does_not_hide_an_interrupt(handled: Any) -> None:
+    def work() -> None:
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert signal.getsignal(signal.SIGINT) is handled
+
+
+def test_other_threads_leave_signals_alone(handled: Any) -> None:
+    found = []
+
+    def look() -> None:
+        with interrupts_wait():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [handled]
+
+
+def test_where_it_is_ignored_it_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts_wait():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
