@@ -58,11 +58,12 @@ def test_interrupted_at_random_moments(pipe: ps.Pipeline, handled: Any) -> None:
     interrupted = 0
     for _ in range(60):
         timer = threading.Timer(drawn.uniform(0, 2 * usual), signal.raise_signal, [signal.SIGINT])
-        timer.start()
         try:
+            timer.start()
             while timer.is_alive():
                 step(pipe)
             timer.join()
+            time.sleep(0)  # a signal that has come is seen here, at the latest
         except KeyboardInterrupt:
             interrupted += 1
         timer.join()
