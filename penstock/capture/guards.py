@@ -6,11 +6,11 @@ mostly are the very same objects. Where they are not, everything is compared by 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import MappingProxyType
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any, Literal
 
 import numpy as np
@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, find
+from penstock.capture.numbers import come_out
 from penstock.capture.places import (
     MISSING,
+    Item,
     Place,
     asks_itself,
     attributes_of,
@@ -85,7 +87,7 @@ class Guards:
             return next(iter(self._kinds))
         if reads.outcomes:
             passed = reads.passed_in(self._model)
-            if any(number.at(passed) is not outcome for number, outcome in reads.outcomes):
+            if not come_out(reads.outcomes, passed):
                 return next(iter(self._kinds))
         asked = list(map(_REQUIRES_GRAD, self._tensors))
         if asked != self._requires_grad:
@@ -96,6 +98,9 @@ class Guards:
             if verdict is not None:
                 return None if verdict is True else verdict
         places = [p for p in self._places if frozen(p.find(self._model)) != self._frozen[p]]
+        for place, first in reads.aliases.items():
+            if place.find(self._model) is not first.find(self._model):
+                return f"{place}, which was the object at {first}"
         if not places:
             self._fast = _Cells(self._model, self._places, self._frozen)
             return None
@@ -183,10 +188,12 @@ class _Cells:
 
     def _add(self, owner: Any, place: Place) -> None:
         name, value = place.last, look(owner, place.last)
+        if isinstance(name, Item):  # the container is looked at
+            return
         if name == "__dict__":
             self._lists[id(attributes_of(owner))] = attributes_of(owner)
             return
-        if asks_itself(owner):
+        if asks_itself(owner) or _has_slot(owner, name):
             self._asked[id(owner), name] = owner, name
         elif isinstance(owner, type):
             self._add_class(owner, name)
@@ -220,9 +227,11 @@ class _Cells:
         if isinstance(value, dict):
             if id(value) not in self._mappings:
                 self._mappings[id(value)] = value
+                if type(value) is not dict:
+                    self._add_contents(attributes_of(value))
                 for item in dict.values(value):
                     self._add_contents(item)
-        elif isinstance(value, (list, tuple, set, frozenset)):
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
             if id(value) not in self._lists:
                 self._lists[id(value)] = value
                 for item in value:
@@ -261,6 +270,11 @@ class _Cells:
 
     def _same_arrays(self) -> bool:
         return all(array.tobytes() == content for array, content in self._arrays)
+
+
+def _has_slot(owner: Any, name: str) -> bool:
+    """Whether an object keeps this attribute in a slot, or as objects of built-in types do."""
+    return isinstance(static(type(owner), name), MemberDescriptorType)
 
 
 def _name_in(place: Place, now: Any, before: Any) -> str:

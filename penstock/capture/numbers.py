@@ -6,8 +6,9 @@ of it: arithmetic gives an expression, comparisons are noted.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,25 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
-_OPERATORS = _ARITHMETIC | _COMPARISONS
+# What comes of these is a constant of the recording, which holds where they give the same again.
+_STEPS: dict[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float,
+    "round": round,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "divmod": divmod,
+    "format": format,
+    "str": str,
+    "repr": repr,
+    **{name: getattr(operator, name) for name in ("lshift", "rshift", "xor", "invert")},
+    "and": operator.and_,
+    "or": operator.or_,
+    "is_integer": lambda number: number.is_integer(),
+    "bit_length": lambda number: number.bit_length(),
+}
+_OPERATORS = _ARITHMETIC | _COMPARISONS | _STEPS
 _UNARY = ("neg", "pos", "abs")
 
 
@@ -58,6 +77,14 @@ class Number(Leaf):
 
 Outcome = tuple[Number, bool]
 """A comparison that Python has made, and what came of it."""
+
+
+def come_out(outcomes: Iterable[Outcome], passed: Mapping[str, Any]) -> bool:
+    """Whether comparisons come out with these numbers as they did."""
+    try:
+        return all(number.at(passed) is outcome for number, outcome in outcomes)
+    except (ArithmeticError, ValueError):  # 1 / 0, int(nan): it is another way at least
+        return False
 
 
 def at(number: Number, sizes: Mapping[str, Any]) -> Any:
@@ -144,6 +171,28 @@ for _name in _OPERATORS:
             setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
 
 
+def _step(name: str, reflected: bool) -> Callable[..., Any]:
+    function = _OPERATORS[name]
+
+    def method(self: Followed, *others: Any) -> Any:
+        operands = (*others, self) if reflected else (self, *others)
+        result = function(*map(plain, operands))
+        made = Number(name, tuple(map(_number, operands)))
+        self.note((Number("eq", (made, result)), True))
+        return result
+
+    return method
+
+
+for _name in _STEPS:
+    for _kind, _base in ((_Float, float), (_Int, int)):
+        for _method_name in (_name, f"__{_name}__"):
+            if hasattr(_base, _method_name):
+                setattr(_kind, _method_name, _step(_name, reflected=False))
+        if hasattr(_base, f"__r{_name}__"):
+            setattr(_kind, f"__r{_name}__", _step(_name, reflected=True))
+
+
 @contextmanager
 def put(model: nn.Module, numbers: Mapping[Place, Any]) -> Iterator[None]:
     """While open, these numbers are in these places."""
@@ -178,9 +227,26 @@ def alternatives(
     for share in (1, 0.5, 0.125, 0.015625):
         near = {place: _between(now[place], then[place], share) for place in now}
         passed = {name_of(place): number for place, number in near.items()}
-        same = all(number.at(passed) is outcome for number, outcome in outcomes)
+        same = come_out(outcomes, passed)
         if same and near not in found and all(near[place] != now[place] for place in now):
             found.append(near)
+    return found
+
+
+def further(
+    now: Mapping[Place, Any], then: Mapping[Place, Any], outcomes: Sequence[Outcome]
+) -> list[dict[Place, Any]]:
+    """Values to which these numbers may come if they go on as they do.
+
+    What C makes of a number cannot be followed (`range(self.k)`, `numpy.interp`), and may be the
+    same for a while.
+    """
+    found = []
+    floats = any(type(number) is float for number in now.values())
+    for times in (4, 16, 64) if floats else (4, 16):  # whole numbers may be sizes
+        far = {place: now[place] + (now[place] - then[place]) * times for place in now}
+        if come_out(outcomes, {name_of(place): number for place, number in far.items()}):
+            found.append(far)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from penstock.capture.calls import Sizes, Trace
-from penstock.capture.numbers import alternatives, can_be_put, name_of, put
+from penstock.capture.numbers import alternatives, can_be_put, further, name_of, put
 from penstock.capture.places import Place
 from penstock.capture.sizes import differs_from
 
@@ -64,6 +64,26 @@ def _can_be_passed_in(
                 found = again()
             if differs_from(found, trace, {**sizes, **passed}) is not None:
                 return False
+        for numbers in further(now, then, trace.reads.outcomes) if others else ():
+            if not _is_as_said(model, trace, numbers, again, sizes):
+                return False
     except Exception:  # with a number that the model cannot have, or one that it cannot follow
         return False
     return bool(others)
+
+
+def _is_as_said(
+    model: nn.Module,
+    trace: Trace,
+    numbers: Mapping[Place, Any],
+    again: Callable[[], Trace],
+    sizes: Sizes,
+) -> bool:
+    """Whether the model does with numbers what the trace says, if it takes them at all."""
+    try:
+        with put(model, numbers):
+            found = again()
+    except Exception:
+        return True
+    passed = {name_of(place): number for place, number in numbers.items()}
+    return differs_from(found, trace, {**sizes, **passed}) is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -39,14 +40,28 @@ MISSING: Final = _Missing.MISSING
 """What is found where nothing is."""
 
 
+class Item(str):
+    """The name of what a container holds, beside those of attributes.
+
+    Args:
+        key: the index or the key.
+    """
+
+    key: Any
+
+    def __new__(cls, key: Any) -> Item:
+        made = super().__new__(cls, f"[{key!r}]")
+        made.key = key
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """An attribute, by the way that leads to it.
 
     Attributes:
         module: the qualified name of the module where the way begins.
-        names: of the attributes, one after the other: `("config", "temperature")`; `"[0]"` is the
-            first item of a list, a tuple or a dictionary.
+        names: of the attributes, one after the other: `("config", "temperature")`.
     """
 
     module: str
@@ -77,13 +92,6 @@ class Place:
         return ".".join((self.module, *self.names)).lstrip(".").replace(".[", "[")
 
 
-def items_of(value: Any) -> Sequence[Any]:
-    """What a list, a tuple or a dictionary holds, in its order; of anything else nothing."""
-    if isinstance(value, dict):
-        return list(dict.values(value))
-    return list(value) if isinstance(value, (list, tuple)) else ()
-
-
 def attributes_of(obj: Any) -> dict[str, Any]:
     """An object's own attributes, without asking the object."""
     try:
@@ -99,9 +107,8 @@ def _of(obj: Any, name: str) -> Mapping[str, Any]:
 
 def look(obj: Any, name: str) -> Any:
     """What Python finds as `obj.name`, as it is kept: a property itself, and not its value."""
-    if name.startswith("["):
-        items, place = items_of(obj), int(name[1:-1])
-        return items[place] if place < len(items) else MISSING
+    if isinstance(name, Item):
+        return _item(obj, name.key)
     if name == "__dict__":  # the names of all
         return tuple(key for key in attributes_of(obj) if key not in INTERNAL)
     if asks_itself(obj):
@@ -119,6 +126,20 @@ def look(obj: Any, name: str) -> Any:
             if name in _of(obj, registry):
                 return _of(obj, registry)[name]
     return kept
+
+
+def _item(held: Any, key: Any) -> Any:
+    if isinstance(held, dict):
+        return dict.get(held, key, MISSING)
+    whole = isinstance(held, (list, tuple, deque)) and key < len(held)
+    return held[key] if whole else MISSING
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """What a list, a tuple or a dictionary holds, with indices or keys."""
+    if isinstance(value, dict):
+        return list(dict.items(value))
+    return list(enumerate(value)) if isinstance(value, (list, tuple, deque)) else []
 
 
 def static(kind: type, name: str) -> Any:
@@ -142,7 +163,11 @@ def noting(kind: type, note: Callable[[Any, str, Any], None]) -> Callable[[Any, 
     finds: Callable[[Any, str], Any] = getattr(kind, "__getattribute__")  # noqa: B009 - as it is
 
     def get_attribute(obj: Any, name: str) -> Any:
-        value = finds(obj, name)
+        try:
+            value = finds(obj, name)
+        except AttributeError:
+            note(obj, name, MISSING)
+            raise
         note(obj, name, value)
         return value
 
@@ -155,8 +180,10 @@ def is_helper(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, (nn.Module, torch.Tensor, type, Enum, *_FUNCTIONS, *SCALARS)):
         return False
-    if isinstance(value, (list, tuple, dict, set, frozenset, np.ndarray, np.generic)):
+    if isinstance(value, (list, tuple, dict, set, frozenset, deque, np.ndarray, np.generic)):
         return False
+    if kind in (UserDict, UserList):
+        return True
     heap = bool(kind.__flags__ & (1 << 9))  # Py_TPFLAGS_HEAPTYPE: classes that are written to
     immutable = bool(kind.__flags__ & (1 << 8))
     library = (kind.__module__ or "").partition(".")[0] in _LIBRARIES
@@ -194,8 +221,10 @@ def frozen(value: Any, depth: int = 8) -> Any:
         return Held(value)
     if isinstance(value, dict):
         keys, items = tuple(dict.keys(value)), dict.values(value)
-        return type(value), tuple(map(_key, keys)), tuple(frozen(v, depth - 1) for v in items)
-    if isinstance(value, (list, tuple)):
+        found = type(value), tuple(map(_key, keys)), tuple(frozen(v, depth - 1) for v in items)
+        own = attributes_of(value)  # of a class of one's own
+        return (*found, frozen(own, depth - 1)) if own and own is not value else found
+    if isinstance(value, (list, tuple, deque)):
         return type(value), tuple(frozen(item, depth - 1) for item in value)
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(frozen(item, depth - 1) for item in value)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from penstock.capture.numbers import Followed, Number, Outcome, followed, name_o
 from penstock.capture.places import (
     MISSING,
     SCALARS,
+    Item,
     Place,
     asks_itself,
     attributes_of,
@@ -51,6 +53,8 @@ class Reads:
         numbers: the places whose number is passed in.
         outcomes: comparisons of those with others.
         replaced: where closed modules put other tensors or modules themselves.
+        aliases: for places of objects, another one where the same object was; what is read of it
+            is noted there.
     """
 
     seen: dict[Place, Any] = field(default_factory=dict)
@@ -61,6 +65,7 @@ class Reads:
     numbers: tuple[Place, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     replaced: frozenset[Place] = frozenset()
+    aliases: dict[Place, Place] = field(default_factory=dict)
 
     def with_all_of(self, other: Reads) -> Reads:
         """What two recordings have read that are generalised together."""
@@ -73,6 +78,7 @@ class Reads:
             self.numbers,
             tuple(dict.fromkeys((*self.outcomes, *other.outcomes))),
             self.replaced | other.replaced,
+            other.aliases | self.aliases,
         )
 
     def passed_in(self, model: nn.Module) -> dict[str, Any]:
@@ -193,10 +199,10 @@ class Reading:
         self.reads.readers[place] = self._reader()
         self._follow(value, place)
 
-    def _follow(self, value: Any, place: Place, depth: int = 8) -> None:
+    def _follow(self, value: Any, place: Place, depth: int = 4) -> None:
         """See to it that reads of a helper's own attributes are noted, too.
 
-        So are those of helpers in containers.
+        So are those of helpers in containers, and of those whose methods are held.
         """
         if isinstance(value, type):
             if (value.__module__ or "").partition(".")[0] not in ("torch", "builtins", "numpy"):
@@ -204,15 +210,22 @@ class Reading:
                     if isinstance(held, _SCALARS) and not name.startswith("__"):
                         self._roots.setdefault(id(value), place)
                         self._at(value, Place(place.module, (*place.names, name)), held)
-        elif is_helper(value) and id(value) not in self._roots:
+        elif isinstance(value, MethodType):
+            self._follow(value.__self__, Place(place.module, (*place.names, "__self__")))
+        elif not is_helper(value):
+            if depth:
+                held = ((k, v) for k, v in items_of(value) if not isinstance(v, type))
+                for key, item in held:
+                    inner = Place(place.module, (*place.names, Item(key)))
+                    self._follow(item, inner, depth - 1)
+        elif id(value) in self._roots:
+            if place not in (self._roots[id(value)], *self.reads.aliases):
+                self.reads.aliases[place] = self._roots[id(value)]
+        else:
             self._roots[id(value)] = place
             self._kept.append(value)
             if not self._patch(type(value)):
                 self._all_of(value, place)
-        elif depth:
-            for k, item in enumerate(items_of(value)):
-                if not isinstance(item, type):  # classes in containers are themselves or not
-                    self._follow(item, Place(place.module, (*place.names, f"[{k}]")), depth - 1)
 
     def _patch(self, kind: type) -> bool:
         """Whether reads of the attributes of such objects are noted from here on."""

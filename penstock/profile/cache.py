@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Literal
 
 import msgspec
@@ -159,14 +160,17 @@ def cache_key(program: Program, leaves: Sequence[Any], asked: Sequence[Any]) -> 
     return hashlib.sha256(msgspec.json.encode(shown)).hexdigest()[:32]
 
 
+_PLAIN = (bool, int, float, str)
+_NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
+
+
 def _made_of(module: nn.Module) -> list[str]:
     """A module's code and settings: what a closed one does is in no recording."""
     code = getattr(type(module).forward, "__code__", None)
     settings = [
-        f"{name}={getattr(value, '__qualname__', value)}"
+        f"{name}={value if isinstance(value, _PLAIN) else value.__qualname__}"
         for name, value in sorted(vars(module).items())
-        if name != "training"
-        and (isinstance(value, (bool, int, float, str)) or hasattr(value, "__qualname__"))
+        if name != "training" and isinstance(value, (*_PLAIN, *_NAMED))
     ]
     body = "" if code is None else f"{code.co_code.hex()} {code.co_names}"
     constants = () if code is None else code.co_consts
