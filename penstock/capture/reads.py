@@ -219,7 +219,8 @@ class Reading:
                     inner = Place(place.module, (*place.names, Item(key)))
                     self._follow(item, inner, depth - 1)
         elif id(value) in self._roots:
-            if place not in (self._roots[id(value)], *self.reads.aliases):
+            known = place in (self._roots[id(value)], *self.reads.aliases)
+            if not known and place.find(self._model) is value:  # no property, which is asked itself
                 self.reads.aliases[place] = self._roots[id(value)]
         else:
             self._roots[id(value)] = place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from penstock.capture.places import INTERNAL, MISSING, attributes_of, frozen, is_helper
-from penstock.capture.trees import map_leaves
+from penstock.capture.trees import flatten, map_leaves
+from penstock.errors import InputError
 
 _VERSION = attrgetter("_version")
 
@@ -23,9 +24,14 @@ class Following:
     """What a process knows of the plain attributes of its modules.
 
     They are looked at before every pass, so what is compared is gathered once, in flat lists.
+
+    Args:
+        shares: whether a tensor is one that the process shares. Whatever is written to such a
+            tensor is there already, also where an attribute refers to it, as an LSTM's do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Callable[[torch.Tensor], bool]) -> None:
+        self._shares = shares
         self._vars: list[dict[str, Any]] = []
         self._known: list[dict[str, Any]] = []
         self._unsure: dict[int, dict[str, Any]] = {}  # sent, but perhaps lost
@@ -36,7 +42,7 @@ class Following:
         """The process gets these modules, too, as they are now."""
         for module in modules:
             self._vars.append(attributes_of(module))
-            self._known.append(_own(self._vars[-1]))
+            self._known.append(self._own(self._vars[-1]))
         self._gather()
 
     def _gather(self) -> None:
@@ -56,7 +62,7 @@ class Following:
 
     def _look_into(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            if not value.is_inference():
+            if not value.is_inference() and not self._shares(value):
                 self._tensors.append(value)
             return
         table = attributes_of(value) if is_helper(value) else value
@@ -80,21 +86,53 @@ class Following:
         ]
 
     def news(self) -> News:
-        """What the process has to be told before the next pass."""
+        """What the process has to be told before the next pass.
+
+        Raises:
+            InputError: it cannot be told: an attribute has other parameters in it than before.
+        """
         now = self._now()
         same = len(now) == len(self._expected) and all(map(is_, now, self._expected))
         if same and not self._again and self._versions == list(map(_VERSION, self._tensors)):
             return {}
         news, self._again = self._again, {}
         for number, (own, known) in enumerate(zip(self._vars, self._known, strict=True)):
-            found = _own(own)
+            found = self._own(own)
             names = (name for name in {**known, **found} if known.get(name) != found.get(name))
             for name in names:
+                self._check(name, own.get(name))
                 news.setdefault(number, {})[name] = own.get(name, MISSING)
             self._known[number] = found
         self._gather()
         self._unsure = {**self._unsure, **news}
         return news
+
+    def _check(self, name: str, value: Any) -> None:
+        leaves = (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
+        if any(map(self._shares, leaves)):
+            raise InputError(
+                f"the attribute {name!r} of a module has changed since the pipeline was built, and "
+                "holds parameters or buffers of the model, which its worker process would get "
+                "copies of. Build a new pipeline after such a change"
+            )
+
+    def _own(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """What a process should know of them, in a form that can be compared."""
+        own = ((name, value) for name, value in attributes.items() if name not in INTERNAL)
+        return {name: self._contents(value) for name, value in own}
+
+    def _contents(self, value: Any, depth: int = 6) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = value.is_inference() or self._shares(value)
+            return frozen(value), 0 if known else value._version
+        if is_helper(value) and depth:
+            return type(value), self._contents(attributes_of(value), depth - 1)
+        if isinstance(value, dict) and depth:
+            items = dict.items(value)
+            return type(value), tuple((frozen(k), self._contents(v, depth - 1)) for k, v in items)
+        if isinstance(value, (list, tuple)) and depth:
+            return type(value), tuple(self._contents(item, depth - 1) for item in value)
+        return frozen(value)
 
     def confirm(self) -> None:
         """What was told has arrived."""
@@ -118,21 +156,3 @@ def follow(modules: list[nn.Module], news: News) -> None:
 
 def _owned(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value  # its memory is only lent
-
-
-def _own(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process should know of them, in a form that can be compared."""
-    return {name: _contents(value) for name, value in attributes.items() if name not in INTERNAL}
-
-
-def _contents(value: Any, depth: int = 6) -> Any:
-    if isinstance(value, torch.Tensor):
-        return frozen(value), 0 if value.is_inference() else value._version
-    if is_helper(value) and depth:
-        return type(value), _contents(attributes_of(value), depth - 1)
-    if isinstance(value, dict) and depth:
-        items = dict.items(value)
-        return type(value), tuple((frozen(k), _contents(v, depth - 1)) for k, v in items)
-    if isinstance(value, (list, tuple)) and depth:
-        return type(value), tuple(_contents(item, depth - 1) for item in value)
-    return frozen(value)

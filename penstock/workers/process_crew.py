@@ -92,7 +92,7 @@ class ProcessCrew(Driven):
         self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
         self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
         self._unchanged = [Unchanged(model) for _ in range(count)]
-        self._following = [Following() for _ in range(count)]
+        self._following = [Following(partial(self._shares, worker)) for worker in range(count)]
         self._backups: dict[int, list[Backup]] = {}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
@@ -160,8 +160,7 @@ class ProcessCrew(Driven):
         spans = [span for stage in stages.values() for span in stage.spans]
         modules = [m for m in modules_of(spans) if id(m) in self._known and id(m) not in known]
         self._modules[worker] += modules
-        number = partial(self._shared.number, worker)
-        self._unchanged[worker].add(modules, lambda tensor: number(tensor) is not None)
+        self._unchanged[worker].add(modules, partial(self._shares, worker))
         self._following[worker].add(modules)
         part = replace(way, stages=stages)
         try:
@@ -171,6 +170,10 @@ class ProcessCrew(Driven):
                 f"the stages of worker {worker} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
+
+    def _shares(self, worker: int, tensor: Any) -> bool:
+        """Whether a tensor is in memory that this worker's process maps as well."""
+        return self._shared.number(worker, tensor) is not None
 
     # -- passes ---------------------------------------------------------------------------
 
