@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from penstock.capture import Program, Ref, Trace, untouched
-from penstock.capture.calls import INPUTS, ambient
+from penstock.capture.calls import TensorInfo, ambient
 from penstock.capture.seeding import seeded
 from penstock.capture.trees import flatten, unflatten
 from penstock.engine.batch import Batch
@@ -381,8 +381,10 @@ def _situation(order: Order) -> Any:
 
 
 def _changes_inputs(trace: Trace) -> bool:
-    changed = (value for call in trace.calls for value in call.mutates)
-    return any(isinstance(value, Ref) and value.call == INPUTS for value in changed)
+    """Whether a call writes into the memory of an input: into the input itself, or a view of it."""
+    given = {info.storage for info in trace.inputs if isinstance(info, TensorInfo)}
+    changed = (trace.info(value) for call in trace.calls for value in call.mutates)
+    return any(isinstance(info, TensorInfo) and info.storage in given for info in changed)
 
 
 def _start(value: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ __all__ = ["launcher"]  # a fixture
 
 
 def entries(*machines: str) -> list[Entry]:
-    return [Entry(machine, f"host of {machine}", 1, "cpu", 1, "secret") for machine in machines]
+    return [Entry(machine, f"host of {machine}", 1, "cpu", 1, "secret", 0) for machine in machines]
 
 
 def on_all(ranks: list[Entry], work: Callable[[int], Any], patch: pytest.MonkeyPatch) -> list[Any]:
