@@ -145,7 +145,6 @@ class Runner:
             for part, way in zip(batch.parts, taken, strict=False)  # none where it is not fed
         ]
         # Of the batch, not this process's own: after a failure ranks may have counted differently.
-        self.counts.count(batch.step)
         number, self._passes = batch.number, batch.number + 1
         self._seed = batch.seed, torch.initial_seed()
         keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
@@ -193,6 +192,8 @@ class Runner:
             InputError: another thread has started passes that are not finished.
         """
         self._user.enter()
+        if order.number >= 0 and order.what != "backward":  # what is refused before does not count
+            self.counts.count(order.microbatches[0].key.step)
         try:
             return self.crew.start(order)
         except BaseException:

@@ -102,15 +102,17 @@ class Varying:
         """Inputs in two pieces of so many rows each, or one of these pieces; always copies.
 
         The rows are the inputs' own, in their order. Where there are too few, the second piece has
-        them unlike the first, so that no mean over rows is the same in both; a single row is
-        mirrored there, which leaves all its values valid.
+        others of them than the first, so that no mean over rows is the same in both, and the order
+        shows; and a row that comes again is rolled, which leaves all its values valid.
         """
         first, second = counts
         there = self.sizes(leaves)[ROWS]
         if there >= first + second:
             index = list(range(first + second))
         else:
-            index = [k % there for k in range(first)] + [k * k % there for k in range(second)]
+            others = [k * k if there > 2 else k // 3 for k in range(second)]
+            index = [k % there for k in (*range(first), *others)]
+        again = [index[:k].count(row) for k, row in enumerate(index)]
         chosen = slice(None)
         if piece is not None:
             chosen = slice(first, None) if piece else slice(0, first)
@@ -121,8 +123,10 @@ class Varying:
                 axis, per = dim if isinstance(dim, tuple) else (dim, 1)
                 others = [d for d in range(leaf.ndim) if d != axis]
                 rows = [leaf.narrow(axis, k * per, per) for k in index]
-                if there == 1 and others:
-                    rows[first:] = [row.flip(others[-1]) for row in rows[first:]]
+                if others:
+                    rows = [
+                        r.roll(n, others[-1]) if n else r for r, n in zip(rows, again, strict=True)
+                    ]
                 leaf = torch.cat(rows[chosen], axis)
             result.append(leaf)
         return result
