@@ -1,0 +1,868 @@
+"""Programs drawn at random: what their modules read is changed between the steps.
+
+A program is a model of a few blocks, each of which reads something besides tensors (an attribute,
+a flag, the grad mode, a size), ties a weight, writes in place or draws random numbers, a head whose
+result has some shape, and a list of steps with what is changed before each. `outcome` runs it on a
+pipeline, and beside it in a plain loop over the micro-batches, and says what has become of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.capture.trees import flatten, map_leaves
+from tests.models import uniform_plan
+
+WIDTH = 6
+SEED = 1234
+
+Verdict = Literal["right", "refused", "wrong", "crash", "untrainable"]
+Change = Callable[[nn.Module, random.Random], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a program.
+
+    Attributes:
+        verdict: whether it was right to the end, was refused, gave something wrong, or crashed;
+            or that plain PyTorch cannot train it either.
+        why: the message, or what differs.
+        step: in which step.
+    """
+
+    verdict: Verdict
+    why: str = ""
+    step: int = -1
+
+
+# -- blocks: each gives (rows, WIDTH) for (rows, WIDTH), and says how it can be changed ----------
+
+
+class Block(nn.Module):
+    """Something that reads more than tensors.
+
+    `changes` are functions that change what it reads, between steps; `hidden` says whether nobody
+    can see that but by running it: a module-level variable, say.
+    """
+
+    hidden = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x).relu()
+
+    def changes(self) -> list[Change]:
+        """Ways to change what it reads."""
+        return []
+
+
+class Tempered(Block):
+    """Divides by a float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temp = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x).tanh() / self.temp
+
+    def changes(self) -> list[Change]:
+        return [_set("temp", lambda r: r.choice([0.5, 2.0, 1.25, 3.0]))]
+
+
+class Annealed(Tempered):
+    """The float changes at every step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * self.temp + x * (1 - self.temp)
+
+    def changes(self) -> list[Change]:
+        return [_set("temp", lambda r: round(r.uniform(0.1, 2.0), 3))] * 4
+
+
+class Switched(Block):
+    """A yes or no decides whether a layer is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x).relu()
+        return self.extra(x) + x if self.on else x
+
+    def changes(self) -> list[Change]:
+        return [_toggle("on")]
+
+
+class Options:
+    """What a model has its settings in."""
+
+    def __init__(self) -> None:
+        self.mode, self.gain, self.table = "tanh", 1.0, {"shift": 0.0}
+
+
+class Configured(Block):
+    """Reads an object with settings, and a dictionary in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Options()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x) * self.config.gain + self.config.table["shift"]
+        return x.tanh() if self.config.mode == "tanh" else x.sigmoid()
+
+    def changes(self) -> list[Change]:
+        def mode(m: Any, r: random.Random) -> None:
+            m.config.mode = r.choice(["tanh", "sigmoid"])
+
+        def gain(m: Any, r: random.Random) -> None:
+            m.config.gain = r.choice([1.0, 2.0, 0.5])
+
+        def shift(m: Any, r: random.Random) -> None:
+            m.config.table["shift"] = r.choice([0.0, 0.5])
+
+        return [mode, gain, shift]
+
+
+class Listed(Block):
+    """Reads numbers from a list and from a dictionary of its own, through a property."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [0.5, 2.0]
+        self.names = {"a": 1.0}
+
+    @property
+    def first(self) -> float:
+        return self.weights[0] + self.names["a"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * self.first + x * self.weights[-1]
+
+    def changes(self) -> list[Change]:
+        def put(m: Any, r: random.Random) -> None:
+            m.weights[r.randrange(2)] = r.choice([0.5, 2.0, 1.5])
+
+        def name(m: Any, r: random.Random) -> None:
+            m.names["a"] = r.choice([1.0, 0.0])
+
+        def replace(m: Any, r: random.Random) -> None:
+            m.weights = [r.choice([0.25, 4.0]), 1.0]
+
+        return [put, name, replace]
+
+
+class Flagged(Block):
+    """Reads its own `training`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        return x.tanh() if self.training else x * 0.5
+
+    def changes(self) -> list[Change]:
+        return [lambda m, r: m.train(r.random() < 0.5) and None]
+
+
+class Graded(Block):
+    """Reads the grad mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        return x.relu() if torch.is_grad_enabled() else x * 3
+
+
+class Frozen(Block):
+    """Reads whether a weight of its own is trained."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x).tanh() + (x if self.lin.weight.requires_grad else -x)
+
+    def changes(self) -> list[Change]:
+        def freeze(m: Any, r: random.Random) -> None:
+            m.lin.weight.requires_grad_(not m.lin.weight.requires_grad)
+
+        return [freeze]
+
+
+class Sized(Block):
+    """Uses the number of rows, and decides by it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x) * x.shape[0] / x.size(-1)
+        return x.view(x.shape[0], 2, -1).flip(1).reshape(len(x), WIDTH)
+
+
+class Dropped(Block):
+    """Dropout, whose probability is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.lin(x))
+
+    def changes(self) -> list[Change]:
+        def probability(m: Any, r: random.Random) -> None:
+            m.drop.p = r.choice([0.2, 0.7])
+
+        def mode(m: Any, r: random.Random) -> None:
+            m.drop.train(r.random() < 0.5)
+
+        return [probability, mode]
+
+
+class Normed(Block):
+    """BatchNorm, whose momentum or mode is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.lin(x))
+
+    def changes(self) -> list[Change]:
+        def momentum(m: Any, r: random.Random) -> None:
+            m.norm.momentum = r.choice([0.1, 0.5])
+
+        def mode(m: Any, r: random.Random) -> None:
+            m.norm.train(r.random() < 0.5)
+
+        return [momentum, mode]
+
+
+class Averaging(Block):
+    """Writes a buffer, and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class Normalising(Averaging):
+    """Writes a buffer, and uses it so that autograd saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("std", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        if self.training:
+            with torch.no_grad():
+                self.std.lerp_(x.abs().mean(0) + 0.1, 0.1)
+        return x / self.std
+
+
+class InPlace(Block):
+    """Writes into views."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        y = x.clone()
+        y[:, 0].mul_(0.5)
+        y[:, 1:3] = x[:, 3:5]
+        return y.relu_() + x
+
+
+class Tied(Block):
+    """Uses its weight twice, once as a plain tensor, and a slice of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x).tanh()
+        return x @ self.lin.weight.t() + F.linear(x[:, :3], self.lin.weight[:, :3])
+
+
+class Aliased(Block):
+    """One module under two names, and a weight that is also an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = self.lin
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.also = self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.same(self.lin(x).relu()) * self.scale + self.also
+
+    def changes(self) -> list[Change]:
+        def replace(m: Any, r: random.Random) -> None:
+            m.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
+
+        return [replace]
+
+
+class Replaced(Block):
+    """A layer of it, or a weight, is replaced by another; or a part of the list is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Tanh()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def changes(self) -> list[Change]:
+        def module(m: Any, r: random.Random) -> None:
+            torch.manual_seed(r.randrange(99))
+            m.layers[0] = nn.Linear(WIDTH, WIDTH)
+
+        def activation(m: Any, r: random.Random) -> None:
+            m.layers[1] = r.choice([nn.ReLU, nn.Sigmoid])()
+
+        def more(m: Any, r: random.Random) -> None:
+            m.layers.append(nn.ReLU())
+
+        def weight(m: Any, r: random.Random) -> None:
+            m.layers[0].bias = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+        def assigned(m: Any, r: random.Random) -> None:
+            state = {k: v.clone() + 0.5 for k, v in m.layers[0].state_dict().items()}
+            m.layers[0].load_state_dict(state, assign=True)
+
+        def copied(m: Any, r: random.Random) -> None:
+            state = {k: v.clone() * 0.5 for k, v in m.layers[0].state_dict().items()}
+            m.layers[0].load_state_dict(state)
+
+        def gone(m: Any, r: random.Random) -> None:
+            m.layers[0].bias = None
+
+        return [module, activation, more, weight, assigned, copied, gone]
+
+
+class Acting(Block):
+    """Keeps its activation in an attribute, and has a `__getattr__` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = torch.tanh
+        self.extras = {"shift": 0.25}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "shift":
+            return self.extras["shift"]
+        return super().__getattr__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.lin(x)) + self.shift
+
+    def changes(self) -> list[Change]:
+        def shift(m: Any, r: random.Random) -> None:
+            m.extras["shift"] = r.choice([0.25, 0.75])
+
+        return [_set("act", lambda r: r.choice([torch.tanh, torch.relu, F.silu])), shift]
+
+
+class Hooked(Block):
+    """Gets hooks between the steps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x).tanh()
+
+    def changes(self) -> list[Change]:
+        def before(m: Any, r: random.Random) -> None:
+            m.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+        def after(m: Any, r: random.Random) -> None:
+            m.lin.register_forward_hook(lambda module, args, out: out * 1.5)
+
+        return [before, after]
+
+
+class Gated(Block):
+    """Decides by a parameterless attribute of another module, and by an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 2
+        self.inner = nn.Identity()
+        self.inner.level = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.depth):
+            x = self.lin(x).tanh()
+        return x * self.inner.level if self.inner.level > 1 else x
+
+    def changes(self) -> list[Change]:
+        def level(m: Any, r: random.Random) -> None:
+            m.inner.level = r.choice([0, 1, 2, 3])
+
+        return [_set("depth", lambda r: r.choice([1, 2, 3])), level]
+
+
+OUTSIDE = {"gain": 1.0}
+
+
+class Global(Block):
+    """Reads a module-level variable."""
+
+    hidden = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * OUTSIDE["gain"]
+
+    def changes(self) -> list[Change]:
+        def gain(m: Any, r: random.Random) -> None:
+            OUTSIDE["gain"] = r.choice([0.5, 2.0, 3.0])
+
+        return [gain]
+
+
+def _set(name: str, value: Callable[[random.Random], Any]) -> Change:
+    return lambda m, r: setattr(m, name, value(r))
+
+
+def _toggle(name: str) -> Change:
+    return lambda m, r: setattr(m, name, not getattr(m, name))
+
+
+BLOCKS: tuple[type[Block], ...] = (
+    *(Tempered, Annealed, Switched, Configured, Listed, Flagged, Graded, Frozen, Sized, Dropped),
+    *(Normed, Averaging, Normalising, InPlace, Tied, Aliased, Replaced, Acting, Hooked, Gated),
+    Block,
+)
+
+
+# -- heads: results of some shape, and how those of micro-batches make that of the batch ----------
+
+Head = Callable[[nn.Module, torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A head.
+
+    Attributes:
+        make: the result of the model for the last block's value.
+        merge: how the results of micro-batches make the batch's; `None` if they do not.
+    """
+
+    make: Head
+    merge: Callable[[list[Any]], Any] | None = None
+
+
+def _rows(parts: list[Any]) -> Any:
+    return torch.cat(parts)
+
+
+HEADS: dict[str, Result] = {
+    "rows": Result(lambda m, z: z, _rows),
+    "columns": Result(lambda m, z: z.t(), lambda parts: torch.cat(parts, 1)),
+    "dictionary": Result(
+        lambda m, z: {"z": z, "mean": z.mean(-1), "kind": "x"},
+        lambda parts: {
+            "z": torch.cat([p["z"] for p in parts]),
+            "mean": torch.cat([p["mean"] for p in parts]),
+            "kind": "x",
+        },
+    ),
+    "no number": Result(
+        lambda m, z: {"z": z, "odd": (z * 0) / (z * 0)},
+        lambda parts: {k: torch.cat([p[k] for p in parts]) for k in ("z", "odd")},
+    ),
+    "with a parameter": Result(
+        lambda m, z: (z, m.scale),
+        lambda parts: (torch.cat([p[0] for p in parts]), parts[0][1]),
+    ),
+    "with the count": Result(
+        lambda m, z: (z, z.shape[0]),
+        lambda parts: (torch.cat([p[0] for p in parts]), sum(p[1] for p in parts)),
+    ),
+    "both views": Result(lambda m, z: torch.cat([z, -z])),
+    "all pairs": Result(lambda m, z: z @ z.t()),
+    "flattened": Result(lambda m, z: z.view(len(z), 2, 3).transpose(0, 1).reshape(2 * len(z), 3)),
+    "range": Result(lambda m, z: (z, torch.arange(z.shape[0]))),
+    "count": Result(lambda m, z: (z, torch.tensor(z.shape[0]))),
+    "backwards": Result(lambda m, z: z.flip(0)),
+    "sums": Result(lambda m, z: z.cumsum(0)),
+    "loss": Result(lambda m, z: z.square().mean()),
+}
+
+
+class Model(nn.Module):
+    """Some blocks in a row, and a head."""
+
+    def __init__(self, blocks: Sequence[Block], head: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return HEADS[self.head].make(self, x * self.scale)
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+Kind = Literal["train_step", "call", "no_grad", "evaluation"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is changed, and what is run then.
+
+    Attributes:
+        kind: a training step, `pipe(x)` with a backward, or one of two without gradients.
+        changes: for each the number of the block, that of the change, and a seed.
+        rows: of the batch.
+    """
+
+    kind: Kind
+    changes: tuple[tuple[int, int, int], ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A program.
+
+    Attributes:
+        number: what it was drawn with.
+        blocks, head: what the model is made of.
+        steps: what is done with it.
+        microbatches, schedule, recompute: how it is run.
+    """
+
+    number: int
+    blocks: tuple[type[Block], ...]
+    head: str
+    steps: tuple[Step, ...]
+    microbatches: int
+    schedule: str
+    recompute: str
+    cut: float
+    hidden: bool = field(default=False)
+
+    def model(self) -> Model:
+        """The model, the same each time."""
+        torch.manual_seed(self.number)
+        return Model([kind() for kind in self.blocks], self.head)
+
+
+def drawn(number: int, hidden: bool = False, steps: int = 5) -> Drawn:
+    """The program of this number.
+
+    Args:
+        number: seeds it.
+        hidden: whether it reads a module-level variable, too.
+        steps: how many.
+    """
+    r = random.Random(number)
+    blocks = [r.choice(BLOCKS) for _ in range(r.randint(2, 5))]
+    if hidden:
+        blocks[r.randrange(len(blocks))] = Global
+    heads = list(HEADS)
+    head = r.choice([*heads[:6], *heads[:3], r.choice(heads[6:])])
+    listed = []
+    kinds: list[Kind] = ["train_step", "train_step", "call", "no_grad", "evaluation"]
+    if Dropped in blocks:  # outside of training, masks are not promised to anybody
+        kinds.remove("no_grad")
+    for k in range(steps):
+        changes = tuple(
+            (r.randrange(len(blocks)), r.randrange(99), r.randrange(999))
+            for _ in range(0 if k == 0 else r.choice([0, 0, 1, 1, 2]))
+        )
+        listed.append(Step(r.choice(kinds), changes, r.choice([8, 8, 8, 7, 11])))
+    return Drawn(
+        number,
+        tuple(blocks),
+        head,
+        tuple(listed),
+        r.choice([1, 2, 3, 4]),
+        r.choice(["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]),
+        r.choice(["none", "none", "all", "boundaries"]),
+        r.random(),
+        hidden,
+    )
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """A loss over whatever a head gives, a mean over rows where there are some."""
+    leaves = [v for v in flatten(result)[0] if isinstance(v, torch.Tensor)]
+    parts = [v.nan_to_num().square().mean() for v in leaves if v.is_floating_point()]
+    return torch.stack(parts).sum()
+
+
+# -- the plain loop -------------------------------------------------------------------------------
+
+
+class Plain:
+    """One device, and a loop over the micro-batches; nothing of Penstock but its random keys.
+
+    Args:
+        model: trained here.
+        microbatches: how many at most.
+    """
+
+    def __init__(self, model: nn.Module, microbatches: int) -> None:
+        self.model, self._most, self._passes = model, microbatches, 0
+
+    def train_step(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss; gradients add up."""
+        total: Any = 0.0
+        for k, part in enumerate(self._parts(x)):
+            with _seeded(self.model, self._passes, k):
+                result = self.model(part)
+            loss = loss_of(result)
+            (loss * (len(part) / len(x))).backward()
+            total = total + loss.detach() * (len(part) / len(x))
+        self._passes += 1
+        return total
+
+    def call(self, x: torch.Tensor, merge: Callable[[list[Any]], Any]) -> Any:
+        """The result; gradients of its loss add up if they are enabled, micro-batch by micro-batch."""
+        found, cut, wants = [], [], torch.is_grad_enabled()
+        for k, part in enumerate(self._parts(x)):
+            with _seeded(self.model, self._passes, k):
+                found.append(self.model(part))
+            cut.append(map_leaves(_cut_off, found[-1]))
+        result = merge(cut)
+        if wants:
+            leaves = [_differentiable(tree) for tree in cut]
+            every = [v for part in leaves for v in part]
+            given = torch.autograd.grad(loss_of(result), every, allow_unused=True)
+            passed = dict(zip(map(id, every), given, strict=True))
+            for whole, part in zip(found, leaves, strict=True):
+                back = [passed[id(v)] for v in part]
+                pairs = zip(_differentiable(whole), back, strict=True)
+                used = [(w, g) for w, g in pairs if g is not None]
+                torch.autograd.backward([w for w, _ in used], [g for _, g in used])
+            self._passes += self.model.training
+        return result
+
+    def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.tensor_split(min(self._most, len(x)))
+
+
+def _cut_off(leaf: Any) -> Any:
+    """A tensor without its history, which gathers a gradient if it had one."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad)
+
+
+def _differentiable(tree: Any) -> list[torch.Tensor]:
+    leaves = (v for v in flatten(tree)[0] if isinstance(v, torch.Tensor))
+    return [v for v in leaves if v.requires_grad]
+
+
+_MASK = (1 << 64) - 1
+
+
+def _seed(step: int, microbatch: int, label: str) -> int:
+    """The seed of a call, as docs/design.md describes it: splitmix64 of four numbers."""
+    call = int.from_bytes(hashlib.blake2b(f"{label} 1".encode(), digest_size=8).digest(), "little")
+    state = 0
+    for part in (SEED, step, microbatch, call):
+        state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+@contextmanager
+def _seeded(model: nn.Module, step: int, microbatch: int) -> Iterator[None]:
+    """Dropout draws what it draws in the pipeline; the generator is put back."""
+
+    def before(label: str) -> Callable[..., None]:
+        return lambda *_: torch.manual_seed(_seed(step, microbatch, label)) and None
+
+    with ExitStack() as stack:
+        state = torch.get_rng_state()
+        stack.callback(torch.set_rng_state, state)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout):
+                stack.callback(module.register_forward_pre_hook(before(name)).remove)
+        yield
+
+
+# -- running one ----------------------------------------------------------------------------------
+
+
+def outcome(program: Drawn, **options: Any) -> Outcome:
+    """Run a program on a pipeline and in a plain loop, and compare all bits.
+
+    Args:
+        program: which one.
+        **options: of the pipeline.
+    """
+    threads = torch.get_num_threads()
+    OUTSIDE["gain"] = 1.0
+    try:
+        return _outcome(program, options)
+    finally:
+        torch.set_num_threads(threads)
+        OUTSIDE["gain"] = 1.0
+
+
+def _outcome(program: Drawn, options: dict[str, Any]) -> Outcome:
+    ours, theirs = program.model(), program.model()
+    x = torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(program.number))
+    torch.manual_seed(SEED)
+    try:
+        pipe = _pipeline(program, ours, x[:8], options)
+    except (ps.PenstockError, ValueError) as error:
+        return Outcome("refused", f"{type(error).__name__}: {error}")
+    except Exception as error:
+        return Outcome("crash", f"{type(error).__name__}: {error}")
+    plain = Plain(theirs, program.microbatches)
+    torch.set_num_threads(pipe.threads_per_worker)
+    with pipe:
+        for number, step in enumerate(program.steps):
+            for block, change, seed in step.changes:
+                for model in (ours, theirs):
+                    ways = model.blocks[block].changes()
+                    if ways:
+                        ways[change % len(ways)](model.blocks[block], random.Random(seed))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ended = _step(program, step, pipe, plain, x[: step.rows])
+            if ended is not None:
+                return Outcome(ended.verdict, ended.why, number)
+    return Outcome("right")
+
+
+def _pipeline(
+    program: Drawn, model: nn.Module, x: torch.Tensor, options: dict[str, Any]
+) -> ps.Pipeline:
+    captured = ps.capture(model, (x,))
+    allowed = [k for k in range(1, len(captured)) if captured.cuts.forbidden(k) is None]
+    cuts = [allowed[int(program.cut * len(allowed))]] if allowed else []
+    workers = len(cuts) + 1
+    schedule = program.schedule if cuts else "gpipe"
+    plan = uniform_plan(captured, workers, program.microbatches, schedule, cuts, program.recompute)
+    return ps.Pipeline(model, plan=plan, program=captured, devices=plan.devices, **options)
+
+
+def _step(
+    program: Drawn, step: Step, pipe: ps.Pipeline, plain: Plain, x: torch.Tensor
+) -> Outcome | None:
+    """Run one step on both; what it ends with, if it does not go on."""
+    both = (pipe.model, plain.model)
+    if step.kind == "evaluation":
+        for model in both:
+            model.eval()
+    alone = min(program.microbatches, len(x)) == 1
+    merge = (lambda parts: parts[0]) if alone else HEADS[program.head].merge
+    merges = step.kind == "train_step" or merge is not None
+    if merges:
+        try:
+            with gradients(step.kind):
+                expected = (
+                    plain.train_step(x) if step.kind == "train_step" else plain.call(x, merge)
+                )
+        except (RuntimeError, ValueError) as error:
+            return Outcome("untrainable", str(error))
+    try:
+        with gradients(step.kind):
+            found = _run(step, pipe, x)
+    except ps.PenstockError as error:
+        if merges or not isinstance(error, ps.InputError):
+            return Outcome("refused", f"{type(error).__name__}: {error}")
+    except Exception as error:
+        return Outcome("crash", f"{type(error).__name__}: {error}")
+    else:
+        if not merges:
+            return Outcome(
+                "wrong", "micro-batches' results were put together, which they cannot be"
+            )
+        if difference := _difference(expected, found):
+            return Outcome("wrong", difference)
+    if difference := _states_differ(plain.model, pipe.model):
+        return Outcome("wrong", difference)
+    for model in both:
+        _descend(model)
+        if step.kind == "evaluation":
+            model.train()
+    return None
+
+
+def gradients(kind: Kind) -> torch.autograd.grad_mode.set_grad_enabled:
+    """The grad mode of a step."""
+    return torch.set_grad_enabled(kind in ("train_step", "call"))
+
+
+def _run(step: Step, pipe: ps.Pipeline, x: torch.Tensor) -> Any:
+    if step.kind == "train_step":
+        return pipe.train_step(x, loss_fn=loss_of)
+    result = pipe(x)
+    if step.kind == "call":
+        loss_of(result).backward()
+    return result
+
+
+def _descend(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.05)
+    model.zero_grad()
+
+
+def _difference(expected: Any, found: Any) -> str:
+    """What differs between two results, or an empty string."""
+    ours, theirs = flatten(found), flatten(expected)
+    if str(ours[1]) != str(theirs[1]) or len(ours[0]) != len(theirs[0]):
+        return "the result has another structure"
+    for k, (a, b) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        if isinstance(b, torch.Tensor):
+            if not same_bits(a, b):
+                return f"result {k} differs"
+        elif a != b:
+            return f"result {k} is {a!r} instead of {b!r}"
+    return ""
+
+
+def _states_differ(plain: nn.Module, ours: nn.Module) -> str:
+    pairs = itertools.zip_longest(plain.named_parameters(), ours.named_parameters())
+    for (name, b), (_, a) in pairs:
+        if (a.grad is None) != (b.grad is None):
+            return f"the gradient of {name} is there in one only"
+        if a.grad is not None and b.grad is not None and not same_bits(a.grad, b.grad):
+            return f"the gradient of {name} differs"
+        if not same_bits(a, b):
+            return f"{name} differs"
+    for (name, b), (_, a) in zip(plain.named_buffers(), ours.named_buffers(), strict=True):
+        if not same_bits(a, b):
+            return f"buffer {name} differs"
+    return ""
+
+
+def same_bits(a: Any, b: torch.Tensor) -> bool:
+    """Whether both hold the same numbers, NaN in the same places included."""
+    if not isinstance(a, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
