@@ -29,9 +29,8 @@ def main() -> int:
         ended = found[number] = outcome(program, **more)
         if ended.verdict in ("wrong", "crash"):
             names = [block.__name__ for block in program.blocks]
-            print(
-                f"{number}: {ended.verdict} in step {ended.step} ({program.steps[ended.step].kind}): {ended.why}"
-            )
+            kind = program.steps[max(ended.step, 0)].kind
+            print(f"{number}: {ended.verdict} in step {ended.step} ({kind}): {ended.why}")
             print(f"    {names}, {program.head}, m={program.microbatches}, {program.recompute}")
     verdicts = Counter(ended.verdict for ended in found.values())
     reasons = Counter(e.why.split("\n")[0][:90] for e in found.values() if e.verdict == "refused")

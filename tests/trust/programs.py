@@ -640,7 +640,7 @@ class Plain:
         return total
 
     def call(self, x: torch.Tensor, merge: Callable[[list[Any]], Any]) -> Any:
-        """The result; gradients of its loss add up if they are enabled, micro-batch by micro-batch."""
+        """The result; if they are enabled, gradients of its loss add up by micro-batch."""
         found, cut, wants = [], [], torch.is_grad_enabled()
         for k, part in enumerate(self._parts(x)):
             with _seeded(self.model, self._passes, k):
@@ -775,37 +775,40 @@ def _step(
             model.eval()
     alone = min(program.microbatches, len(x)) == 1
     merge = (lambda parts: parts[0]) if alone else HEADS[program.head].merge
-    merges = step.kind == "train_step" or merge is not None
-    if merges:
-        try:
-            with gradients(step.kind):
-                expected = (
-                    plain.train_step(x) if step.kind == "train_step" else plain.call(x, merge)
-                )
-        except (RuntimeError, ValueError) as error:
-            return Outcome("untrainable", str(error))
+    try:
+        expected = _expected(step, plain, x, merge)
+    except (RuntimeError, ValueError) as error:
+        return Outcome("untrainable", str(error))
     try:
         with gradients(step.kind):
             found = _run(step, pipe, x)
     except ps.PenstockError as error:
-        if merges or not isinstance(error, ps.InputError):
+        if expected is not UNMERGEABLE or not isinstance(error, ps.InputError):
             return Outcome("refused", f"{type(error).__name__}: {error}")
+        found = UNMERGEABLE
     except Exception as error:
         return Outcome("crash", f"{type(error).__name__}: {error}")
-    else:
-        if not merges:
-            return Outcome(
-                "wrong", "micro-batches' results were put together, which they cannot be"
-            )
-        if difference := _difference(expected, found):
-            return Outcome("wrong", difference)
-    if difference := _states_differ(plain.model, pipe.model):
+    difference = _difference(expected, found) or _states_differ(plain.model, pipe.model)
+    if difference:
         return Outcome("wrong", difference)
     for model in both:
         _descend(model)
         if step.kind == "evaluation":
             model.train()
     return None
+
+
+UNMERGEABLE = "micro-batches' results that cannot be put together"
+
+
+def _expected(
+    step: Step, plain: Plain, x: torch.Tensor, merge: Callable[[list[Any]], Any] | None
+) -> Any:
+    """What the plain loop gives."""
+    with gradients(step.kind):
+        if step.kind == "train_step":
+            return plain.train_step(x)
+        return UNMERGEABLE if merge is None else plain.call(x, merge)
 
 
 def gradients(kind: Kind) -> torch.autograd.grad_mode.set_grad_enabled:
