@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     began = time.perf_counter()
-    more: dict = {}
+    more = {"audit": options.audit}
     found = {}
     for number in range(options.start, options.start + options.count):
         program = drawn(number, options.hidden, options.steps)
