@@ -6,8 +6,10 @@ import argparse
 import json
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks.guarded import unguarded
 from tests.trust.programs import drawn, outcome
 
 
@@ -18,15 +20,20 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--hidden", action="store_true", help="they read a global, too")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--audit", type=int, help="every so many steps; off if left out")
+    parser.add_argument("--audit", help='"auto", or every so many steps; off if left out')
+    parser.add_argument(
+        "--unguarded", action="store_true", help="nobody looks at what forwards read"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     began = time.perf_counter()
-    more = {"audit": options.audit}
+    audit = options.audit
+    more = {"audit": int(audit) if audit and audit.isdecimal() else audit}
     found = {}
     for number in range(options.start, options.start + options.count):
         program = drawn(number, options.hidden, options.steps)
-        ended = found[number] = outcome(program, **more)
+        with unguarded() if options.unguarded else nullcontext():
+            ended = found[number] = outcome(program, **more)
         if ended.verdict in ("wrong", "crash"):
             names = [block.__name__ for block in program.blocks]
             kind = program.steps[max(ended.step, 0)].kind
