@@ -33,7 +33,7 @@ from penstock.capture.places import (
 from penstock.capture.reads import Reads
 from penstock.errors import InputError
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 MOST_WAYS = 64
 """So many recordings of one mode are kept."""
 
@@ -61,6 +61,8 @@ class Guards:
         self._fast: _Cells | None = None
         self._requires_grad = list(reads.requires_grad.values())
         self._tensors = [find(model, name) for name in reads.requires_grad]
+        self._parameters = list(model.parameters())
+        self._dtypes = list(map(_DTYPE, self._parameters))
 
     def hold(self) -> bool:
         """Whether the model's Python would read now what it has read then.
@@ -83,6 +85,8 @@ class Guards:
         reads = self.reads
         if reads.grad not in (None, torch.is_grad_enabled()):
             return "whether gradients are enabled"
+        if list(map(_DTYPE, self._parameters)) != self._dtypes:
+            return "the dtype of parameters"
         if any(type(p.find(self._model)) is not kind for p, kind in self._kinds.items()):
             return next(iter(self._kinds))
         if reads.outcomes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from penstock.capture.attributes import find, named_tensors
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.capture.numbers import PASSED
+from penstock.capture.preserve import own_generators
 from penstock.engine.backup import Backup
 from penstock.engine.batchnorm import check_closed, running_statistics
 from penstock.engine.microbatch import check_mergeable
@@ -215,6 +216,7 @@ class Ways:
             held = {id(tensor): tensor for _, tensor in named_tensors(module)}
             changing = [tensor for number, tensor in held.items() if number in mine]
             stages[number].spans.append(Span(module, recompute, changing, part.overwritten))
+        _check_generators(program.model, stages)
         if self._deferred:
             spans_of = (span for stage in stages.values() for span in stage.spans)
             check_closed(program.model, trace.changed, modules_of(spans_of))
@@ -222,6 +224,28 @@ class Ways:
         self._announce(NewWay(self.training, stages, way.ending, self._deferred))
         self._ways.append(way)
         return len(self._ways) - 1
+
+
+def _check_generators(model: nn.Module, stages: Mapping[int, StageSpans]) -> None:
+    """Raise if modules of several stages draw from one generator, which is in no order then.
+
+    Raises:
+        InputError: they do.
+    """
+    users: dict[int, tuple[int, nn.Module]] = {}
+    for number, stage in stages.items():
+        for module in modules_of(stage.spans):
+            for _, generator in own_generators(module):
+                first, other = users.setdefault(id(generator), (number, module))
+                if first != number:
+                    names = {id(m): name for name, m in model.named_modules()}
+                    both = " and ".join(repr(names.get(id(m), "a module")) for m in (other, module))
+                    raise InputError(
+                        f"{both} are in different stages and draw from the same "
+                        f"{type(generator).__name__}: stages run at the same time, so nobody can "
+                        "say who draws first. Give each a generator of its own, let them draw "
+                        "from torch's default generator, or choose cuts= that keep them together"
+                    )
 
 
 def modules_of(spans: Iterable[Span]) -> dict[nn.Module, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
@@ -248,3 +249,32 @@ def test_attributes_that_are_items_alone() -> None:
         compare(pipe, model)
         model.held["scale"] = 2.0
         compare(pipe, model)
+
+
+class OfItsKind(nn.Module):
+    """Reads the dtype of a weight in its Python; its inputs are whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.a, self.b = nn.Embedding(5, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.a(self.words(ids)).tanh() * (ids > 2).to(self.a.weight.dtype)[:, None] / 3
+        return self.b(h + torch.full((6,), 0.1, dtype=h.dtype))
+
+
+def test_a_model_that_gets_another_dtype() -> None:
+    torch.manual_seed(0)
+    model, ids = OfItsKind(), torch.tensor([0, 1, 2, 3, 4, 3, 2, 4])
+    plain = copy.deepcopy(model)
+    options = {"devices": ["cpu"] * 2, "num_microbatches": 2, "cuts": ["b"], "audit": None}
+    with ps.Pipeline(model, (ids,), **options) as pipe:
+        for kind in (torch.float32, torch.float64, torch.float32):
+            for each in (model, plain):
+                each.to(kind)
+                each.zero_grad()
+            pipe.train_step(ids, loss_fn=lambda out: out.square().mean())
+            for part in ids.tensor_split(2):
+                (plain(part).square().mean() * 0.5).backward()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            assert all(torch.equal(a.grad, b.grad) for a, b in pairs)

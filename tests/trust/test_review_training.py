@@ -148,3 +148,37 @@ def test_a_generator_that_worker_processes_draw_from_raises_no_alarm() -> None:
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
         assert "inner.numbers" in pipe.audit.why_not
+
+
+def test_stages_do_not_share_a_generator() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), FromPython(), nn.Linear(6, 6), FromPython())
+    model[3].numbers = model[1].numbers
+    with pytest.raises(ps.InputError, match=r"'1' and '3' .* draw from the same Random"):
+        ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=2, cuts=["2"])
+
+
+class Recurrent(nn.Module):
+    """An LSTM keeps its parameters in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.inner(h[:, None].expand(-1, 3, -1))[0][:, -1]
+
+
+def test_what_refers_to_parameters_stays_theirs_in_worker_processes() -> None:
+    found = []
+    for kind in ("threads", "processes"):
+        torch.manual_seed(0)
+        model = Net(Recurrent())
+        options = {"devices": ["cpu"] * 2, "num_microbatches": 4, "cuts": ["b"], "audit": None}
+        with pooled(), ps.Pipeline(model, (X,), workers=kind, **options) as pipe:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+                optimizer.step()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
