@@ -42,7 +42,8 @@ WAITS: dict[str, dict[str, str]] = {
     "": {},
     ", OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
 }
-WARM_UP = 2  # steps of everybody that do not count, alone and in turns
+WARM_UP = 2  # steps that do not count where a configuration is tried alone,
+IN_TURNS = 20  # and of everybody in turns: Penstock audits its first twenty, see `penstock.audit`
 TALK = Console(stderr=True)
 
 
@@ -216,7 +217,7 @@ def find_best(
 
 
 def take_turns(
-    contestants: Sequence[Any], rounds: int, warm_up: int = WARM_UP, steps: int = 1, seed: int = 0
+    contestants: Sequence[Any], rounds: int, warm_up: int = IN_TURNS, steps: int = 1, seed: int = 0
 ) -> dict[str, list[float]]:
     """The mean seconds of each contestant's steps, so many each, round after round.
 
@@ -276,14 +277,14 @@ def main() -> None:
             contestants.append(peer)
         seconds = take_turns(contestants, options.rounds, seed=options.seed)
     result = rows(contestants, seconds)
-    train_step = statistics.median(ours.train_steps[2:])
+    train_step = statistics.median(ours.train_steps[IN_TURNS:])
     plan = ours.pipe.plan
     report = {
         "batch": options.batch,
         "image": options.image,
         "settings": {
             "rounds": options.rounds,
-            "warm_up": WARM_UP,
+            "warm_up": IN_TURNS,
             "scout": options.scout,
             "seed": options.seed,
             "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",

@@ -30,7 +30,7 @@ from torch import nn
 
 import penstock as ps
 from benchmarks import record
-from benchmarks.compare import WARM_UP, Cut, fastest, scout, take_turns
+from benchmarks.compare import IN_TURNS, Cut, fastest, scout, take_turns
 from benchmarks.flat import uniform_plan
 from benchmarks.peers.torch_pipelining import LOOPED, torch_pipelining_of
 from benchmarks.subjects import Subject, subjects
@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print(machine())
     settings = {
         "rounds": options.rounds,
-        "warm_up": WARM_UP,
+        "warm_up": IN_TURNS,
         "scout": options.scout,
         "seed": options.seed,
         "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",
