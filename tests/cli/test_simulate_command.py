@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -170,5 +171,7 @@ def test_without_torch() -> None:
         "result = CliRunner().invoke(main, ['simulate', 'plan.json', *lists]); "
         "print(result.exit_code, len(result.stdout.splitlines()), 'torch' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wide = {**os.environ, "COLUMNS": "200"}  # where every plan has one line
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=wide)
     assert found.stdout.strip() == "0 5 False"
