@@ -53,8 +53,14 @@ class Steps:
         }
 
     def values(self, leaves: Sequence[Any]) -> list[Any]:
-        """The program's inputs out of those of a batch, on its device."""
-        moved = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
+        """The program's inputs out of those of a batch, on its device.
+
+        They are copies where a forward may write into them: others run at the same time.
+        """
+        copies = bool(self.mutating)
+        moved = [
+            x.to(self.device, copy=copies) if isinstance(x, torch.Tensor) else x for x in leaves
+        ]
         return [moved[ref.leaf] for ref in self.inputs if isinstance(ref, Ref)]
 
     def start(self, values: Sequence[Any], sizes: Sizes) -> dict[fx.Node, Any]:

@@ -483,3 +483,28 @@ def test_news_are_audited_at_once_if_others_are_paid() -> None:
     assert passes(pace, 10, 1.0, 1.0, situation=0) == []
     pace.expect_news()
     assert passes(pace, 300, 1.0, 1.0, situation=0)[0] > 100
+
+
+class Written(nn.Module):
+    """Writes into its input through a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0].mul_(0.5)
+        return self.b(self.a(x).tanh())
+
+
+def test_what_a_forward_writes_through_a_view_of_its_input_is_written_once() -> None:
+    torch.manual_seed(0)
+    model, losses, left = Written(), [], []
+    for audit in (1, None):
+        twin, x = copy.deepcopy(model), X.clone()
+        with ps.Pipeline(twin, (X.clone(),), devices=["cpu"] * 2, cuts=["b"], audit=audit) as pipe:
+            losses.append(pipe.train_step(x, target=Y, loss_fn=F.mse_loss))
+        left.append(x)
+    assert torch.equal(*losses)
+    assert torch.equal(*left)
+    assert torch.equal(left[0][:, 0], X[:, 0] * 0.5)

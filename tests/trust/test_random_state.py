@@ -196,3 +196,27 @@ def test_a_step_without_gradients(workers: str, mode: Callable[[], Any]) -> None
         assert not alone.requires_grad
         assert not found.loss.requires_grad
         assert same([p.grad for p in pipe.parameters() if p.grad is not None], before)
+
+
+class Backwards(nn.Module):
+    """Gives its rows the other way round."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(0)
+
+
+@pytest.mark.filterwarnings("ignore::penstock.RowsWarning")
+def test_a_call_that_is_refused_does_not_count() -> None:
+    """Its result cannot be put together, which is known before anything runs."""
+    found = []
+    for refused in (False, True):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6), Backwards())
+        program = ps.capture(model, (X,))
+        options: dict[str, Any] = {"program": program, "plan": uniform_plan(program, 2, 3)}
+        with ps.Pipeline(model, (X,), devices=["cpu"] * 2, **options) as pipe:
+            if refused:
+                with pytest.raises(ps.InputError, match="cannot be put together"):
+                    pipe(X)
+            found.append(pipe.train_step(X, loss_fn=lambda out: out.square().mean()))
+    assert torch.equal(*found)

@@ -244,3 +244,25 @@ def test_rows_one_after_the_other_anyway() -> None:
 def test_an_unknown_way_to_merge() -> None:
     with pytest.raises(ps.InputError, match="merge='cat' is unknown"):
         ps.Pipeline(nn.Linear(6, 4), (X,), devices=["cpu"], merge="cat")  # type: ignore[arg-type]
+
+
+class Otherwise(nn.Module):
+    """Goes another way without gradients, and gives its rows the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(x if torch.is_grad_enabled() else x * 3).flip(0)
+
+
+def test_the_order_of_rows_shows_in_a_way_that_two_rows_are_the_first_to_take() -> None:
+    """Rows that are repeated in turn, there and back, would be the same either way."""
+    x = torch.randn(8, 6)
+    program = ps.capture(Otherwise(), (x,))
+    with torch.no_grad():
+        trace = program.trace_for(program.flatten_inputs((x[:2],), {}), False)
+    assert trace is not program.eval
+    assert trace.joins[0].mixes
