@@ -115,6 +115,7 @@ class Runner:
                 with self._program.recordings.looking():
                     taken = [ways.taken(part) for part in batch.parts]
             except Exception as error:  # at a new size, the model's own forward runs
+                self.crew.check()
                 if (clearer := lone_row(error, batch.rows)) is not None:
                     raise clearer from error
                 raise

@@ -86,6 +86,13 @@ class Crew(Protocol):
             WorkerTimeout: it took too long; the crew is closed.
         """
 
+    def check(self) -> None:
+        """Notice what was done to the model's tensors that the workers do not see.
+
+        Raises:
+            InputError: something was, and what would work.
+        """
+
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""
 
@@ -154,6 +161,9 @@ class Driven:
     def together(self, what: str) -> AbstractContextManager[None]:
         """The driver does it."""
         return nullcontext()
+
+    def check(self) -> None:
+        """Workers that have the model itself see everything."""
 
     def told(self, make: Callable[[], Batch]) -> Batch:
         """The driver has the batch."""

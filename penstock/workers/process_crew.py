@@ -295,6 +295,10 @@ class ProcessCrew(Driven):
     def _ready(self) -> None:
         """Raise if the workers are gone, or would update memory that the model has left."""
         self._workers.check_open()
+        self.check()
+
+    def check(self) -> None:
+        """Raise if the model has left the memory that it shares with the workers."""
         for worker in range(self._count):
             self._shared.check(worker)
 
