@@ -7,9 +7,9 @@ mostly are the very same objects. Where they are not, everything is compared by 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any, Literal
 
@@ -176,10 +176,16 @@ class _Cells:
         self._asked: dict[tuple[int, str], tuple[Any, str]] = {}
         self._lists: dict[int, Any] = {}
         self._mappings: dict[int, Any] = {}
-        self._registries: dict[int, dict[str, Any]] = {}
         self._arrays: list[tuple[Any, bytes]] = []
+        registries: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         for place in places:
-            self._add(place.owner(model), place)
+            owner = place.owner(model)
+            if _is_registry(owner, place.last):
+                own = attributes_of(owner)
+                registries[id(own), place.last] = own, place.last
+            else:
+                self._add(owner, place)
+        self._registered = _Registered(registries.values())
         self._keys = [name for _, name in self._found.values()]
         self._dicts = [held for held, _ in self._found.values()]
         self._names = [name for _, name in self._static.values()]
@@ -210,14 +216,13 @@ class _Cells:
                 for registry in REGISTRIES:
                     held = own.get(registry)
                     if isinstance(held, dict) and (name in held or value is MISSING):
-                        self._found[id(held), name] = held, name
-                        self._places.append(place)
+                        for where, key in ((own, registry), (held, name)):
+                            if (id(where), key) not in self._found:
+                                self._found[id(where), key] = where, key
+                                self._places.append(place)
             if name not in own and (value is not MISSING):
                 self._add_class(type(owner), name)
-        if name in REGISTRIES and isinstance(value, dict):
-            self._registries[id(value)] = value  # whose keys nobody changes without the values
-        else:
-            self._add_contents(value)
+        self._add_contents(value)
 
     def _add_class(self, kind: type, name: str) -> None:
         if static(kind, name) is MISSING:
@@ -249,7 +254,6 @@ class _Cells:
             *map(dict.get, self._dicts, self._keys, missing),
             *map(MappingProxyType.get, self._classes, self._names, missing),
             *map(getattr, self._objects, self._asked_names, missing),
-            *chain.from_iterable(map(dict.values, self._registries.values())),
             *chain.from_iterable(self._sequences),
             *chain.from_iterable(self._tables),
             *chain.from_iterable(map(dict.values, self._tables)),
@@ -257,6 +261,8 @@ class _Cells:
 
     def verdict(self) -> Place | Literal[True] | None:
         """`True` if all is as it was; a place that is not, if that is plain; else `None`."""
+        if not self._registered.is_same():
+            return None
         now = self._now()
         if len(now) != len(self._expected):
             return None
@@ -274,6 +280,47 @@ class _Cells:
 
     def _same_arrays(self) -> bool:
         return all(array.tobytes() == content for array, content in self._arrays)
+
+
+class _Registered:
+    """What modules have registered: tensors and modules, each where it was.
+
+    Only what is in the dictionaries counts, whose keys nobody changes without the values; one may
+    be replaced by another that has the same in it. Most are empty, which takes least time to see.
+
+    Args:
+        registries: of what modules, by their attributes, which.
+    """
+
+    def __init__(self, registries: Iterable[tuple[dict[str, Any], str]]) -> None:
+        empty: dict[str, list[dict[str, Any]]] = {}
+        filled: dict[str, list[dict[str, Any]]] = {}
+        for own, name in registries:
+            (filled if own[name] else empty).setdefault(name, []).append(own)
+        self._empty = [(itemgetter(name), modules) for name, modules in empty.items()]
+        self._filled = [(itemgetter(name), modules) for name, modules in filled.items()]
+        self._expected = list(self._now())
+
+    def _now(self) -> Iterator[Any]:
+        filled = chain.from_iterable(map(get, modules) for get, modules in self._filled)
+        return chain(chain.from_iterable(map(dict.values, filled)), (MISSING,))
+
+    def is_same(self) -> bool:
+        """Whether the very same tensors and modules are there."""
+        try:
+            if any(any(map(get, modules)) for get, modules in self._empty):
+                return False
+            return all(map(is_, self._now(), self._expected))
+        except (KeyError, TypeError):  # one has gone, or is no dictionary any more
+            return False
+
+
+def _is_registry(owner: Any, name: str) -> bool:
+    """Whether a module keeps there what it has registered."""
+    if name not in REGISTRIES or not isinstance(owner, nn.Module):
+        return False
+    held = attributes_of(owner).get(name)
+    return isinstance(held, dict) and look(owner, name) is held
 
 
 def _has_slot(owner: Any, name: str) -> bool:
