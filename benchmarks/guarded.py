@@ -1,83 +1,121 @@
 """What guards and the audit cost: steps with them and without, in turns.
 
-    python -m benchmarks.guarded [--models gpt,tiny] [--rounds 200] [--json FILE] [--record]
+    python -m benchmarks.guarded [--models gpt,tiny] [--seconds 120] [--pairs 1500] [--json FILE]
 
-Two pipelines over copies of a model train by turns, a step each, in an order that is drawn anew in
-every round. One is as users have it; the other has no audit, and takes it for granted that nothing
-has changed that its forward reads. The first twenty steps, of which each may be audited, are
-warm-up; what they cost is said beside it. Medians leave out the few audits, so there are totals.
+One pipeline trains. Its steps come in pairs: one as users have it, and one that is not audited and
+takes it for granted that nothing has changed of what its forward reads, of the modules that worker
+processes have copies of, or of hooks. Which of the two is first is drawn anew for every pair, so
+that both find memory, caches and the machine's other work alike.
+
+The ratio is the median of the pairs' own, with the interval in which 95 % of the medians of
+resampled pairs lie (bootstrap). Pairs with an audited step are left out of it, and the first two.
+What audits took is said apart: those of the first twenty passes, which are many by design, and
+those of all later ones, as a share of the time of their steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import penstock as ps
 from benchmarks import record
 from benchmarks.subjects import Subject, subjects
+from penstock.audit import Auditor
 from penstock.capture.guards import Guards
+from penstock.engine.hooks import Opened
+from penstock.workers.following import Following
+from penstock.workers.unchanged import Unchanged
 
-WARM_UP = 24
+WARM_UP = 2
+FIRST = 20  # passes of which each may be audited
+FEWEST = 5  # pairs, however long they take
+SAMPLES = 2000
 
 
 @contextmanager
 def unguarded() -> Iterator[None]:
     """Meanwhile, nothing is looked at that a forward has read."""
-    hold = Guards.hold
-    Guards.hold = lambda _: True  # type: ignore[method-assign]
-    try:
+    with patch.object(Guards, "hold", lambda _: True):
         yield
-    finally:
-        Guards.hold = hold  # type: ignore[method-assign]
 
 
-def cost(subject: Subject, rounds: int, workers: str) -> dict[str, Any]:
-    """The seconds of every step, with and without."""
+@contextmanager
+def trusting() -> Iterator[None]:
+    """Meanwhile, nothing at all is looked at before a pass, and none is audited."""
+    with ExitStack() as stack:
+        stack.enter_context(unguarded())
+        stack.enter_context(patch.object(Opened, "check", lambda _: None))
+        stack.enter_context(patch.object(Unchanged, "check", lambda _: None))
+        stack.enter_context(patch.object(Following, "news", lambda _: {}))
+        stack.enter_context(patch.object(Auditor, "around", lambda *_: nullcontext()))
+        yield
+
+
+def cost(
+    subject: Subject, seconds: float, most: int, workers: Any, known: dict[str, Any]
+) -> dict[str, Any]:
+    """Train for a while, and say what each kind of step took.
+
+    Args:
+        subject: what is trained.
+        seconds: how long; a few pairs of steps at least.
+        most: so many pairs at most.
+        workers: of which kind.
+        known: the model, the program and the plan; they are made, and left there, by the first.
+    """
     x, y = subject.data()
-    options: dict[str, Any] = {"devices": ["cpu", "cpu"], "workers": workers}
-    with ps.Pipeline(subject.build(), (x,), **options) as with_:
-        plan = with_.plan
-        with ps.Pipeline(subject.build(), (x,), plan=plan, audit=None, **options) as without:
+    model = known.setdefault("model", subject.build())
+    given: dict[str, Any] = {name: known.get(name) for name in ("program", "plan")}
+    spent: dict[str, list[float]] = {"with": [], "without": [], "audit": []}
+    with ps.Pipeline(model, (x,), devices=["cpu", "cpu"], workers=workers, **given) as pipe:
+        known.update(program=pipe.program, plan=pipe.plan)
 
-            def step(name: str) -> float:
-                pipe = with_ if name == "with" else without
+        def step(name: str) -> float:
+            with trusting() if name == "without" else nullcontext():
                 begun = time.perf_counter()
                 pipe.train_step(x, target=y, loss_fn=subject.loss)
-                pipe.model.zero_grad()
+                model.zero_grad()
                 return time.perf_counter() - begun
 
-            seconds: dict[str, list[float]] = {"with": [], "without": []}
-            for _ in range(WARM_UP + rounds):
-                for name in random.sample(sorted(seconds), 2):
-                    if name == "with":
-                        seconds[name].append(step(name))
-                    else:
-                        with unguarded():
-                            seconds[name].append(step(name))
-            audited = with_.audit.microbatches
-    first = {name: sum(each[:WARM_UP]) for name, each in seconds.items()}
-    then = {name: each[WARM_UP:] for name, each in seconds.items()}
-    pairs = [a / b for a, b in zip(then["with"], then["without"], strict=True)]
+        end, audited = time.perf_counter() + seconds, 0.0
+        while len(spent["with"]) < most and (
+            time.perf_counter() < end or len(spent["with"]) < FEWEST
+        ):
+            for name in random.sample(["with", "without"], 2):
+                spent[name].append(step(name))
+            spent["audit"].append(pipe.audit.seconds - audited)
+            audited = pipe.audit.seconds
+    pairs = list(zip(spent["with"], spent["without"], spent["audit"], strict=True))
+    ratios = [one / other for one, other, audit in pairs[WARM_UP:] if not audit]
+    later = sum(spent["with"][FIRST:])
     return {
         "model": subject.name,
         "workers": workers,
-        "rounds": rounds,
-        "median seconds": {name: statistics.median(each) for name, each in then.items()},
-        "ratio of medians": statistics.median(then["with"]) / statistics.median(then["without"]),
-        "median of ratios": statistics.median(pairs),
-        "ratio of totals": sum(then["with"]) / sum(then["without"]),
-        "seconds of the first steps": first,
-        "audited": audited,
-        "seconds": then,
+        "pairs": len(ratios),
+        "milliseconds without": 1e3 * statistics.median(spent["without"][WARM_UP:]),
+        "ratio": statistics.median(ratios),
+        "interval": interval(ratios),
+        "seconds of the first passes": sum(spent["with"][:FIRST]),
+        "of which audits": sum(spent["audit"][:FIRST]),
+        "share of later audits": sum(spent["audit"][FIRST:]) / later if later else 0.0,
+        "seconds": spent,
     }
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """In which 95 % of the medians of resampled ratios lie."""
+    medians = sorted(
+        statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(SAMPLES)
+    )
+    return medians[round(0.025 * SAMPLES)], medians[round(0.975 * SAMPLES) - 1]
 
 
 def main(args: list[str] | None = None) -> int:
@@ -85,26 +123,28 @@ def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--models", default="gpt,tiny")
     parser.add_argument("--workers", default="threads,processes")
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each of them")
+    parser.add_argument("--pairs", type=int, default=1500, help="at most, for each of them")
     parser.add_argument("--quick", action="store_true", help="small models")
     record.add_options(parser)
     options = parser.parse_args(args)
     found = []
     for name in options.models.split(","):
+        known: dict[str, Any] = {}
         for workers in options.workers.split(","):
             subject = subjects(options.quick)[name]
-            rounds = options.rounds if options.quick or name == "tiny" else options.rounds // 10
-            each = cost(subject, rounds, workers)
+            each = cost(subject, options.seconds, options.pairs, workers, known)
+            low, high = each["interval"]
             print(
-                f"{each['model']}, {workers}: {each['ratio of medians']:.4f} by medians, "
-                f"{each['median of ratios']:.4f} by pairs, {each['ratio of totals']:.4f} in all "
-                f"({1e3 * each['median seconds']['with']:.2f} ms a step, {each['audited']} audits)",
+                f"{each['model']}, {workers}: {each['ratio']:.4f} ({low:.4f} to {high:.4f}; "
+                f"{each['pairs']} pairs, {each['milliseconds without']:.2f} ms a step without). "
+                f"Audits took {each['of which audits']:.2f} s of the first passes' "
+                f"{each['seconds of the first passes']:.2f} s, and "
+                f"{100 * each['share of later audits']:.2f} % of the later ones",
                 flush=True,
             )
             found.append(each)
-    whole = record.save("guarded", {"costs": found}, options.json, options.record)
-    if not options.json:
-        print(json.dumps({key: whole[key] for key in ("commit", "machine")}))
+    record.save("guarded", {"costs": found}, options.json, options.record)
     return 0
 
 

@@ -331,8 +331,8 @@ def _has_slot(owner: Any, name: str) -> bool:
 def _name_in(place: Place, now: Any, before: Any) -> str:
     """The name of the tensor or module at which two frozen values differ first."""
     names = [name for name in place.names if name not in REGISTRIES]
-    if place.last in REGISTRIES and now is not MISSING:
-        (_, keys, values), (_, old_keys, old_values) = now, before
+    if place.last in REGISTRIES and now is not MISSING and issubclass(now[0], dict):
+        (_, keys, values, *_), (_, old_keys, old_values, *_) = now, before
         current, old = (
             dict(zip(keys, values, strict=True)),
             dict(zip(old_keys, old_values, strict=True)),

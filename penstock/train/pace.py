@@ -11,7 +11,9 @@ Setting = int | Literal["auto"] | None
 """Every how many passes one is audited; `"auto"` decides by time; `None` for none."""
 
 _FIRST = 20  # passes in which mistakes are likeliest to show
-_FIRST_SECONDS = 3.0  # that may be spent on those; after that, every second one of them counts
+_FIRST_SECONDS = (
+    3.0  # that may be spent on those; after that, only the powers of two among them count
+)
 _SHARE = 0.005  # of the time of all passes, from then on
 
 

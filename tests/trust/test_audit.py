@@ -485,6 +485,16 @@ def test_news_are_audited_at_once_if_others_are_paid() -> None:
     assert passes(pace, 300, 1.0, 1.0, situation=0)[0] > 100
 
 
+def test_news_at_every_pass_do_not_take_a_larger_share() -> None:
+    pace = Pace("auto")
+    passes(pace, 20, 0.01, 0.02)
+    spent = [
+        len(passes(pace, 1, 0.01, 0.02 * (1 + k % 3), situation=k % 2)) * 0.02 * (1 + k % 3)
+        for k in range(20_000)
+    ]
+    assert 0.9 * 0.005 * 200 < sum(spent) <= 0.005 * 200 + max(spent)
+
+
 class Written(nn.Module):
     """Writes into its input through a view of it."""
 

@@ -370,6 +370,52 @@ def test_what_is_replaced_is_refused(name: str, workers: str) -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
+# Where the dictionaries themselves are replaced, what is in the new ones counts.
+REGISTRIES: dict[str, Callable[[Model], Any]] = {
+    "block.lin.weight": lambda m: put("_parameters", dict(m.block.lin._parameters))(m.block.lin),
+    "block.lin": lambda m: put("_modules", dict(m.block._modules))(m.block),
+}
+
+
+@pytest.mark.parametrize("name", REGISTRIES)
+def test_a_registry_that_is_replaced_is_looked_at_from_then_on(name: str) -> None:
+    model = Model(lambda b, h: b.lin(h) if b.flag else b.adapter(h))
+    *path, last = name.split(".")
+    owner: Any = model.get_submodule(".".join(path))
+    with trained(model) as pipe:
+        pipe(X)
+        REGISTRIES[name](model)
+        for _ in range(2):
+            assert torch.equal(pipe(X), torch.cat([model(part) for part in parts()]))
+        new = nn.Linear(8, 8)
+        setattr(owner, last, new if last == "lin" else new.weight)
+        with pytest.raises(ps.InputError, match=f"{name!r} is another tensor.*new pipeline"):
+            pipe(X)
+
+
+def test_a_module_that_is_initialized_again_is_refused() -> None:
+    model = Model(lambda b, h: b.lin(h) if b.flag else h)
+    with trained(model) as pipe:
+        pipe(X)
+        nn.Module.__init__(model.block)
+        model.block.lin, model.block.flag = nn.Linear(8, 8), True
+        with pytest.raises(ps.InputError, match=r"'block\.lin' is another tensor.*new pipeline"):
+            pipe(X)
+
+
+@pytest.mark.parametrize("gone", [None, "deleted"])
+def test_a_registry_that_is_gone_is_noticed(gone: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    with trained(model) as pipe:
+        pipe(X)
+        if gone:
+            del model[1]._parameters
+        else:
+            vars(model[1])["_parameters"] = None
+        with pytest.raises(ps.InputError, match="is another tensor"):
+            pipe(X)
+
+
 class Closed(nn.Module):
     """Reads attributes when it runs."""
 
