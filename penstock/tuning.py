@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.capture import Program
-from penstock.capture.preserve import own_generators_kept
+from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten
 from penstock.engine.batch import Batch
@@ -60,7 +60,7 @@ def measured(
         raise PlanError("plans cannot be measured on a model without weights; leave out tune")
     taken: list[list[float]] = [[] for _ in plans]
     twin = copy.copy(program)
-    with own_generators_kept(program.model.modules()), generators_kept(devices):
+    with objects_kept(program.model.modules()), generators_kept(devices):
         twin.model = shadow(program.model, devices[0], program.written)
         for turn in range(rounds):
             for number, plan in enumerate(plans):

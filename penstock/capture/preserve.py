@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.equality import same_tensor
+from penstock.capture.objects import GENERATORS, Objects
 from penstock.capture.randomness import generators_kept
 from penstock.errors import CaptureError
 
@@ -21,10 +22,10 @@ from penstock.errors import CaptureError
 # its own, or forbid changes, as the configurations of diffusers do: such are left as they are.
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, set, deque, *_MAPPINGS)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 _MOST_BYTES = 4 << 30
+_MOST_BYTES_IN_OBJECTS = 256 << 20
 
 
 class Parameters:
@@ -82,16 +83,21 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
 
     Buffers, and attributes that are tensors or plain containers, are swapped for copies meanwhile,
     so that the user's own are never written at all; every module's attributes and training flag,
-    and the generators' states, are put back. So are parameters, if there are copies.
+    and the generators' states, are put back. So are parameters, if there are copies, and what
+    plain objects hold that attributes lead to (`penstock.capture.objects`).
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     compiled = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
     before = [dict(module.__dict__) for module in modules]
     registries = [{name: dict(module.__dict__[name]) for name in REGISTRIES} for module in modules]
     try:
-        _swap_state(modules)
         devices = (p.device for p in model.parameters())
-        with _compiled_untouched(compiled), generators_kept(devices), own_generators_kept(modules):
+        with (
+            objects_kept(modules, swapped=_CONTAINERS) as copies,
+            _compiled_untouched(compiled),
+            generators_kept(devices),
+        ):
+            _swap_state(modules, copies)
             yield
     finally:
         for module, attributes, contents in zip(modules, before, registries, strict=True):
@@ -171,7 +177,7 @@ def own_generators(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         held = value.values() if type(value) is dict else value
         for one in held if type(value) in (list, tuple, dict) else (value,):
-            if isinstance(one, _GENERATORS):
+            if isinstance(one, GENERATORS):
                 yield name, one
 
 
@@ -212,12 +218,32 @@ def _bits(generator: Any) -> Any:
 
 
 @contextmanager
-def own_generators_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards, the generators that modules hold as attributes are as they were."""
-    states = [(g, state_of(g)) for module in modules for _, g in own_generators(module)]
+def objects_kept(
+    modules: Iterable[nn.Module], swapped: Collection[type] = ()
+) -> Iterator[dict[int, Any]]:
+    """Afterwards, generators and plain objects that modules' attributes lead to are as they were.
+
+    Tensors that these objects hold are swapped for copies meanwhile, unless they are large.
+
+    Args:
+        modules: whose attributes.
+        swapped: see `penstock.capture.objects.Objects`.
+
+    Yields:
+        the copies by the ids of the originals. What is put back counts as a copy of itself.
+    """
+    uncompiled = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    objects = Objects(uncompiled, swapped, classes=True)
+    own = (generator for module in uncompiled for _, generator in own_generators(module))
+    drawn = {id(generator): generator for generator in (*own, *objects.generators.values())}
+    states = [(generator, state_of(generator)) for generator in drawn.values()]
+    copies = objects.things()
     try:
-        yield
+        if sum(tensor.nbytes for tensor in objects.tensors()) <= _MOST_BYTES_IN_OBJECTS:
+            objects.swap(lambda value: _copied(value, copies))
+        yield copies
     finally:
+        objects.put_back()
         for generator, state in states:
             put_state(generator, state)
 
@@ -237,8 +263,7 @@ def _compiled_untouched(modules: list[torch.jit.ScriptModule]) -> Iterator[None]
                 buffer.copy_(value)
 
 
-def _swap_state(modules: list[nn.Module]) -> None:
-    copies: dict[int, Any] = {}
+def _swap_state(modules: list[nn.Module], copies: dict[int, Any]) -> None:
     for module in modules:
         for registry in (module._buffers, vars(module)):
             for name, value in registry.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -11,9 +10,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.capture.objects import Objects
 from penstock.capture.preserve import own_generators, put_state, state_of
 
-_CONTAINERS = (list, dict, set, OrderedDict)
+_SMALL = 1 << 16  # bytes of a tensor that a plain object holds
 _REGISTRIES = ("_parameters", "_modules", "_buffers")
 
 
@@ -21,8 +21,8 @@ class State:
     """The buffers and attributes of some modules, as they are now.
 
     A forward may change a buffer in place, as BatchNorm does, or assign another one, or count its
-    calls in an attribute, or in a list there, or draw from a generator of its own. What else
-    attributes refer to is not copied, apart from `changing`.
+    calls in an attribute, or in a list or a plain object there, or draw from a generator of its
+    own. What else attributes refer to is not copied, apart from `changing`.
 
     Args:
         modules: whose; each once.
@@ -39,13 +39,11 @@ class State:
             for module, attributes, _ in self._attributes
             if not type(module).__module__.startswith("torch.nn.")  # those keep no such things
         ]
-        self._held = [
-            (value, value.copy())
-            for _, attributes in theirs
-            for value in attributes.values()
-            if type(value) in _CONTAINERS
-        ]
-        generators = (g for module, _ in theirs for _, g in own_generators(module))
+        self._objects = Objects(module for module, _ in theirs)
+        small = (t for t in self._objects.tensors() if t.nbytes <= _SMALL and not t.is_inference())
+        self._in_objects = [(t, t._version, _distinct(t.detach()).clone()) for t in small]
+        own = {id(g): g for module, _ in theirs for _, g in own_generators(module)}
+        generators = {**own, **self._objects.generators}.values()
         self._generators = [(generator, state_of(generator)) for generator in generators]
 
     def put_back(self) -> None:
@@ -57,12 +55,13 @@ class State:
             own.update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-        for container, before in self._held:
-            container.clear()
-            (container.extend if type(container) is list else container.update)(before)
+        self._objects.put_back()
         for generator, state in self._generators:
             put_state(generator, state)
         with torch.no_grad():
+            for tensor, version, content in self._in_objects:
+                if tensor._version != version:
+                    _distinct(tensor.data).copy_(content)
             for buffer, content in self._contents:
                 _distinct(buffer.data).copy_(content)  # what autograd saved of it is a copy
 

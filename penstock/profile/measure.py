@@ -12,7 +12,7 @@ import torch
 from penstock.capture import ROWS, Program, Sizes, TensorInfo
 from penstock.capture.blame import lone_row
 from penstock.capture.explain import weight_bytes
-from penstock.capture.preserve import own_generators_kept
+from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
@@ -87,7 +87,7 @@ def profile(
         smaller = {**given, ROWS: rows}
         return program.varying.resized(leaves, smaller), smaller
 
-    own = own_generators_kept(program.model.modules())
+    own = objects_kept(program.model.modules())
     with own, generators_kept(torch.device(kind) for kind in teams):
         try:
             timings = _measured(teams, agenda, batch_of, progress)
