@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.capture.calls import ROWS, Sizes
+from penstock.capture.layout import laid_out_like
 from penstock.capture.trees import flatten
 from penstock.errors import InputError
 
@@ -85,14 +86,19 @@ class Varying:
         return {name: sizes[0][1] for name, sizes in found.items()}
 
     def resized(self, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
-        """The same inputs made this large, their own entries repeated in turn; always copies."""
+        """The same inputs made this large, their own entries repeated in turn; always copies.
+
+        They lie in memory as those given do.
+        """
         result = []
-        for leaf, axes in zip(leaves, self.axes, strict=True):
+        for given, axes in zip(leaves, self.axes, strict=True):
+            leaf = given
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf.detach().clone() if not axes else leaf.detach()
                 for dim, (name, per) in axes.items():
                     index = torch.arange(sizes[name] * per, device=leaf.device) % leaf.shape[dim]
                     leaf = leaf.index_select(dim, index)
+                leaf = laid_out_like(leaf, given)
             result.append(leaf)
         return result
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, find
+from penstock.capture.layout import layout
 from penstock.capture.numbers import come_out
 from penstock.capture.places import (
     MISSING,
@@ -30,7 +31,7 @@ from penstock.capture.places import (
     parts_of,
     static,
 )
-from penstock.capture.reads import Reads
+from penstock.capture.reads import SETTINGS, Reads
 from penstock.errors import InputError
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
@@ -61,6 +62,7 @@ class Guards:
         self._fast: _Cells | None = None
         self._requires_grad = list(reads.requires_grad.values())
         self._tensors = [find(model, name) for name in reads.requires_grad]
+        self._laid_out = [find(model, name) for name in reads.layouts]
         self._parameters = list(model.parameters())
         self._dtypes = list(map(_DTYPE, self._parameters))
 
@@ -83,10 +85,8 @@ class Guards:
         Plain data goes before tensors and modules.
         """
         reads = self.reads
-        if reads.grad not in (None, torch.is_grad_enabled()):
-            return "whether gradients are enabled"
-        if list(map(_DTYPE, self._parameters)) != self._dtypes:
-            return "the dtype of parameters"
+        if (around := self._different_around()) is not None:
+            return around
         if any(type(p.find(self._model)) is not kind for p, kind in self._kinds.items()):
             return next(iter(self._kinds))
         if reads.outcomes:
@@ -109,6 +109,20 @@ class Guards:
             self._fast = _Cells(self._model, self._places, self._frozen)
             return None
         return min(places, key=self.is_replaced)
+
+    def _different_around(self) -> str | None:
+        """What is different of the process, or of all parameters."""
+        reads = self.reads
+        if reads.grad not in (None, torch.is_grad_enabled()):
+            return "whether gradients are enabled"
+        if list(map(_DTYPE, self._parameters)) != self._dtypes:
+            return "the dtype of parameters"
+        for name, value in reads.settings.items():
+            if SETTINGS[name]() != value:
+                return f"torch.{name}()"
+        if list(map(layout, self._laid_out)) != list(reads.layouts.values()):
+            return "how parameters lie in memory"
+        return None
 
     def is_replaced(self, place: Place) -> bool:
         """Whether what is different there is a tensor or a module."""
@@ -144,6 +158,7 @@ class Guards:
             if self.is_replaced(place):
                 self._frozen[place] = frozen(place.find(self._model))
         self._tensors = [find(self._model, name) for name in self.reads.requires_grad]
+        self._laid_out = [find(self._model, name) for name in self.reads.layouts]
         self._fast = None
 
     def leave_out(self, places: frozenset[Place]) -> None:

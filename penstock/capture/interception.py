@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
+from penstock.capture.reads import SETTINGS, Reading
 from penstock.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
             (nn.Module, "__getattr__", get_registered),
             (nn.Module, "__getattribute__", get_attribute),
             (torch, "is_grad_enabled", is_grad_enabled),
+            *((torch, name, _asking(name, reading)) for name in SETTINGS),
             (torch.autograd.Function, "apply", classmethod(checked)),
             (checkpointing, "_checkpoint_hook", checkpoint_hook),
         ):
@@ -91,6 +93,17 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
             setattr(owner, name, ours)
         stack.callback(reading.release)
         yield
+
+
+def _asking(name: str, reading: Reading) -> Callable[[], Any]:
+    """The function of torch of this name, which says how it is set, and that it was asked."""
+
+    def ask() -> Any:
+        value = SETTINGS[name]()
+        reading.asked_for(name, value)
+        return value
+
+    return ask
 
 
 def put_back(owner: Any, name: str, original: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES
+from penstock.capture.layout import asked_of, layout
 from penstock.capture.numbers import Followed, Number, Outcome, followed, name_of, plain
 from penstock.capture.places import (
     MISSING,
@@ -39,6 +40,16 @@ _OWN = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {
 _TORCH = ("torch.autograd", "torch.utils", "torch.overrides", "penstock.")
 _SCALARS = (*SCALARS, float, Enum)
 
+SETTINGS: dict[str, Callable[[], Any]] = {
+    name: getattr(torch, name)
+    for name in (
+        *("is_inference_mode_enabled", "get_default_dtype", "get_default_device"),
+        *("are_deterministic_algorithms_enabled", "get_float32_matmul_precision"),
+        *("is_deterministic_algorithms_warn_only_enabled", "is_anomaly_enabled"),
+    )
+}
+"""Functions of torch that say how it is set, by name."""
+
 
 @dataclass
 class Reads:
@@ -48,8 +59,11 @@ class Reads:
         seen: what was in every place: plain data as it was, of anything else `MISSING`.
         readers: the open module that was the first to read it.
         grad: whether gradients were enabled, if that was asked.
+        settings: what functions of torch said of the process, `torch.get_default_dtype()` say.
         requires_grad: of parameters and other tensors of the model, by name.
-        inputs: whether they required a gradient, by their number.
+        layouts: how some of them lie in memory, by name.
+        inputs: what was asked of them, by their number and what it was, see
+            `penstock.capture.layout.asked_of`.
         numbers: the places whose number is passed in.
         outcomes: comparisons of those with others.
         replaced: where closed modules put other tensors or modules themselves.
@@ -60,8 +74,10 @@ class Reads:
     seen: dict[Place, Any] = field(default_factory=dict)
     readers: dict[Place, str] = field(default_factory=dict, compare=False)
     grad: bool | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
-    inputs: dict[int, bool] = field(default_factory=dict)
+    layouts: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[tuple[int, str], Any] = field(default_factory=dict)
     numbers: tuple[Place, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     replaced: frozenset[Place] = frozenset()
@@ -73,7 +89,9 @@ class Reads:
             other.seen | self.seen,
             other.readers | self.readers,
             self.grad if self.grad is not None else other.grad,
+            other.settings | self.settings,
             other.requires_grad | self.requires_grad,
+            other.layouts | self.layouts,
             other.inputs | self.inputs,
             self.numbers,
             tuple(dict.fromkeys((*self.outcomes, *other.outcomes))),
@@ -268,6 +286,56 @@ class Reading:
         if not self._quiet and self._is_outside() and not caller.startswith(_TORCH):
             self.reads.grad = value
 
+    def asked_for(self, name: str, value: Any) -> None:
+        """Note that Python has asked a function of torch, of this name, for a setting."""
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if not self._quiet and self._is_outside() and not caller.startswith("torch."):
+            self.reads.settings[name] = value
+
+    def asked_for_layout(
+        self, name: str, leaves: Iterable[Any], known: Callable[[Any], Any], inputs: Sequence[Any]
+    ) -> None:
+        """Note that Python has asked how tensors lie in memory.
+
+        Args:
+            name: of the function that says so.
+            leaves: the tensors, among others.
+            known: says which value one is.
+            inputs: all of them.
+
+        Raises:
+            ValueError: strides are no matter of the shape.
+        """
+        if self._quiet or not self._is_outside():
+            return
+        for tensor in leaves:
+            value = known(tensor) if isinstance(tensor, torch.Tensor) else None
+            if value is not None and hasattr(value, "name"):
+                self.reads.layouts[value.name] = layout(tensor)
+            elif value is not None:
+                own = value.call < 0
+                asked = {value.leaf: tensor} if own else dict(enumerate(inputs))
+                for k, given in asked.items():
+                    if isinstance(given, torch.Tensor):
+                        self.reads.inputs[k, "layout"] = layout(given)
+                        if name == "stride" and layout(given)[0] == "apart":
+                            raise ValueError("asks for the strides of a tensor with gaps")
+
+    def asked_for_state(
+        self, name: str, leaves: Iterable[Any], known: Callable[[Any], Any]
+    ) -> None:
+        """Note that Python has asked something else of inputs that no program knows."""
+        if self._quiet or not self._is_outside():
+            return
+        for tensor in leaves:
+            value = known(tensor) if isinstance(tensor, torch.Tensor) else None
+            if value is not None and not hasattr(value, "name") and value.call < 0:
+                self.reads.inputs[value.leaf, name] = asked_of(tensor, name)
+            elif name == "is_inference":
+                self.reads.settings["is_inference_mode_enabled"] = SETTINGS[
+                    "is_inference_mode_enabled"
+                ]()
+
     def asked_of(self, leaves: Iterable[Any], known: Callable[[Any], Any]) -> None:
         """Note that Python has asked whether tensors require gradients.
 
@@ -284,7 +352,7 @@ class Reading:
             if value is not None and hasattr(value, "name"):
                 self.reads.requires_grad[value.name] = tensor.requires_grad
             elif value is not None and value.call < 0:
-                self.reads.inputs[value.leaf] = tensor.requires_grad
+                self.reads.inputs[value.leaf, "requires_grad"] = tensor.requires_grad
             else:  # it is made of others
                 with self.paused():
                     for name, parameter in self._model.named_parameters():

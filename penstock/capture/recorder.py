@@ -51,7 +51,16 @@ from penstock.capture.randomness import (
 )
 from penstock.capture.reads import Reading
 from penstock.capture.trees import flatten, map_leaves
-from penstock.capture.vocabulary import CLOSING, GRADIENTS, METADATA, PARTS, SIZES, is_plain
+from penstock.capture.vocabulary import (
+    CLOSING,
+    GRADIENTS,
+    LAYOUT,
+    METADATA,
+    PARTS,
+    SIZES,
+    STATE,
+    is_plain,
+)
 from penstock.capture.watching import (
     Contents,
     OpenAttributes,
@@ -229,11 +238,22 @@ class Recorder(TorchFunctionMode):
             self._check_sizes(leaves)
         if name in GRADIENTS:
             self.reading.asked_of(leaves, self.known.get)
+        if name in LAYOUT:
+            self._check_layout(name, leaves)
+        if name in STATE:
+            self.reading.asked_for_state(name, leaves, self.known.get)
         if name in METADATA:
             return func(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return self._without_tensors(func, args, kwargs)
         return self._record(func, func, args, kwargs)
+
+    def _check_layout(self, name: str, leaves: Sequence[Any]) -> None:
+        """Note that Python asks how tensors lie in memory."""
+        try:
+            self.reading.asked_for_layout(name, leaves, self.known.get, self._inputs)
+        except ValueError as error:
+            raise Unrecordable(self._open[-1], f"its Python {error}") from None
 
     def _check_sizes(self, leaves: Sequence[Any]) -> None:
         """Raise if Python asks for sizes that may depend on values."""
@@ -260,6 +280,7 @@ class Recorder(TorchFunctionMode):
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
         """Start a trace whose inputs are the leaves of `(args, kwargs)`."""
         leaves, structure = flatten((tuple(args), kwargs))
+        self._inputs = leaves
         if self.weightless is not None:
             self.weightless.begin(leaves)
         self._ambient = ambient()

@@ -13,6 +13,7 @@ from penstock.capture.calls import ROWS, Ref, Size, Sizes, Trace, ambient
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.guards import Guards, check_settled
+from penstock.capture.layout import asked_of
 from penstock.capture.lowering import lower
 from penstock.capture.places import Place
 from penstock.capture.signatures import Signature
@@ -90,6 +91,11 @@ class Recordings:
         trace = self._way(signature, leaves, training)
         known.append(_Recording(program.model, trace, signature, [sizes]))
         self._leave_out_replaced()
+        if (unlike := known[-1].unlike(leaves)) is not None:
+            raise InputError(
+                f"the forward asks input {unlike[0]} of the batch for {unlike[1]}, and a copy says "
+                "something else than the input itself, so nobody can know what it will do"
+            )
         alike = [each.guards for each in known if each.signature is signature]
         check_settled(known[-1].guards, alike)
         return trace
@@ -230,10 +236,15 @@ class _Recording:
         self._others.add(named)
         self._compared.add(named)
 
+    def unlike(self, leaves: Sequence[Any]) -> tuple[int, str] | None:
+        """What Python has asked of an input, by its number, that is something else of these."""
+        asked = self.trace.reads.inputs
+        different = (key for key, said in asked.items() if asked_of(leaves[key[0]], key[1]) != said)
+        return next(different, None)
+
     def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the model's Python reads off these inputs what it read in the recording."""
-        asked = self.trace.reads.inputs
-        if any(leaves[k].requires_grad is not wanted for k, wanted in asked.items()):
+        if self.unlike(leaves) is not None:
             return False
         questions = self.trace.questions
         if questions is None:
