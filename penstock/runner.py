@@ -122,7 +122,8 @@ class Runner:
             pairs = zip(taken, batch.parts, strict=True)
             news = {w: part for w, part in pairs if w >= known}
             sizes: list[Sizes] = [
-                {**s, **ways.numbers(w)} for s, w in zip(batch.sizes, taken, strict=True)
+                {**sizes, **ways.numbers(way, part)}
+                for sizes, way, part in zip(batch.sizes, taken, batch.parts, strict=True)
             ]
             batch = replace(batch, ways=taken, sizes=sizes, news=news, seed=self.seed)
             return replace(batch, step=self.counts.next(trains), number=self._passes)

@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, find
 from penstock.capture.layout import layout
-from penstock.capture.numbers import come_out
+from penstock.capture.numbers import Given, come_out, name_of
 from penstock.capture.places import (
     MISSING,
     Item,
@@ -59,6 +59,8 @@ class Guards:
             for place, seen in reads.seen.items()
             if place not in reads.numbers
         }
+        given = {name_of(Given(leaf)) for leaf in reads.given}  # which is looked at with the inputs
+        self._outcomes = [o for o in reads.outcomes if given.isdisjoint(o[0].names())]
         self._fast: _Cells | None = None
         self._requires_grad = list(reads.requires_grad.values())
         self._tensors = [find(model, name) for name in reads.requires_grad]
@@ -89,9 +91,9 @@ class Guards:
             return around
         if any(type(p.find(self._model)) is not kind for p, kind in self._kinds.items()):
             return next(iter(self._kinds))
-        if reads.outcomes:
+        if self._outcomes:
             passed = reads.passed_in(self._model)
-            if not come_out(reads.outcomes, passed):
+            if not come_out(self._outcomes, passed):
                 return next(iter(self._kinds))
         asked = list(map(_REQUIRES_GRAD, self._tensors))
         if asked != self._requires_grad:

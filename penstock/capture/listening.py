@@ -85,7 +85,8 @@ def replay_heard(
     module = lower(model, trace, whole, inputs, crossing.results)
     given = [leaves[value.leaf] for value in inputs if isinstance(value, Ref)]
     replay = _Replay(module, trace)
-    replay.run_all(leaves.signature.varying.sizes(leaves), key, given)
+    sizes = {**leaves.signature.varying.sizes(leaves), **trace.reads.passed_in(model, leaves)}
+    replay.run_all(sizes, key, given)
     return replay.heard
 
 

@@ -1,4 +1,4 @@
-"""Numbers in attributes that change from step to step, passed in instead of being recorded.
+"""Numbers in attributes and arguments that change, passed in instead of being recorded.
 
 While a forward is recorded, such a number is in its place as one that remembers how others are made
 of it: arithmetic gives an expression, comparisons are noted.
@@ -69,6 +69,12 @@ class Number(Leaf):
         operands = (o.at(sizes) if isinstance(o, Number) else o for o in self.of)
         return _OPERATORS[self.made](*operands)
 
+    def names(self) -> frozenset[str]:
+        """Of the numbers that are passed in of which it is made."""
+        if self.made == "named":
+            return frozenset(self.of)
+        return frozenset().union(*(o.names() for o in self.of if isinstance(o, Number)))
+
     def __str__(self) -> str:
         if self.made == "named":
             return str(self.of[0]).removeprefix(PASSED)
@@ -92,7 +98,30 @@ def at(number: Number, sizes: Mapping[str, Any]) -> Any:
     return number.at(sizes)
 
 
-def name_of(place: Place) -> str:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Where a number is that is an argument: among the leaves of the inputs.
+
+    Attributes:
+        leaf: which of them it is.
+    """
+
+    leaf: int
+
+    def __str__(self) -> str:
+        return f"input {self.leaf}"
+
+
+Where = Place | Given
+"""Where a number is that can be passed in."""
+
+
+def found(model: nn.Module, leaves: Sequence[Any], where: Where) -> Any:
+    """The number that is there now."""
+    return leaves[where.leaf] if isinstance(where, Given) else where.find(model)
+
+
+def name_of(place: Where) -> str:
     """By which the number there is passed in."""
     return f"{PASSED}{place}"
 
@@ -194,31 +223,38 @@ for _name in _STEPS:
 
 
 @contextmanager
-def put(model: nn.Module, numbers: Mapping[Place, Any]) -> Iterator[None]:
+def put(model: nn.Module, leaves: list[Any], numbers: Mapping[Where, Any]) -> Iterator[None]:
     """While open, these numbers are in these places."""
     before: list[tuple[dict[str, Any], str, Any]] = []
+    given = list(leaves)
     try:
         for place, number in numbers.items():
+            if isinstance(place, Given):
+                leaves[place.leaf] = number
+                continue
             own = attributes_of(place.owner(model))
             before.append((own, place.last, own.get(place.last, MISSING)))
             own[place.last] = number
         yield
     finally:
+        leaves[:] = given
         for own, name, value in reversed(before):
             own.pop(name, None)
             if value is not MISSING:
                 own[name] = value
 
 
-def can_be_put(model: nn.Module, place: Place) -> bool:
-    """Whether a number there is an attribute of the object itself, or of its class."""
+def can_be_put(model: nn.Module, place: Where) -> bool:
+    """Whether a number there is an argument, or an attribute of the object itself or its class."""
+    if isinstance(place, Given):
+        return True
     owner = place.owner(model)
     return owner is not MISSING and not isinstance(owner, type) and hasattr(owner, "__dict__")
 
 
 def alternatives(
-    now: Mapping[Place, Any], then: Mapping[Place, Any], outcomes: Sequence[Outcome]
-) -> list[dict[Place, Any]]:
+    now: Mapping[Where, Any], then: Mapping[Where, Any], outcomes: Sequence[Outcome]
+) -> list[dict[Where, Any]]:
     """Other values of these numbers, with which all comparisons come out as they did.
 
     Those of an earlier recording first, then some on the way there, where most are allowed too.
@@ -234,8 +270,8 @@ def alternatives(
 
 
 def further(
-    now: Mapping[Place, Any], then: Mapping[Place, Any], outcomes: Sequence[Outcome]
-) -> list[dict[Place, Any]]:
+    now: Mapping[Where, Any], then: Mapping[Where, Any], outcomes: Sequence[Outcome]
+) -> list[dict[Where, Any]]:
     """Values to which these numbers may come if they go on as they do.
 
     What C makes of a number cannot be followed (`range(self.k)`, `numpy.interp`), and may be the

@@ -19,8 +19,10 @@ from penstock.capture.calls import ROWS, Assigned, Call, Join, Sizes, Trace, Unr
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying_of_some
 from penstock.capture.equality import same
 from penstock.capture.graphs import Hollow
+from penstock.capture.layout import asked_of
 from penstock.capture.looking_inside import Opening, check_kinds
 from penstock.capture.meta import META, held_on_meta, is_on_meta
+from penstock.capture.numbers import Given, Where, found
 from penstock.capture.passing import passing_in
 from penstock.capture.places import MISSING, Place
 from penstock.capture.preserve import Parameters, settle, untouched
@@ -116,7 +118,8 @@ class _Capturer:
         self.varying = varying
         self.opening = opening
         self.parameters: Parameters | None = None
-        self.numbers: Mapping[Place, Any] = {}  # that are passed in
+        self.numbers: Mapping[Where, Any] = {}  # that are passed in
+        self.open: Sequence[int] = ()  # numbers among the leaves, of which others will come
         self.as_it_is = False  # whether training flags and inputs stay as they are
         self.varying_of: Callable[..., Varying] = partial(varying_of_some, batch_dim=0, dynamic={})
         self._settled: bool | None = None
@@ -234,6 +237,9 @@ class _Capturer:
         model, leaves = self._at_home(leaves)
         other = _Capturer(model, leaves, like.structure, like.varying, self.opening)
         other.as_it_is = True
+        other.open = list(like.numbers)
+        changing: dict[Where, Any] = dict(numbers.items())
+        changing |= {Given(k): like.other_number(k, leaves[k]) for k in like.numbers}
         sizes = like.varying.sizes(leaves)
         with untouched(model):
             if self._settled:
@@ -241,7 +247,7 @@ class _Capturer:
             problems = []
             for points in like.varying.attempts(sizes)[1:]:
                 try:
-                    return other._passing_in(numbers, program, points, training)
+                    return other._passing_in(changing, program, points, training)
                 except Exception as problem:
                     problems.append(problem)
         if not isinstance(problems[0], Unrecordable):
@@ -255,14 +261,14 @@ class _Capturer:
 
     def _passing_in(
         self,
-        numbers: Mapping[Place, Any],
+        numbers: Mapping[Where, Any],
         program: Program,
         points: Sequence[Sizes],
         training: bool,
     ) -> Trace:
-        """One way, with numbers in attributes as values that are passed in, if that is possible."""
+        """One way, with numbers that change as values that are passed in, if that is possible."""
 
-        def recorded(now: Mapping[Place, Any]) -> Trace:
+        def recorded(now: Mapping[Where, Any]) -> Trace:
             self.numbers = now
             return self._one_way(program, points, training)
 
@@ -270,7 +276,7 @@ class _Capturer:
             self.numbers = {}
             return self._record(points[0], training)[0].pruned()
 
-        return passing_in(self.model, numbers, recorded, again, points[0])
+        return passing_in(self.model, self.leaves, numbers, recorded, again, points[0])
 
     def _one_way(self, program: Program, points: Sequence[Sizes], training: bool) -> Trace:
         trace, expected = self._trace(points, training)
@@ -297,7 +303,8 @@ class _Capturer:
         other = _Capturer(model, leaves, like.structure, like.varying, self.opening)
         other.parameters = Parameters(model) if program.written else None
         other.as_it_is = True
-        other.numbers = {place: place.find(model) for place in trace.reads.numbers}
+        passed: list[Where] = [*trace.reads.numbers, *map(Given, trace.reads.given)]
+        other.numbers = {where: found(model, leaves, where) for where in passed}
         grad = torch.enable_grad() if trace.reads.grad is None else nullcontext()
         with untouched(model), grad:
             recorded = other._record(sizes, training, strict=False)[0].pruned()
@@ -392,6 +399,8 @@ class _Capturer:
         trace, results = self._without_saving(recorded)
         for mark in self._marks:
             trace.reads.seen.pop(mark, None)
+        for k in set(self.open).difference(trace.reads.given):
+            trace.reads.inputs[k, "value"] = asked_of(self.leaves[k], "value")
         if strict and (place := trace.reads.changed(self.model)) is not None:
             raise Unrecordable(trace.reads.readers[place], f"the forward changes {place}, it reads")
         return trace, results

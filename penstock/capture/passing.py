@@ -1,32 +1,43 @@
-"""A way through a model on which numbers in attributes are values that are passed in."""
+"""A way through a model on which numbers that change are values that are passed in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from penstock.capture.calls import Sizes, Trace
-from penstock.capture.numbers import alternatives, can_be_put, further, name_of, put
-from penstock.capture.places import Place
+from penstock.capture.numbers import (
+    Given,
+    Where,
+    alternatives,
+    can_be_put,
+    found,
+    further,
+    name_of,
+    put,
+)
 from penstock.capture.sizes import differs_from
 
 
 def passing_in(
     model: nn.Module,
-    then: Mapping[Place, Any],
-    recorded: Callable[[Mapping[Place, Any]], Trace],
+    leaves: list[Any],
+    then: Mapping[Where, Any],
+    recorded: Callable[[Mapping[Where, Any]], Trace],
     again: Callable[[], Trace],
     sizes: Sizes,
 ) -> Trace:
-    """Record one way, with numbers in attributes as values that are passed in.
+    """Record one way, with numbers in attributes and arguments as values that are passed in.
 
     Where the trace says something else than the model does at other numbers, they stay constants:
     Python has made something of them that cannot be followed (`math.sqrt(self.temperature)`).
 
     Args:
         model: whose forward.
+        leaves: of the inputs.
         then: the numbers that change, with another value of each.
         recorded: records it, with these numbers passed in.
         again: records it once at `sizes`, as it is.
@@ -34,56 +45,61 @@ def passing_in(
     """
     able = {place: number for place, number in then.items() if can_be_put(model, place)}
     groups = [able] if len(able) < 2 else [able, *({p: n} for p, n in able.items())]
-    followed: dict[Place, Any] = {}
+    followed: dict[Where, Any] = {}
     for group in groups:
-        now = {place: place.find(model) for place in group}
-        if group and _can_be_passed_in(model, now, group, recorded, again, sizes):
+        now = {place: found(model, leaves, place) for place in group}
+        attempt = _Attempt(model, leaves, now, recorded, again, sizes)
+        if group and attempt.succeeds(group):
             followed |= now
             if group is able:
                 break
     return recorded(followed)
 
 
-def _can_be_passed_in(
-    model: nn.Module,
-    now: Mapping[Place, Any],
-    then: Mapping[Place, Any],
-    recorded: Callable[[Mapping[Place, Any]], Trace],
-    again: Callable[[], Trace],
-    sizes: Sizes,
-) -> bool:
-    """Whether a trace with these numbers passed in says what the model does at others."""
-    try:
-        trace = recorded(now)
-        if not (trace.reads.outcomes or trace.numbers()):
+@dataclass(frozen=True)
+class _Attempt:
+    """An attempt to pass some numbers in.
+
+    Attributes:
+        model, leaves, recorded, again, sizes: see `passing_in`.
+        now: the numbers as they are.
+    """
+
+    model: nn.Module
+    leaves: list[Any]
+    now: Mapping[Where, Any]
+    recorded: Callable[[Mapping[Where, Any]], Trace]
+    again: Callable[[], Trace]
+    sizes: Sizes
+
+    def succeeds(self, then: Mapping[Where, Any]) -> bool:
+        """Whether a trace with these numbers passed in says what the model does at others."""
+        try:
+            trace = self.recorded(self.now)
+            outcomes = trace.reads.outcomes
+            unused = not (outcomes or trace.numbers())
+            if unused and not all(isinstance(where, Given) for where in self.now):
+                return False
+            others = alternatives(self.now, then, outcomes)[:2]
+            if not all(self._is_as_said(trace, numbers) for numbers in (self.now, *others)):
+                return False
+            for numbers in further(self.now, then, outcomes) if others else ():
+                if not self._is_as_said(trace, numbers, or_refused=True):
+                    return False
+        except Exception:  # with a number that the model cannot have, or one it cannot follow
             return False
-        others = alternatives(now, then, trace.reads.outcomes)[:2]
-        for numbers in (now, *others):
-            passed = {name_of(place): number for place, number in numbers.items()}
-            with put(model, numbers):
-                found = again()
-            if differs_from(found, trace, {**sizes, **passed}) is not None:
-                return False
-        for numbers in further(now, then, trace.reads.outcomes) if others else ():
-            if not _is_as_said(model, trace, numbers, again, sizes):
-                return False
-    except Exception:  # with a number that the model cannot have, or one that it cannot follow
-        return False
-    return bool(others)
+        return bool(others)
 
-
-def _is_as_said(
-    model: nn.Module,
-    trace: Trace,
-    numbers: Mapping[Place, Any],
-    again: Callable[[], Trace],
-    sizes: Sizes,
-) -> bool:
-    """Whether the model does with numbers what the trace says, if it takes them at all."""
-    try:
-        with put(model, numbers):
-            found = again()
-    except Exception:
-        return True
-    passed = {name_of(place): number for place, number in numbers.items()}
-    return differs_from(found, trace, {**sizes, **passed}) is None
+    def _is_as_said(
+        self, trace: Trace, numbers: Mapping[Where, Any], or_refused: bool = False
+    ) -> bool:
+        """Whether the model does with numbers what the trace says, if it takes them at all."""
+        try:
+            with put(self.model, self.leaves, numbers):
+                once_more = self.again()
+        except Exception:
+            if or_refused:
+                return True
+            raise
+        passed = {name_of(place): number for place, number in numbers.items()}
+        return differs_from(once_more, trace, {**self.sizes, **passed}) is None

@@ -59,6 +59,7 @@ class Program:
         signatures: that it was called with.
         recordings: of all ways that were taken so far.
         left: the attributes in which a forward leaves tensors with a history, by qualified name.
+        objects: the plain objects that forwards change, by id.
 
     Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
     may lead another way. Every way that a mode can go is a trace of its own, recorded when inputs
@@ -88,6 +89,7 @@ class Program:
         self.is_open = is_open
         self.written = written
         self.left: frozenset[str] = frozenset()
+        self.objects: dict[int, Any] = {}
         self.was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
         first = Signature(train.input_structure, train.inputs, varying)
@@ -165,7 +167,7 @@ class Program:
         key: Key | None,
         model: nn.Module | None = None,
     ) -> Any:
-        sizes = {**varying.sizes(leaves), **trace.reads.passed_in(model or self.model)}
+        sizes = {**varying.sizes(leaves), **trace.reads.passed_in(model or self.model, leaves)}
         results = whole.module(sizes, key, *(leaves[_input(value)] for value in whole.inputs))
         values = dict(zip(whole.outputs, results, strict=True))
         return assemble(trace, values, sizes)

@@ -15,7 +15,16 @@ from torch import nn
 
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.layout import asked_of, layout
-from penstock.capture.numbers import Followed, Number, Outcome, followed, name_of, plain
+from penstock.capture.numbers import (
+    Followed,
+    Given,
+    Number,
+    Outcome,
+    Where,
+    followed,
+    name_of,
+    plain,
+)
 from penstock.capture.places import (
     MISSING,
     SCALARS,
@@ -65,6 +74,7 @@ class Reads:
         inputs: what was asked of them, by their number and what it was, see
             `penstock.capture.layout.asked_of`.
         numbers: the places whose number is passed in.
+        given: the leaves of the inputs that are numbers which are passed in.
         outcomes: comparisons of those with others.
         replaced: where closed modules put other tensors or modules themselves.
         aliases: for places of objects, another one where the same object was; what is read of it
@@ -79,6 +89,7 @@ class Reads:
     layouts: dict[str, Any] = field(default_factory=dict)
     inputs: dict[tuple[int, str], Any] = field(default_factory=dict)
     numbers: tuple[Place, ...] = ()
+    given: tuple[int, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     replaced: frozenset[Place] = frozenset()
     aliases: dict[Place, Place] = field(default_factory=dict)
@@ -94,14 +105,23 @@ class Reads:
             other.layouts | self.layouts,
             other.inputs | self.inputs,
             self.numbers,
+            self.given,
             tuple(dict.fromkeys((*self.outcomes, *other.outcomes))),
             self.replaced | other.replaced,
             other.aliases | self.aliases,
         )
 
-    def passed_in(self, model: nn.Module) -> dict[str, Any]:
-        """The numbers of its places as they are now, by the names under which they are passed."""
-        return {name_of(place): place.find(model) for place in self.numbers}
+    def passed_in(self, model: nn.Module, leaves: Sequence[Any] = ()) -> dict[str, Any]:
+        """The numbers as they are now, by the names under which they are passed.
+
+        Args:
+            model: where those in attributes are.
+            leaves: of the inputs; none where only those in attributes are asked for.
+        """
+        found = {name_of(place): place.find(model) for place in self.numbers}
+        if leaves:
+            found |= {name_of(Given(k)): leaves[k] for k in self.given}
+        return found
 
     def changed(self, model: nn.Module) -> Place | None:
         """A place where, after the forward, something else is than it has read."""
@@ -121,7 +141,7 @@ class Reading:
         paths: the qualified names of its modules, by id.
         is_outside: whether the Python that runs now is an open module's own.
         reader: the open module whose Python runs now.
-        numbers: the places whose numbers are followed.
+        numbers: the places whose numbers are followed, with what they are.
     """
 
     def __init__(
@@ -130,9 +150,11 @@ class Reading:
         paths: Mapping[int, str],
         is_outside: Callable[[], bool],
         reader: Callable[[], str],
-        numbers: Mapping[Place, Any],
+        numbers: Mapping[Where, Any],
     ) -> None:
-        self.reads = Reads(numbers=tuple(numbers))
+        places = tuple(place for place in numbers if isinstance(place, Place))
+        given = tuple(place.leaf for place in numbers if isinstance(place, Given))
+        self.reads = Reads(numbers=places, given=given)
         self._model = model
         self._is_outside = is_outside
         self._reader = reader
@@ -162,7 +184,7 @@ class Reading:
         finally:
             self._quiet -= 1
 
-    def followed(self) -> dict[Place, Any]:
+    def followed(self) -> dict[Where, Any]:
         """The numbers that are followed, to be put in their places."""
         return {
             place: followed(value, Number("named", (name_of(place),)), self._note)

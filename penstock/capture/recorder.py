@@ -39,8 +39,7 @@ from penstock.capture.calls import (
 from penstock.capture.interception import intercepted, put_back
 from penstock.capture.known import Known
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
-from penstock.capture.numbers import Followed, plain, put
-from penstock.capture.places import Place
+from penstock.capture.numbers import Followed, Where, plain, put
 from penstock.capture.randomness import (
     Draws,
     Key,
@@ -50,7 +49,7 @@ from penstock.capture.randomness import (
     seed_python,
 )
 from penstock.capture.reads import Reading
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.capture.vocabulary import (
     CLOSING,
     GRADIENTS,
@@ -79,7 +78,7 @@ def record(
     key: Key | None = None,
     *,
     strict: bool = True,
-    numbers: Mapping[Place, Any] | None = None,
+    numbers: Mapping[Where, Any] | None = None,
 ) -> tuple[Trace, Any]:
     """Run `model(*args, **kwargs)` and record it.
 
@@ -90,7 +89,7 @@ def record(
         kwargs: keyword arguments.
         key: seeds every call, as a replay with this key does those that draw random numbers.
         strict: whether open modules must leave their attributes alone.
-        numbers: those in attributes that become values which are passed in.
+        numbers: those in attributes and arguments that become values which are passed in.
 
     Returns:
         the trace, and what the model returned.
@@ -100,7 +99,9 @@ def record(
     """
     recorder = Recorder(model, is_open, key, numbers or {})
     known, reading = recorder.known, recorder.reading
-    with put(model, reading.followed()), intercepted(recorder), python_kept():
+    leaves, structure = flatten((tuple(args), kwargs))
+    with put(model, leaves, reading.followed()), intercepted(recorder), python_kept():
+        args, kwargs = unflatten(structure, leaves)
         trace = recorder.begin(args, kwargs)
         attributes = OpenAttributes(model, is_open)
         held = [
@@ -129,7 +130,7 @@ class Recorder(TorchFunctionMode):
         model: nn.Module,
         is_open: Callable[[str], bool],
         key: Key | None,
-        numbers: Mapping[Place, Any] | None = None,
+        numbers: Mapping[Where, Any] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -268,7 +269,8 @@ class Recorder(TorchFunctionMode):
     def _without_tensors(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A function of no tensors: a factory such as `torch.arange`, or a setting."""
         versions = [g.get_state() for g in self.generators]
-        result = func(*args, **kwargs)
+        plainly = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
+        result = func(*plainly[0], **plainly[1])
         if not any(isinstance(leaf, torch.Tensor) for leaf in flatten(result)[0]):
             return result
         for generator, state in zip(self.generators, versions, strict=True):
@@ -290,7 +292,10 @@ class Recorder(TorchFunctionMode):
             seed_python(0)
         self.trace = Trace(
             inputs=tuple(
-                self._bind(leaf, Ref(INPUTS, k), Origin.INPUTS) for k, leaf in enumerate(leaves)
+                leaf.number
+                if isinstance(leaf, Followed)
+                else self._bind(leaf, Ref(INPUTS, k), Origin.INPUTS)
+                for k, leaf in enumerate(leaves)
             ),
             input_structure=structure,
             reads=self.reading.reads,
@@ -324,7 +329,7 @@ class Recorder(TorchFunctionMode):
             call.identity = self._identify(call)
             now = ambient()
             call.ambient = None if now == self._ambient else now
-            if self.reading.reads.numbers:
+            if self.reading.reads.numbers or self.reading.reads.given:
                 args, kwargs = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
             result, dynamic = self._observe(call, function, args, kwargs)
             self._append(call, result, dynamic)

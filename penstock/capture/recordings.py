@@ -12,9 +12,10 @@ from torch import fx, nn
 from penstock.capture.calls import ROWS, Ref, Size, Sizes, Trace, ambient
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
-from penstock.capture.guards import Guards, check_settled
+from penstock.capture.guards import MOST_WAYS, Guards, check_settled
 from penstock.capture.layout import asked_of
 from penstock.capture.lowering import lower
+from penstock.capture.numbers import come_out
 from penstock.capture.places import Place
 from penstock.capture.signatures import Signature
 from penstock.capture.trees import flatten, unflatten
@@ -97,6 +98,16 @@ class Recordings:
                 "something else than the input itself, so nobody can know what it will do"
             )
         alike = [each.guards for each in known if each.signature is signature]
+        constant = [k for k, what in trace.reads.inputs if what == "value"]
+        if constant and len(alike) > MOST_WAYS:
+            known.pop()
+            raise InputError(
+                f"input {constant[0]} of the batch is a number that was another one {MOST_WAYS} "
+                "times, and each time the forward was recorded anew. A number that changes may be "
+                "used in arithmetic and comparisons, and is then passed in; otherwise give it as "
+                "a tensor, torch.tensor(t), or keep the module closed that reads it, with "
+                "keep_closed="
+            )
         check_settled(known[-1].guards, alike)
         return trace
 
@@ -245,6 +256,9 @@ class _Recording:
     def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the model's Python reads off these inputs what it read in the recording."""
         if self.unlike(leaves) is not None:
+            return False
+        reads = self.trace.reads
+        if reads.given and not come_out(reads.outcomes, reads.passed_in(self._model, leaves)):
             return False
         questions = self.trace.questions
         if questions is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,18 +26,39 @@ class Signature:
         structure: of `(args, kwargs)`.
         inputs: for every leaf its `TensorInfo`, or the constant that it is.
         varying: which dimensions of them vary.
+        numbers: the leaves that may be any number of their kind, with one that was seen before.
     """
 
     structure: Structure | None
     inputs: tuple[Any, ...]
     varying: Varying
+    numbers: Mapping[int, Any] = field(default_factory=dict)
 
     def is_of(self, leaves: Sequence[Any], structure: Structure | None) -> bool:
         """Whether inputs have this signature, but for the sizes and types of their tensors."""
         return structure == self.structure and all(
-            _kind(leaf) == _kind(known) and (_kind(leaf) is not None or same(leaf, known))
-            for leaf, known in zip(leaves, self.inputs, strict=True)
+            _is_like(leaf, known) or (k in self.numbers and type(leaf) is type(known))
+            for k, (leaf, known) in enumerate(zip(leaves, self.inputs, strict=True))
         )
+
+    def other_number(self, leaf: int, now: Any) -> Any:
+        """A number that this leaf was, and that it is not now."""
+        return self.numbers[leaf] if self.numbers[leaf] != now else self.inputs[leaf]
+
+    def other_numbers(self, leaves: Sequence[Any], structure: Structure | None) -> dict[int, Any]:
+        """The leaves that would have to be any number for inputs to have it, and what it has.
+
+        None if that is not enough.
+        """
+        if structure != self.structure:
+            return {}
+        found: dict[int, Any] = {}
+        for k, (leaf, known) in enumerate(zip(leaves, self.inputs, strict=True)):
+            if not _is_like(leaf, known):
+                if type(leaf) not in (int, float) or type(leaf) is not type(known):
+                    return {}
+                found[k] = known
+        return found
 
     def check(self, leaves: Sequence[Any], may_vary: str) -> None:
         """Raise unless tensors are of the types and sizes that they were recorded with.
@@ -104,6 +125,7 @@ class Signatures:
         if signature is None:
             try:
                 signature = new_signature(leaves, structure, self._varying_of(args, kwargs))
+                signature = replace(signature, numbers=self._numbers(leaves, structure))
             except InputError as error:
                 raise InputError(f"{self.unlike(args, kwargs)}: {error}") from None
             signature.check(leaves, self._may_vary())
@@ -131,7 +153,7 @@ class Signatures:
             raise InputError(
                 f"the pipeline was called with {_MOST} signatures, which differ in what arguments "
                 f"there are or in plain values, and now with {signature}. Each is recorded by "
-                "itself: give a number that changes at every call as a tensor, torch.tensor(t)"
+                "itself: give what changes at every call as a tensor"
             )
         self._known.append(signature)
         return signature
@@ -151,6 +173,13 @@ class Signatures:
 
     def _of(self, leaves: Sequence[Any], structure: Structure | None) -> Signature | None:
         return next((s for s in self._known if s.is_of(leaves, structure)), None)
+
+    def _numbers(self, leaves: Sequence[Any], structure: Structure | None) -> dict[int, Any]:
+        """The numbers in which inputs differ from some that were given before."""
+        for known in self._known:
+            if found := known.other_numbers(leaves, structure):
+                return {**known.numbers, **found}
+        return {}
 
     def _may_vary(self) -> str:
         _, *others = self._known[0].varying.names
@@ -173,6 +202,10 @@ def _info(leaf: Any, axes: Mapping[int, Axis]) -> Any:
     for dim, (name, per) in axes.items():
         shape[dim] = Size(((per, (name,)),))
     return TensorInfo(tuple(shape), leaf.dtype, False, 0, Origin.INPUTS)
+
+
+def _is_like(leaf: Any, known: Any) -> bool:
+    return _kind(leaf) == _kind(known) and (_kind(leaf) is not None or same(leaf, known))
 
 
 def _kind(leaf: Any) -> str | None:

@@ -163,14 +163,26 @@ def test_a_time_step_for_every_row_or_for_all() -> None:
         assert len(pipe._runner.ways(True)) == ways
 
 
-def test_numbers_without_end_are_refused_in_time() -> None:
-    with ps.Pipeline(Denoiser(), (X, 0.5), devices=["cpu"], num_microbatches=2) as pipe:
-        for step in range(31):
-            pipe(X, float(step))
-        with pytest.raises(ps.InputError, match=r"32 signatures.*torch\.tensor\(t\)"):
-            pipe(X, 31.0)
-        assert torch.equal(pipe(X, 7.0), torch.cat([pipe.model(x, 7.0) for x in X.chunk(2)]))
-        assert torch.equal(pipe(X, 0.5), torch.cat([pipe.model(x, 0.5) for x in X.chunk(2)]))
+class Named(nn.Module):
+    """Does what an argument says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self.a(x) * len(name)
+
+
+def test_plain_values_without_end_are_refused_in_time() -> None:
+    x = torch.randn(6, 4)
+    with ps.Pipeline(Named(), (x, ""), devices=["cpu"], num_microbatches=2) as pipe:
+        for step in range(1, 32):
+            pipe(x, "a" * step)
+        with pytest.raises(ps.InputError, match="32 signatures"):
+            pipe(x, "a" * 32)
+        for name in ("", "aaa"):
+            assert torch.equal(pipe(x, name), torch.cat([pipe.model(p, name) for p in x.chunk(2)]))
 
 
 def test_arguments_that_the_model_does_not_take() -> None:
