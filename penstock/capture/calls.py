@@ -319,6 +319,7 @@ class Trace:
         joins: for every leaf of the result how it is put together from micro-batches, see
             `penstock.capture.results`.
         reads: what Python has read besides, see `penstock.capture.reads`.
+        shared: plain objects that a forward changes, and the modules that have them.
     """
 
     inputs: tuple[Any, ...]
@@ -339,6 +340,7 @@ class Trace:
         return self.joins[self.outputs.index(value)]
 
     reads: Reads = field(default_factory=Reads)
+    shared: tuple[tuple[str, frozenset[str]], ...] = field(default=(), compare=False)
 
     def info(self, value: Value) -> Any:
         """The `TensorInfo` of a value (or the constant or `OPAQUE` that stands there)."""

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from penstock.capture.calls import INPUTS, Attribute, Ref, Sizes, TensorInfo, Trace, Value
+from penstock.capture.watching import with_owners
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Cuts:
         """Before which calls there can be no cut, and why."""
         reasons: dict[int, str] = {}
         mutated = self._mutated
-        hidden = self._hidden()
+        hidden, shared = self._hidden(), self._shared()
         for cut in range(1, len(self.trace.calls)):
             memory: dict[int, Value] = {}
             for value in self.boundary(cut):
@@ -110,6 +111,9 @@ class Cuts:
             for name, (first, last) in hidden.items():
                 if first < cut <= last:
                     reasons[cut] = f"{name} is used on both sides inside closed modules"
+            for name, (first, last) in shared.items():
+                if first < cut <= last:
+                    reasons[cut] = f"{name}, which the forward changes, is used on both sides"
         return reasons
 
     def _crossing(
@@ -174,6 +178,16 @@ class Cuts:
                 if isinstance(info, TensorInfo):
                     last[info.storage] = number
         return last
+
+    def _shared(self) -> dict[str, tuple[int, int]]:
+        """The first and the last call of closed modules that share what a forward changes."""
+        found = {}
+        for name, paths in self.trace.shared:
+            inside = {owner for path in paths for owner in with_owners(path)}
+            uses = [k for k, c in enumerate(self.trace.calls) if c.is_module and c.target in inside]
+            if uses:
+                found[name] = uses[0], uses[-1]
+        return found
 
     def _hidden(self) -> dict[str, tuple[int, int]]:
         """Parameters and buffers inside closed modules that more than one call uses."""

@@ -138,6 +138,35 @@ class Objects:
                 held.put_back()
 
 
+def uncompiled(model: nn.Module) -> list[nn.Module]:
+    """A model's modules, apart from those that torch.jit compiled, which have no attributes."""
+    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+
+
+def shared(model: nn.Module, changed: Objects) -> tuple[tuple[str, frozenset[str]], ...]:
+    """The things that hold something else now and that several modules lead to, with their names.
+
+    Args:
+        model: whose modules.
+        changed: what its modules led to before.
+    """
+    things = changed.changed()
+    users: dict[int, list[str]] = {}
+    names = {id(module): path for path, module in model.named_modules()}
+    for module in uncompiled(model) if things else ():
+        for key in things.keys() & Objects([module], classes=True).things().keys():
+            users.setdefault(key, []).append(names[id(module)])
+    found = []
+    for key, paths in users.items():
+        name = f"{paths[0]}.{changed.roots[key][1]}".removeprefix(".")
+        found += [(f"{name} ({_called(things[key])})", frozenset(paths))] if len(paths) > 1 else []
+    return tuple(found)
+
+
+def _called(thing: Any) -> str:
+    return f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
+
+
 class _Held:
     """An object of a class in Python, and what it held: a dictionary, slots, or both."""
 

@@ -23,6 +23,7 @@ from penstock.capture.layout import asked_of
 from penstock.capture.looking_inside import Opening, check_kinds
 from penstock.capture.meta import META, held_on_meta, is_on_meta
 from penstock.capture.numbers import Given, Where, found
+from penstock.capture.objects import Objects, shared, uncompiled
 from penstock.capture.passing import passing_in
 from penstock.capture.places import MISSING, Place
 from penstock.capture.preserve import Parameters, settle, untouched
@@ -167,6 +168,10 @@ class _Capturer:
                 program = self._program(train, evaluation, points)
                 self._check(program, program.train, points[0], trained, training=True)
                 self._check(program, program.eval, points[-1], evaluated, training=False)
+                program.train.shared = program.eval.shared = (
+                    *program.train.shared,
+                    *program.eval.shared,
+                )
                 self._join(program, program.eval, points, training=False)
                 if program.train is not program.eval:
                     self._join(program, program.train, points, training=True)
@@ -434,7 +439,9 @@ class _Capturer:
                     leaves = [x.to(META) if isinstance(x, torch.Tensor) else x for x in leaves]
                     stack.enter_context(held_on_meta(self.model))
                     stack.enter_context(META)
+                objects = Objects(uncompiled(self.model), classes=True)
                 result = program.fresh(trace, _KEY, self.model, self.varying)(leaves)
+                trace.shared = (*program.train.shared, *shared(self.model, objects))
                 program.left |= with_history(self.model)
                 return [_without_history(leaf) for leaf in flatten(result)[0]]
 

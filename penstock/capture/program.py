@@ -59,7 +59,6 @@ class Program:
         signatures: that it was called with.
         recordings: of all ways that were taken so far.
         left: the attributes in which a forward leaves tensors with a history, by qualified name.
-        objects: the plain objects that forwards change, by id.
 
     Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
     may lead another way. Every way that a mode can go is a trace of its own, recorded when inputs
@@ -89,7 +88,6 @@ class Program:
         self.is_open = is_open
         self.written = written
         self.left: frozenset[str] = frozenset()
-        self.objects: dict[int, Any] = {}
         self.was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
         first = Signature(train.input_structure, train.inputs, varying)

@@ -14,7 +14,6 @@ from penstock.capture.attributes import find, named_tensors
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.capture.numbers import PASSED
-from penstock.capture.objects import Objects
 from penstock.capture.preserve import own_generators
 from penstock.engine.backup import Backup
 from penstock.engine.batchnorm import check_closed, running_statistics
@@ -219,7 +218,6 @@ class Ways:
             changing = [tensor for number, tensor in held.items() if number in mine]
             stages[number].spans.append(Span(module, recompute, changing, part.overwritten))
         _check_generators(program.model, stages)
-        _check_objects(program, stages)
         if self._deferred:
             spans_of = (span for stage in stages.values() for span in stage.spans)
             check_closed(program.model, trace.changed, modules_of(spans_of))
@@ -249,35 +247,6 @@ def _check_generators(model: nn.Module, stages: Mapping[int, StageSpans]) -> Non
                         "say who draws first. Give each a generator of its own, let them draw "
                         "from torch's default generator, or choose cuts= that keep them together"
                     )
-
-
-def _check_objects(program: Program, stages: Mapping[int, StageSpans]) -> None:
-    """Raise if modules of several stages share a plain object that a forward changes.
-
-    Raises:
-        InputError: they do.
-    """
-    if not program.objects or len(stages) < 2:
-        return
-    users: dict[int, tuple[int, nn.Module]] = {}
-    for number, stage in stages.items():
-        for module in modules_of(stage.spans):
-            for key in program.objects.keys() & Objects([module], classes=True).things():
-                first, other = users.setdefault(key, (number, module))
-                if first != number:
-                    names = {id(m): name for name, m in program.model.named_modules()}
-                    both = " and ".join(repr(names.get(id(m), "a module")) for m in (other, module))
-                    raise InputError(
-                        f"{both} are in different stages and share a "
-                        f"{_kind(program.objects[key])} that the forward changes: stages run "
-                        "at the same time, so nobody can say who finds what in it. Pass what one "
-                        "leaves for the other as an argument, or choose cuts= that keep them "
-                        "together"
-                    )
-
-
-def _kind(thing: Any) -> str:
-    return f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
 
 
 def modules_of(spans: Iterable[Span]) -> dict[nn.Module, None]:

@@ -1,0 +1,78 @@
+"""Plain objects that modules share and change stay within one stage, in the order of one device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+
+X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), torch.zeros(8, 6)
+
+
+class Writing(nn.Module):
+    """Leaves in a cache how often it was called."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
+        self.lin, self.cache = nn.Linear(6, 6), cache
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.cache if isinstance(self.cache, dict) else vars(self.cache)
+        held["n"] = held.get("n", 0) + 1
+        return self.lin(x) * float(bool(x.sum() > -1e9))  # closes it
+
+
+class Reading(Writing):
+    """Reads it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.cache if isinstance(self.cache, dict) else vars(self.cache)
+        return self.lin(x) / (1 + held["n"]) + 0 * float(bool(x.sum() > -1e9))
+
+
+def model(cache: Any) -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [Writing(cache), nn.Linear(6, 6), nn.Tanh(), Reading(cache), nn.Linear(6, 6)]
+    return nn.Sequential(nn.Linear(6, 6), *layers)
+
+
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_modules_that_share_what_they_change_stay_together(kind: Any) -> None:
+    split, plain = model(kind()), model(kind())
+    program = ps.capture(split, (X,))
+    assert {"1", "4"} <= set(program.closed)
+    first, last = (program.labels.index(name) for name in ("1", "4"))
+    assert all("1.cache" in program.cuts.reasons[k] for k in range(first + 1, last + 1))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ps.Pipeline(
+            *(split, (X,)), program=program, devices=["cpu"] * 2, num_microbatches=4, audit=None
+        ) as pipe:
+            for _ in range(2):
+                pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+                for x, y in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
+                    (F.mse_loss(plain(x), y) / 4).backward()
+            for p, q in zip(plain.parameters(), split.parameters(), strict=True):
+                assert p.grad is not None
+                assert q.grad is not None
+                assert torch.equal(p.grad, q.grad)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_cuts_between_them_are_refused_by_name() -> None:
+    with pytest.raises(ps.PlanError, match=r"1\.cache \(SimpleNamespace\).*changes"):
+        ps.Pipeline(model(SimpleNamespace()), (X,), devices=["cpu"] * 2, cuts=["2"])
+
+
+def test_what_nobody_changes_may_be_shared() -> None:
+    config = SimpleNamespace(n=2)
+    program = ps.capture(nn.Sequential(*(Reading(config) for _ in range(3))), (X,))
+    assert not program.cuts.reasons
