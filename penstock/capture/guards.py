@@ -65,6 +65,8 @@ class Guards:
         self._requires_grad = list(reads.requires_grad.values())
         self._tensors = [find(model, name) for name in reads.requires_grad]
         self._laid_out = [find(model, name) for name in reads.layouts]
+        self._modules = list(model.modules())
+        self._classes = list(map(type, self._modules))
         self._parameters = list(model.parameters())
         self._dtypes = list(map(_DTYPE, self._parameters))
 
@@ -119,6 +121,8 @@ class Guards:
             return "whether gradients are enabled"
         if list(map(_DTYPE, self._parameters)) != self._dtypes:
             return "the dtype of parameters"
+        if list(map(type, self._modules)) != self._classes:
+            return "the class of a module"
         for name, value in reads.settings.items():
             if SETTINGS[name]() != value:
                 return f"torch.{name}()"

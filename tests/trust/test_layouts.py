@@ -177,3 +177,17 @@ def test_torch_that_is_set_otherwise(name: str, kind: Any) -> None:
         for around in (nullcontext, setting, nullcontext, setting):
             with torch.no_grad(), around():
                 assert torch.equal(pipe(X), plain(pipe.model, X, 2))
+
+
+class Doubling(Asking):
+    """Does something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_module_whose_class_is_another_one() -> None:
+    with pipeline(lambda m, x: 2, 2, "threads") as pipe:
+        for kind in (Asking, Doubling, Asking):
+            pipe.model.__class__ = kind
+            assert torch.equal(pipe(X), plain(pipe.model, X, 2))
