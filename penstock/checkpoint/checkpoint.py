@@ -27,7 +27,7 @@ from penstock.checkpoint.contents import (
 from penstock.checkpoint.saver import Saves
 from penstock.errors import CheckpointError, InputError
 from penstock.plan import Plan
-from penstock.storage.folder import INDEX, checked, is_begun, read_index
+from penstock.storage.folder import INDEX, Entry, checked, is_begun, read_index
 from penstock.weights import is_inside
 
 _MANY = 5  # differences that a message lists
@@ -65,7 +65,7 @@ class Checkpoint:
         self.path = path
         index = _index_at(path)
         self._weights: dict[str, str] = index["weight_map"]
-        self._files: dict[str, dict[str, int]] = index["penstock"]["files"]
+        self._files: dict[str, Entry] = index["penstock"]["files"]
         self.number: int = index["penstock"]["number"]
         self._check_sizes()
         training = self._pickled(self._name("training"))
@@ -118,6 +118,12 @@ class Checkpoint:
         for file in dict.fromkeys(self._weights.values()):
             tensors |= load_file(checked(self.path / file, self._files[file]))
         tied, extras = self._model["tied"], self._model["extras"]
+        names = [tied.get(name, name) for name in self._model["names"] if name not in extras]
+        if missing := next((name for name in names if name not in tensors), None):
+            raise CheckpointError(
+                f"the checkpoint {self.path} is incomplete: no file has {missing!r}. Take another "
+                "checkpoint"
+            )
         return {
             name: extras[name] if name in extras else tensors[tied.get(name, name)]
             for name in self._model["names"]
@@ -287,7 +293,13 @@ class Checkpoint:
         return found
 
     def _name(self, what: str) -> str:
-        return next(name for name in self._files if name.startswith(f"{what}-"))
+        found = next((name for name in self._files if name.startswith(f"{what}-")), None)
+        if found is None:
+            raise CheckpointError(
+                f"the checkpoint {self.path} is incomplete: its index names no {what}-… file. Take "
+                "another checkpoint"
+            )
+        return found
 
     def _pickled(self, name: str) -> Any:
         path = checked(self.path / name, self._files[name])

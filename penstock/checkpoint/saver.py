@@ -24,7 +24,7 @@ from penstock.storage.part import WHOLE, Part, compact, names_of_save
 from penstock.workers.crew import Crew
 from penstock.workers.saving import SaveOrder
 
-_STALLED = 60.0  # seconds in which no part grows, after which it is given up
+_STALLED = 600.0  # seconds in which no part grows; one that is large may wait for the disk
 _PAUSE = 0.01  # seconds between two looks
 
 
@@ -45,6 +45,7 @@ class Save:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._settled = False
+        self._begun = threading.Lock()  # held from then on
 
     @property
     def done(self) -> bool:
@@ -85,7 +86,16 @@ class Save:
         else:
             finish()
 
+    def revoke(self) -> bool:
+        """Keep its thread from beginning; whether that is not too late.
+
+        A Ctrl-C, or an error of another rank, may come just when the thread has been started.
+        """
+        return self._begun.acquire(blocking=False)
+
     def _try(self, finish: Callable[[], None]) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         try:
             finish()
         except BaseException as error:
@@ -126,7 +136,8 @@ class Saver:
                 if crew.leads:
                     save.run(partial(self._finish, folder, parts, training, generators), background)
         except BaseException as error:
-            folder.end(isinstance(error, Exception))
+            if save.revoke():  # else its thread has the folder, and lets go of it
+                folder.end(isinstance(error, Exception))
             raise
         self._current = save if background else None
         save._settled = not background
@@ -219,7 +230,8 @@ def _size_of(part: Part) -> int:
     total = 0
     for path in Path(part.folder).glob(f"*-{part.number:06d}-*"):
         try:
-            total += path.stat().st_size
+            files = list(path.iterdir()) if path.is_dir() else [path]
+            total += sum(file.stat().st_size for file in files)
         except FileNotFoundError:  # it was moved into place
             total += 1
     return total

@@ -24,12 +24,13 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -44,9 +45,18 @@ _NEW_INDEX = ".penstock-index.json"  # not yet in its place
 _NEW_LIST = ".penstock-saving.new.json"
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF}
 """What `flock` says of a folder where it cannot lock; NFS takes it for a file that is only read."""
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError)
+_MALFORMED = (
+    msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, RecursionError,
+)  # fmt: skip
 _OURS = re.compile(r"(?:model|optimizer|training|random|plan)-\d{6,}[-.].*")
 _BLOCK = 1 << 22  # bytes that are read at once
+
+
+class Entry(TypedDict):
+    """What an index says of a file."""
+
+    size: int
+    crc32: int
 
 
 class Folder:
@@ -106,6 +116,7 @@ class Folder:
         """Have a file on the disk, all of it or as it was."""
         new = self.path / scratch
         try:
+            new.unlink(missing_ok=True)  # what it links to, if it is a link, stays as it is
             new.write_bytes(content)
             sync(new)
             sync(self.path)  # the names of the files that it refers to
@@ -175,18 +186,40 @@ class Folder:
         """
         kept = self._saved()["files"]
         for name in self._listed()["files"]:
-            if name not in kept and os.path.lexists(self.path / name):
-                (self.path / name).unlink(missing_ok=True)
+            path = self.path / name
+            if name not in kept and os.path.lexists(path):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
     def commit(self, index: dict[str, Any]) -> None:
         """Let these files be the checkpoint, instead of those before.
 
+        What cannot be removed of those before stays listed, for a later save to remove.
+
         Raises:
+            CheckpointError: one of them is gone, as another save without locks would do it.
             OSError: they cannot; those before still are.
         """
+        for name, written in index["metadata"]["penstock"]["files"].items():
+            path = self.path / name
+            if not path.is_file() or path.stat().st_size != written["size"]:
+                raise CheckpointError(
+                    f"{path} was removed or changed while it was being saved, perhaps by another "
+                    "run that saves there; give every run a folder of its own. A checkpoint "
+                    "before it is untouched"
+                )
         self._put(INDEX, readable(index), _NEW_INDEX)
-        self.clean()
-        (self.path / SAVING).unlink(missing_ok=True)
+        try:
+            self.clean()
+            (self.path / SAVING).unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(
+                f"the checkpoint {self.path} is saved, but files of the one before cannot be "
+                f"removed: {error}. The next save tries again",
+                stacklevel=2,
+            )
 
     def end(self, failed: bool = False) -> None:
         """Let others save there, if they could not before; after a failure remove what it left."""
@@ -213,7 +246,8 @@ def read_index(path: Path) -> dict[str, Any]:
     """
     try:
         found = msgspec.json.decode(path.read_bytes())
-        weights, metadata = dict(found["weight_map"]), found.get("metadata") or {}
+        weights = msgspec.convert(found["weight_map"], dict[str, str])
+        metadata = found.get("metadata") or {}
         own = metadata.get("penstock")
         if own is None:
             return {"weight_map": weights, "penstock": None}
@@ -223,7 +257,8 @@ def read_index(path: Path) -> dict[str, Any]:
                 f"{path.parent} was written by a later version of Penstock, in format {version}; "
                 f"this one reads {VERSION}"
             )
-        files = {name: dict(own["files"][name]) for name in _plain_names(own["files"], path)}
+        files = msgspec.convert(own["files"], dict[str, Entry])
+        _plain_names(files, path)
         if unknown := set(weights.values()) - files.keys():
             raise KeyError(min(unknown))
         penstock = {"version": version, "number": int(own["number"]), "files": files}
@@ -248,7 +283,7 @@ def _plain_names(names: Iterable[str], source: Path) -> list[str]:
     return found
 
 
-def checked(path: Path, expected: dict[str, int]) -> Path:
+def checked(path: Path, expected: Entry) -> Path:
     """A file that is as it was written.
 
     Args:
@@ -274,7 +309,7 @@ def checked(path: Path, expected: dict[str, int]) -> Path:
     return path
 
 
-def entry(path: Path) -> dict[str, int]:
+def entry(path: Path) -> Entry:
     """Size and checksum of a file."""
     checksum = 0
     with path.open("rb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -59,6 +60,16 @@ class Part:
         """The note as it is being written."""
         return self.note.with_name(f".{self.note.name}.new")
 
+    @property
+    def workplace(self) -> Path:
+        """A folder for the weights as they are being written, by a library that needs more files.
+
+        safetensors writes to a temporary file beside the one that it is asked for, of a name that
+        nobody could list beforehand.
+        """
+        weights = self.path("model", "safetensors")
+        return weights.with_name(f".{weights.name}.new")
+
     def save(self, tensors: Tensors, states: States, background: bool) -> threading.Thread | None:
         """Write it, and then the note. If it cannot be written, the note says so.
 
@@ -88,6 +99,7 @@ class Part:
                 f"cannot be written: {_reason(error)}. A checkpoint before it is "
                 "untouched"
             }
+            shutil.rmtree(self.workplace, ignore_errors=True)
             for path in (weights, optimizers):  # if the disk is full, the note needs room
                 path.unlink(missing_ok=True)
         self.scratch.write_text(json.dumps(note))  # names that are listed, see `Folder`
@@ -99,8 +111,12 @@ class Part:
         """What there is to note of it."""
         files: dict[str, Any] = {}
         if tensors:
-            save_file(_plain(tensors), os.fspath(weights), {"format": "pt"})
-            sync(weights)
+            self.workplace.mkdir()
+            new = self.workplace / weights.name
+            save_file(_plain(tensors), os.fspath(new), {"format": "pt"})
+            sync(new)
+            new.replace(weights)
+            self.workplace.rmdir()
             files[weights.name] = entry(weights)
         if any(states.values()):
             torch.save(compact(states), optimizers)
@@ -125,7 +141,7 @@ def names_of_save(workers: int, number: int) -> list[str]:
         for index in range(count):
             part = Part("", number, index, count)
             found += [part.path(what, ending).name for what, ending in _PARTS]
-            found.append(part.scratch.name)
+            found += [part.scratch.name, part.workplace.name]
     return found
 
 
