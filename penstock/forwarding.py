@@ -141,7 +141,11 @@ class Forwarding(ModelLike):
         most = most if ahead is None else ahead
         if most < 1:
             raise InputError(f"ahead={ahead} batches cannot be under way; 1 at least")
-        return stream(batches, most, self._enter, self._result, self._abandon)
+        return self._streamed(batches, most)
+
+    def _streamed(self, batches: Iterable[Any], most: int) -> Iterator[Any]:
+        with self._runner.given_up():
+            yield from stream(batches, most, self._enter, self._result, self._abandon)
 
     def _enter(self, inputs: Any) -> tuple[Any, Result]:
         """Start a batch, without gradients."""

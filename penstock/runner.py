@@ -108,6 +108,8 @@ class Runner:
             trains: whether it counts as a step of training.
         """
         ways = self._ways[training]
+        if not self.crew.has_everything:
+            ways.forget_others()
 
         def routed() -> Batch:
             batch, known = make(), len(ways)
@@ -130,8 +132,7 @@ class Runner:
 
         batch = self.crew.told(routed)
         for way in sorted(batch.news):  # elsewhere it is recorded now, under the same number
-            if way >= len(ways):
-                ways.taken(batch.news[way])
+            ways.follow(way, batch.news[way])
         if not batch.parts:
             with self._program.recordings.looking():
                 for way, sizes in zip(batch.ways, batch.sizes, strict=True):
@@ -185,9 +186,26 @@ class Runner:
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
-        return self.finish(self.start(order))
+        with self.given_up():
+            return self.finish(self.start(order))
 
-    def start(self, order: Order) -> Any:
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """If it is left by a Ctrl-C, no pass of this thread is under way any more.
+
+        The interrupt may come when a pass has been started and nobody yet waits for it.
+        """
+        try:
+            yield
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException as interruption:
+            if self._user.is_here():
+                self.crew.give_up(interruption)
+                self._user.drop()
+            raise
+
+    def start(self, order: Order) -> tuple[Order, Any]:
         """Tell all workers to run a pass; returns a ticket for `finish`.
 
         Raises:
@@ -197,19 +215,21 @@ class Runner:
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
         try:
-            return self.crew.start(order)
+            return order, self.crew.start(order)
         except BaseException:
             self._user.leave()
             raise
 
-    def finish(self, ticket: Any) -> Outcome:
+    def finish(self, started: tuple[Order, Any]) -> Outcome:
         """Wait for a pass that was started."""
+        order, ticket = started
         try:
             outcome = self._finished(ticket)
         except WorkerError as error:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise
+        self._ways[order.training].agree(m.way for m in order.microbatches)
         if self._timelines is not None and outcome.events:
             start = min(event.start for event in outcome.events)
             moved = [e._replace(start=e.start - start, end=e.end - start) for e in outcome.events]
@@ -266,4 +286,13 @@ class _User:
     def leave(self) -> None:
         """A pass has come to its end."""
         with self._lock:
-            self._passes -= 1
+            self._passes = max(0, self._passes - 1)
+
+    def is_here(self) -> bool:
+        """Whether this thread was the last to begin a pass."""
+        return self._thread == threading.get_ident()
+
+    def drop(self) -> None:
+        """All passes have come to their end."""
+        with self._lock:
+            self._passes = 0

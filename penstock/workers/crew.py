@@ -86,6 +86,9 @@ class Crew(Protocol):
             WorkerTimeout: it took too long; the crew is closed.
         """
 
+    def give_up(self, why: BaseException) -> None:
+        """Give up the passes that are under way, and undo them, as nobody can `finish` them."""
+
     def check(self) -> None:
         """Notice what was done to the model's tensors that the workers do not see.
 
@@ -207,7 +210,7 @@ class ThreadCrew(Driven):
         self._links = {k: LocalLink(a, b) for k, (a, b) in enumerate(pairwise(homes))}
         self._assemblies: dict[bool, Assembly] = {}
         self._positions = [[0] for _ in devices]
-        self._backups: dict[tuple[int, int], Backup] = {}
+        self._backups: dict[int, dict[int, Backup]] = {}  # by pass, by worker
         self._workers = ThreadWorkers(devices, threads, self._abort, self._reset, self._doing)
 
     @property
@@ -231,12 +234,20 @@ class ThreadCrew(Driven):
         """Tell all workers to run a pass."""
         jobs = [partial(self._pass, worker, order) for worker in range(len(self._devices))]
         self._forget_casts()
-        return order, self._workers.start(jobs)
+        try:
+            self._backups[order.number] = {}
+            return order, self._workers.start(jobs)
+        except BaseException:
+            if self._workers.under_way:  # those before it go on
+                self._backups.pop(order.number, None)
+            else:
+                self._undo()
+            raise
 
     def _pass(self, worker: int, order: Order) -> Outcome:
         """One worker's part, in its thread."""
         backward = order.what in ("train", "backward")
-        self._backups[order.number, worker] = self.holdings.backup(worker, backward)
+        self._backups[order.number][worker] = self.holdings.backup(worker, backward)
         assembly = self._assemblies[order.training]
         part = replace(order, wanted=self.holdings.own(worker, order.wanted))
         return assembly.run(worker, part, self._positions[worker])
@@ -244,21 +255,33 @@ class ThreadCrew(Driven):
     def finish(self, ticket: tuple[Order, Round]) -> Outcome:
         """Wait for a pass."""
         order, current = ticket
+        self._workers.check_under_way(current)
         try:
             parts = self._workers.finish(current, self._timeout)
             outcome = Outcome.of(parts)
-            for worker in range(len(self._devices)):
-                del self._backups[order.number, worker]
-        except BaseException:
-            for number in sorted(self._backups, reverse=True):  # the oldest last
-                self._backups[number].restore()
-            self._backups.clear()
-            for assembly in self._assemblies.values():
-                assembly.clear()
+            del self._backups[order.number]  # last: until then everything can be undone
+        except BaseException as error:
+            self.give_up(error)
             raise
         finally:
             self._forget_casts()
         return outcome
+
+    def give_up(self, why: BaseException) -> None:
+        """Give up the passes that are under way, and undo them."""
+        try:
+            self._workers.give_up(why)
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
+        """Put back what passes have changed that did not come to their end."""
+        for number in sorted(self._backups, reverse=True):  # the oldest last
+            for backup in self._backups[number].values():
+                backup.restore()
+        self._backups.clear()
+        for assembly in self._assemblies.values():
+            assembly.clear()
 
     def _forget_casts(self) -> None:
         """Forget the weights that autocast has cast, unless a pass is under way."""

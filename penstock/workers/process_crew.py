@@ -228,6 +228,7 @@ class ProcessCrew(Driven):
         """Wait for a pass."""
         order, current = ticket
         backward = order.what in ("train", "backward")
+        self._workers.check_under_way(current)
         try:
             for worker in range(self._count if backward else 0):
                 self._shared.during(worker)
@@ -240,10 +241,17 @@ class ProcessCrew(Driven):
             for following in self._following:
                 following.confirm()
             del self._backups[order.number]  # last: until then everything can be undone
-        except BaseException:
-            self._undo()
+        except BaseException as error:
+            self.give_up(error)
             raise
         return outcome
+
+    def give_up(self, why: BaseException) -> None:
+        """Give up the passes that are under way, and undo them."""
+        try:
+            self._workers.give_up(why)
+        finally:
+            self._undo()
 
     def _undo(self) -> None:
         """Put back what passes have changed that did not come to their end."""

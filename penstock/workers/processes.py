@@ -129,6 +129,14 @@ class _Process:
             self.end = -1
 
 
+class _Sent(Round):
+    """A round that knows how many messages each worker had been sent before it."""
+
+    def __init__(self, number: int, begun: Sequence[int]) -> None:
+        super().__init__(number)
+        self.begun = begun
+
+
 class ProcessWorkers(Workers):
     """A process per device. Jobs are pickled, and called with the process's `Site`.
 
@@ -184,19 +192,19 @@ class ProcessWorkers(Workers):
         self._send(worker, Message(self._rounds, GRANT, process.grants, fd=fd))
         return process.grants
 
+    def _round(self, number: int) -> Round:
+        return _Sent(number, [process.wire.begun for process in self._processes])
+
+    def _recall(self, current: Round) -> None:
+        assert isinstance(current, _Sent)
+        for worker in current.waits_for:
+            if self._processes[worker].wire.begun == current.begun[worker]:
+                current.given.discard(worker)  # nothing of its job has come there
+
     def _give(self, worker: int, job: Job, current: Round) -> None:
         if self._closed_because:  # by another thread
             raise closed(self._closed_because)
         process = self._processes[worker]
-        begun = process.wire.begun
-        try:
-            self._put(process, worker, job, current)
-        except BaseException:
-            if process.wire.begun == begun:  # nothing has come of it there
-                current.given.discard(worker)
-            raise
-
-    def _put(self, process: _Process, worker: int, job: Job, current: Round) -> None:
         try:
             data, tensors = pack(job)
         except Exception as error:

@@ -29,6 +29,7 @@ WORD, REPORT, ABORT, VERDICT, LEAVE, WAITS = range(6)
 has come of it; that a rank closes its pipeline; in which operation a rank has waited for long."""
 
 _GRACE = 5.0  # seconds that ranks have to stop when an operation is given up
+_REST = 60.0  # seconds in which nothing may come of a message that has begun to
 _LONG = 1.0  # seconds of waiting, after which rank 0 is told what for
 
 T = TypeVar("T")
@@ -254,7 +255,10 @@ class Ranks:
     def _hear(self, rank: int) -> None:
         """Read one message of another rank."""
         try:
-            message = self._wires[rank].receive()
+            message = self._wires[rank].receive(_REST)
+        except TimeoutError:
+            self._lost(rank, "stopped in the midst of a message")
+            return
         except Gone as gone:
             why = _because(gone)
             self._lost(rank, f"cannot be reached any more{why}" if why else "closed its connection")

@@ -97,7 +97,13 @@ class Workers(ABC):
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
     ) -> list[Any]:
         """Run one job on each worker at the same time, and wait for all of them; see `finish`."""
-        return self.finish(self.start(jobs, timeout, whole), timeout)
+        try:
+            return self.finish(self.start(jobs, timeout, whole), timeout)
+        except Exception:
+            raise
+        except BaseException as interruption:  # which may come between the two
+            self.give_up(interruption)
+            raise
 
     def start(
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
@@ -118,12 +124,13 @@ class Workers(ABC):
         current = self._round(self._rounds)
         current.timeout, current.whole = timeout, whole
         self._rounds += 1
-        self._open.append(current)
         try:
+            self._open.append(current)
             for worker, job in enumerate(jobs):
                 current.given.add(worker)
                 self._give(worker, job, current)
         except BaseException as interruption:  # the user's Ctrl-C, or a job that cannot be sent
+            self._recall(current)
             begun = bool(current.given)
             parted = whole and begun and not isinstance(interruption, Exception)
             self._give_up(interruption)
@@ -144,8 +151,7 @@ class Workers(ABC):
                 of rounds that were started after it as well, and the workers can be used again,
                 unless one is gone or did not stop.
         """
-        if current not in self._open:
-            raise ClosedError("a pass that was started with this one has failed")
+        self.check_under_way(current)
         try:
             self._collect([current], timeout, hasty=self._can_be_killed)
         except Late:
@@ -220,6 +226,24 @@ class Workers(ABC):
             numbers = ", ".join(map(str, late)) or "one"
             error = WorkerTimeout(f"the link to worker {numbers} broke, and it did not say why")
         return error
+
+    def check_under_way(self, current: Round) -> None:
+        """Raise if the jobs of a round were given up.
+
+        Raises:
+            ClosedError: they were, as another round failed.
+        """
+        if current not in self._open:
+            raise ClosedError("a pass that was started with this one has failed")
+
+    def give_up(self, why: BaseException) -> None:
+        """Give up whatever is under way, for a caller who cannot `finish` it any more."""
+        if self._open:
+            self._give_up(why)
+
+    def _recall(self, current: Round) -> None:
+        """Whoever gave out jobs was interrupted: see to it that none is waited for in vain."""
+        return
 
     def _give_up(self, why: BaseException) -> None:
         """Wake everybody and wait a little; what still runs then closes the workers."""

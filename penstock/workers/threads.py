@@ -16,6 +16,7 @@ import torch
 
 from penstock.cores import use_threads
 from penstock.errors import IN_A_FORK
+from penstock.links.local import Aborted
 from penstock.workers.rounds import Job, Late, Result, Round, Workers
 
 _GRACE = 5.0  # seconds that workers have to notice that a step was given up
@@ -34,8 +35,8 @@ class _Ringing(Round):
         self.bell: SimpleQueue[None] = SimpleQueue()
 
     def report(self, worker: int, result: Result) -> None:
-        """Called by the worker."""
-        self.results[worker] = result
+        """Called by the worker; what it says first counts."""
+        self.results.setdefault(worker, result)
         self.bell.put(None)
 
 
@@ -97,6 +98,10 @@ class ThreadWorkers(Workers):
     def _give(self, worker: int, job: Job, current: Round) -> None:
         self._inboxes[worker].put((job, current))  # type: ignore[arg-type]
 
+    def _recall(self, current: Round) -> None:
+        for worker in current.waits_for:  # after its job, if it has got that
+            self._inboxes[worker].put((_never_given, current))  # type: ignore[arg-type]
+
     def _await_report(self, current: Round, seconds: float | None) -> None:
         try:
             current.bell.get(timeout=seconds)  # type: ignore[attr-defined]
@@ -144,6 +149,10 @@ def _serve(
             del order, job  # what they hold goes before the caller is told
             current.report(index, Result(value, error))
             del current, value, error
+
+
+def _never_given() -> None:
+    raise Aborted
 
 
 _KEPT_FROM_FORKS: weakref.WeakSet[ThreadWorkers] = weakref.WeakSet()

@@ -220,6 +220,9 @@ class TorchrunCrew:
         whole.gradients = own.gradients
         return whole
 
+    def give_up(self, why: BaseException) -> None:
+        """A pass is under way only within `finish`, which undoes it."""
+
     def _run(self, order: Order) -> Outcome:
         kinds = [
             (order.what, order.training, order.modes, m.way, tuple(m.sizes.items()))

@@ -130,6 +130,8 @@ class Ways:
         self._deferred = deferred
         self._deferrals = [Deferral() for _ in plan.stages]
         self._ways: list[Way] = []
+        self._agreed = 0
+        self._void: set[int] = set()
         self._add(program.trace(training))
 
     def __getitem__(self, number: int) -> Way:
@@ -142,9 +144,30 @@ class Ways:
         """The number of the way that a micro-batch with these input leaves takes."""
         trace = self._program.trace_for(leaves, self._program.model.training)
         for number, way in enumerate(self._ways):
-            if way.trace is trace:
+            if way.trace is trace and number not in self._void:
                 return number
         return self._add(trace)
+
+    def follow(self, number: int, leaves: Sequence[Any]) -> None:
+        """Have under this number the way that another process takes with these input leaves.
+
+        If the model here takes another way, or has missed some, these numbers are void.
+        """
+        while len(self) < number:
+            self._add_void()
+        if number == len(self) and self.taken(leaves) != number:
+            self._add_void()
+
+    def agree(self, taken: Iterable[int]) -> None:
+        """A pass that has taken these went well, so all processes have them, and those before."""
+        self._agreed = max(self._agreed, 1 + max(taken))
+
+    def forget_others(self) -> None:
+        """Void the ways that were new in a pass that failed: other processes may not have them."""
+        self._void.update(range(self._agreed, len(self)))
+
+    def _add_void(self) -> None:
+        self._void.add(self._add(self._program.trace(self.training)))
 
     def numbers(self, number: int, leaves: Sequence[Any] = ()) -> dict[str, Any]:
         """The numbers that a way is passed, as they are now in attributes and these inputs."""
@@ -158,8 +181,12 @@ class Ways:
         Raises:
             InputError: it would not.
         """
-        if number >= len(self._ways):
-            raise InputError("the model is not on this rank what it is where the first stage is")
+        if number >= len(self._ways) or number in self._void:
+            raise InputError(
+                "the model is not on this rank what it is on the one with the first stage: its "
+                "forward reads attributes that have other values here; change models on all ranks "
+                "alike"
+            )
         self._program.recordings.check_holds(self._ways[number].trace, self.training)
         for name, here in self.numbers(number).items():
             if here != sizes[name]:

@@ -356,6 +356,59 @@ def forked(rank: int, plan: Any = None, **options: Any) -> Any:
         return first, plan, (loss, grads(pipe), dict(pipe.state_dict())), empty
 
 
+class Warm(nn.Module):
+    """Reads a number and a flag, in the first stage and in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.early, self.late, self.flag = 1.0, 1.0, False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x) / self.early
+        x = x.relu() if self.flag else x.tanh()
+        return self.last(x) / self.late
+
+
+CHANGES: list[tuple[str, Any]] = [
+    ("early", 2.0), ("early", 3.0), ("late", 2.0), ("late", 0.5), ("flag", True), ("flag", False),
+]  # fmt: skip
+
+
+def attributes(rank: int, everywhere: bool = False, **options: Any) -> Any:
+    """Attributes that change: on rank 0 alone, on rank 1 alone, then on both.
+
+    Args:
+        rank: of this process.
+        everywhere: change them on both at once, and nowhere alone.
+        **options: of the pipeline.
+
+    Returns:
+        for every change the errors of the steps at which the ranks differed, and what remained of
+        their gradients; the loss and the gradients when they did not.
+    """
+    torch.manual_seed(8)
+    model, found = Warm(), []
+    asked: dict[str, Any] = {"num_microbatches": 2, "schedule": "1f1b", "cuts": ["last"]}
+    with ps.Pipeline(model, (X,), **asked, **options) as pipe:
+        step(pipe)
+        for name, value in CHANGES:
+            errors, before = [], getattr(model, name)
+            for alone in () if everywhere else (0, 1):
+                pipe.zero_grad()
+                setattr(model, name, value if rank == alone else before)
+                errors.append((raised(lambda: step(pipe)), grads(pipe)))
+            setattr(model, name, value)
+            pipe.zero_grad()
+            found.append((errors, step(pipe), grads(pipe)))
+    return found
+
+
+def attributes_everywhere(rank: int) -> Any:
+    """The same, changed on all ranks at once."""
+    return attributes(rank, everywhere=True)
+
+
 def grads(pipe: ps.Pipeline) -> dict[str, torch.Tensor]:
     """The gradients that are here."""
     return {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}

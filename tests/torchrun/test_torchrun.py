@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.torchrun import scenarios
 from tests.torchrun.launching import ROOT, Launcher, collected, environment
-from tests.torchrun.steps import EXACT, LARGER, Found, everything
+from tests.torchrun.steps import EXACT, LARGER, Found, X, Y, everything
 from tests.training import USES, assert_same, used_plainly
 
 
@@ -230,3 +231,47 @@ def test_ways_and_weights_that_only_some_ranks_have(launcher: Launcher, tmp_path
         found[1].update(seeded[1])
     assert_equal("gradients", found[0], first[1])
     assert_equal("seeded gradients", found[1], second[1])
+
+
+def plain_attributes() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Loss and gradients after every change, by a loop over micro-batches."""
+    torch.manual_seed(8)
+    model, found = scenarios.Warm(), []
+    for name, value in scenarios.CHANGES:
+        setattr(model, name, value)
+        model.zero_grad()
+        total = torch.zeros(())
+        for x, y in zip(X.tensor_split(2), Y.tensor_split(2), strict=True):
+            loss = F.mse_loss(model(x), y) * (len(x) / len(X))
+            loss.backward()
+            total = total + loss.detach()
+        found.append((total, {n: p.grad.clone() for n, p in model.named_parameters()}))  # type: ignore[union-attr]
+    return found
+
+
+def assert_as_plain(ranks: list[Any]) -> None:
+    """Every rank has the loss, and between them they have all gradients, after every change."""
+    for k, (loss, expected) in enumerate(plain_attributes()):
+        gradients: dict[str, torch.Tensor] = {}
+        for rank, found in enumerate(ranks):
+            _, own, part = found[k]
+            assert torch.equal(own, loss), (rank, scenarios.CHANGES[k])
+            gradients |= part
+        assert_equal(f"after {scenarios.CHANGES[k]}", gradients, expected)
+
+
+def test_attributes_that_change_on_one_rank(launcher: Launcher, tmp_path: Path) -> None:
+    """An error on both, that leaves no gradients; and when both have changed, the right bits."""
+    ranks = launcher.run("attributes", tmp_path)
+    for found in ranks:
+        for (name, _), (errors, _, _) in zip(scenarios.CHANGES, found, strict=True):
+            for (kind, text, _, _), left in errors:
+                assert kind == "InputError", (name, text)
+                assert "on the one with the first stage" in text, (name, text)
+                assert "change models on all ranks alike" in text, (name, text)
+                assert not left
+    assert_as_plain(ranks)
+
+
+def test_attributes_that_change_on_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    assert_as_plain(launcher.run("attributes_everywhere", tmp_path))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
@@ -157,3 +161,110 @@ def test_where_it_is_ignored_it_stays_so() -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+WITHOUT_MESSAGES = re.compile(
+    r"penstock/(pipeline|forwarding|streaming|runner|workers/(rounds|crew|threads|process_crew))\.py$"
+)
+
+
+class Interrupter:
+    """Lets a Ctrl-C come at a certain moment: as a function begins, or as a call returns.
+
+    These are the moments at which Python looks for signals.
+    """
+
+    def __init__(self) -> None:
+        self.moments = 0
+        self._chosen = -1
+
+    def run(self, work: Any, moment: int = -1) -> Any:
+        """The result of some work; `None` if it was interrupted."""
+        self.moments, self._chosen = 0, moment
+        sys.setprofile(self._look)
+        try:
+            return work()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "c_call" and WITHOUT_MESSAGES.search(frame.f_code.co_filename):
+            self.moments += 1
+            if self.moments == self._chosen:
+                raise KeyboardInterrupt
+
+
+class Moved(nn.Module):
+    """With statistics that a step moves, and masks that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 16), nn.BatchNorm1d(16)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.drop(self.norm(self.first(x)).tanh()))
+
+
+@pytest.mark.parametrize(("kind", "every"), [("threads", 2), ("processes", 29)])
+def test_interrupted_at_many_moments_of_a_step(kind: Any, every: int) -> None:
+    """Nothing of the step is left, or all of it is; and the next one has the bits of any other.
+
+    Between two functions, for instance, when workers have a pass and nobody waits for it yet.
+    """
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "cuts": ["drop"], "workers": kind}
+    model, interrupter = Moved(), Interrupter()
+    with ps.Pipeline(model, (X,), num_microbatches=2, audit=None, timeout=20, **options) as pipe:
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        random_state = pipe.random_state()
+
+        def work() -> torch.Tensor:
+            loss: torch.Tensor = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+            return loss
+
+        def begin() -> None:
+            with torch.no_grad():
+                for name, value in model.state_dict().items():
+                    value.copy_(start[name])
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.25)
+            pipe.load_random_state(random_state)
+
+        def now() -> list[torch.Tensor]:
+            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            return [*gradients, *(buffer.clone() for buffer in model.buffers())]
+
+        work()
+        begin()
+        before = now()
+        loss, after = interrupter.run(work), now()
+        begin()
+        interrupter.run(work)
+        assert not all(map(torch.equal, before, after))
+        for moment in range(1, interrupter.moments, every):
+            begin()
+            interrupter.run(work, moment)
+            found = now()
+            assert any(all(map(torch.equal, found, each)) for each in (before, after)), moment
+            begin()
+            assert torch.equal(work(), loss)
+            assert all(map(torch.equal, now(), after)), moment
+
+
+@pytest.mark.parametrize(("kind", "every"), [("threads", 5), ("processes", 19)])
+def test_interrupted_at_many_moments_of_a_map(kind: Any, every: int) -> None:
+    interrupter = Interrupter()
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "workers": kind, "timeout": 20}
+    with ps.Pipeline(mlp(6, 8, 4), (X,), num_microbatches=2, **options) as pipe:
+
+        def work() -> torch.Tensor:
+            return torch.stack(list(pipe.map([X, X + 1, X + 2])))
+
+        expected = work()
+        interrupter.run(work)
+        for moment in range(1, interrupter.moments, every):
+            interrupter.run(work, moment)
+            assert torch.equal(work(), expected), moment
+            assert not pipe._runner.crew._workers.under_way  # type: ignore[attr-defined]

@@ -280,3 +280,22 @@ def test_an_operation_within_another_is_a_part_of_it(company: Company) -> None:
             return ranks.settle(ranks.number)
 
     assert company.do(work) == [[1, 1, 1]] * 3
+
+
+@pytest.mark.parametrize("half", [b"\0" * 10, b"\0" * 40 + b"\1" + b"\0" * 7])
+def test_a_rank_that_stops_in_the_midst_of_a_message(
+    company: Company, monkeypatch: pytest.MonkeyPatch, half: bytes
+) -> None:
+    """Of the header, or of what it announces: nobody waits for the rest for good."""
+    monkeypatch.setattr(module, "_REST", 0.2)
+
+    def work(ranks: Ranks) -> Any:
+        if ranks.rank != 1:
+            return settled(ranks)
+        ranks._wires[0]._socket.send(half)
+        return None
+
+    first, _, last = company.do(work)
+    for error in (first, last):
+        assert isinstance(error, WorkerDied)
+        assert "rank 1 (a thread), which stopped in the midst of a message" in str(error)
