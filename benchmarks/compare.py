@@ -35,7 +35,7 @@ import penstock as ps
 from benchmarks import peers, record
 from penstock.bench.peers.models import Task, loss_function
 from penstock.capture import ROWS
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
 
 DEVICES = ("cpu", "cpu")
 WAITS: dict[str, dict[str, str]] = {
@@ -43,7 +43,9 @@ WAITS: dict[str, dict[str, str]] = {
     ", OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
 }
 WARM_UP = 2  # steps that do not count where a configuration is tried alone,
-IN_TURNS = 20  # and of everybody in turns: Penstock audits its first twenty, see `penstock.audit`
+IN_TURNS = (
+    20  # and of everybody in turns: Penstock audits its first twenty, see `penstock.audit.auditor`
+)
 TALK = Console(stderr=True)
 
 

@@ -28,11 +28,11 @@ from unittest.mock import patch
 import penstock as ps
 from benchmarks import record
 from benchmarks.subjects import Subject, subjects
-from penstock.audit import Auditor
+from penstock.audit.auditor import Auditor
 from penstock.capture.guards import Guards
 from penstock.engine.hooks import Opened
-from penstock.workers.following import Following
-from penstock.workers.unchanged import Unchanged
+from penstock.workers.processes.following import Following
+from penstock.workers.processes.unchanged import Unchanged
 
 WARM_UP = 2
 FIRST = 20  # passes of which each may be audited

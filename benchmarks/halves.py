@@ -26,8 +26,8 @@ from penstock.bench.measure import machine
 from penstock.capture import ROWS, Key
 from penstock.capture.halves import Deferral, run_pending
 from penstock.capture.lowering import lower
-from penstock.cores import use_threads
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
+from penstock.devices.cores import use_threads
 from penstock.engine.span import Passed, Recipe, Span, edges, run_backward, run_span
 from penstock.loading import load_model
 

@@ -36,14 +36,14 @@ from benchmarks.peers.torch_pipelining import torch_pipelining_of
 from penstock.bench.measure import machine
 from penstock.bench.peers.models import Given, loss_function
 from penstock.bench.peers.processes import Crew, Place
-from penstock.cores import use_threads
+from penstock.devices.cores import use_threads
+from penstock.display.tables import aligned
 from penstock.links.shared_memory import Sink, Source
 from penstock.links.wire import Wire
-from penstock.tables import aligned
 from penstock.units import show_bytes
-from penstock.workers.jobs import Modes
-from penstock.workers.processes import ProcessWorkers
-from penstock.workers.site import Site
+from penstock.workers.processes.jobs import Modes
+from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.site import Site
 
 KIB = 1 << 10
 SIZES = tuple(KIB << k for k in range(0, 17, 2))  # 1 KiB to 64 MiB
@@ -70,7 +70,7 @@ class Join:
     first: bool
 
     def __call__(self, site: Site) -> None:
-        """As `penstock.workers.jobs.Build` does for a pipeline."""
+        """As `penstock.workers.processes.jobs.Build` does for a pipeline."""
         sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
         site.links[0] = Sink(sender, receiver) if self.first else Source(receiver, sender)
 
@@ -104,7 +104,7 @@ class SharedMemory:
     name = "shared memory"
 
     def __init__(self) -> None:
-        self._workers = ProcessWorkers(2, lambda: None)
+        self._workers = ProcessPool(2, lambda: None)
         here, there = socket.socketpair()
         with here, there:
             grants = [self._workers.grant(k, end.fileno()) for k, end in enumerate((here, there))]

@@ -25,10 +25,10 @@ from torch import nn
 import penstock as ps
 from examples.train_gpt2 import Text, build_model, language_loss
 from penstock.bench.measure import machine
-from penstock.drawing import bare, canvas, require_matplotlib, save
-from penstock.observe.progress import Progress
-from penstock.train.reference import one_device, run_with_threads
-from penstock.train.report import Comparison, VerifyReport, compare
+from penstock.comparison.reference import one_device, run_with_threads
+from penstock.comparison.report import Comparison, VerifyReport, compare
+from penstock.display.figures import bare, canvas, require_matplotlib, save
+from penstock.display.progress import Progress
 
 BATCH, MICROBATCHES = 8, 4
 RATE = 3e-3

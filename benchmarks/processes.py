@@ -37,11 +37,11 @@ from benchmarks.subjects import Subject, subjects
 from penstock.bench.measure import machine
 from penstock.bench.peers.peer import Peer
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
-from penstock.cores import use_threads
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
+from penstock.devices.cores import use_threads
+from penstock.display.tables import aligned
 from penstock.plan.request import Request
-from penstock.planning import profile_for
-from penstock.tables import aligned
+from penstock.planning.planner import profile_for
 from penstock.units import show_seconds
 
 DEVICES = ("cpu", "cpu")

@@ -30,8 +30,8 @@ import penstock as ps
 from benchmarks.flat import uniform_plan
 from benchmarks.naps import NAP, WIDTH, Sleeper, wake_in_time
 from penstock.bench.measure import machine
+from penstock.display.tables import aligned
 from penstock.schedule import SCHEDULES, StagesPerWorker
-from penstock.tables import aligned
 from penstock.units import show_seconds
 
 WARM_UPS = 2

@@ -38,17 +38,17 @@ from torch import nn
 import penstock as ps
 from penstock.bench.measure import machine
 from penstock.capture import ROWS
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
+from penstock.display.progress import callback
 from penstock.loading import load_model, tolerate_missing_torchvision_operators
-from penstock.observe.progress import callback
 from penstock.plan.layout import Layout, Stretch
 from penstock.plan.request import Request
-from penstock.planning import profile_for
+from penstock.planning.planner import profile_for
+from penstock.planning.tuning import mean_square
 from penstock.profile.data import DeviceProfile
 from penstock.profile.measure import Progress, device_profile
 from penstock.profile.team import Team
 from penstock.schedule import SCHEDULES
-from penstock.tuning import mean_square
 
 COUNTS = (2, 4, 8, 16)
 SCHEDULED = ("gpipe", "1f1b", "zero-bubble")

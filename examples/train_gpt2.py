@@ -30,8 +30,8 @@ from rich.table import Table
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.display.progress import Progress, callback
 from penstock.loading import tolerate_missing_torchvision_operators
-from penstock.observe.progress import Progress, callback
 from penstock.observe.timeline import save_figure
 from penstock.verification import run_with_threads
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.capture import Program, capture
     from penstock.checkpoint.checkpoint import Checkpoint, load
+    from penstock.comparison.report import VerifyReport
     from penstock.errors import (
         AuditError,
         CaptureError,
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from penstock.plan import Plan, plan
     from penstock.profile import Profile
     from penstock.profile.measure import profile
-    from penstock.train.report import VerifyReport
-    from penstock.train.result import StepResult
+    from penstock.training.result import StepResult
     from penstock.verification import verify
     from penstock.weights import SeededWeights, empty_weights
 
@@ -54,8 +54,8 @@ _HOMES = {
     "RowsWarning": "penstock.errors",
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
-    "StepResult": "penstock.train.result",
-    "VerifyReport": "penstock.train.report",
+    "StepResult": "penstock.training.result",
+    "VerifyReport": "penstock.comparison.report",
     "WorkerDied": "penstock.errors",
     "WorkerError": "penstock.errors",
     "WorkerTimeout": "penstock.errors",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.audit import Auditor
+from penstock.audit.auditor import Auditor
 from penstock.autograd import Passage, check_untransformed, deliver
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
@@ -31,9 +31,9 @@ from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.streaming import stream
-from penstock.train.model_like import ModelLike
-from penstock.train.result import StepResult
-from penstock.workers.ways import Holdings, Ways
+from penstock.training.module_like import ModelLike
+from penstock.training.result import StepResult
+from penstock.workers.ways import Ownership, Ways
 
 
 def left_elsewhere(program: Program, plan: Plan, shares_modules: bool) -> Left:
@@ -65,12 +65,12 @@ class Apart:
     """
 
     model: nn.Module
-    holdings: Holdings
+    holdings: Ownership
     halves: bool
 
     def __call__(self, parameter: torch.Tensor) -> str | None:
         """Its name, if it is one of them."""
-        if id(parameter) not in self.holdings.apart and not self.halves:
+        if id(parameter) not in self.ownership.apart and not self.halves:
             return None
         named = self.model.named_parameters()
         return next((name for name, own in named if own is parameter), None)
@@ -117,8 +117,8 @@ class Forwarding(ModelLike):
             return result(outcome.parts)
         passage = Passage(partial(self._back, order), outcome.differentiable)
         self._runner.forget_with(passage, order)
-        parameters = self._runner.crew.parameters
-        unfed = () if self._runner.crew.has_inputs else _differentiable((args, kwargs))
+        parameters = self._runner.workers.parameters
+        unfed = () if self._runner.workers.has_inputs else _differentiable((args, kwargs))
         return result(deliver(passage, order.values, outcome.parts, parameters, unfed))
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
@@ -170,7 +170,7 @@ class Forwarding(ModelLike):
     def _together(self, what: str) -> AbstractContextManager[None]:
         """An operation of all workers; ranks whose models are in different modes disagree on it."""
         name = what if self.model.training else f"{what} in evaluation mode"
-        return self._runner.crew.together(name)
+        return self._runner.workers.together(name)
 
     def _batch(self, make: Callable[[], Batch], trains: bool) -> Batch:
         """A batch, where its inputs are; elsewhere, what there is to know of it.

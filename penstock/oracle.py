@@ -7,7 +7,7 @@ can be wrong here in the same way.
 
 One thing has to come from outside. Dropout draws other numbers for every micro-batch, and Penstock
 defines them by (seed, step, micro-batch, call). Whoever compares models that draw gives an
-`Around` that seeds their random calls (`penstock.train.reference`); without one, the models'
+`Around` that seeds their random calls (`penstock.comparison.reference`); without one, the models'
 forwards and losses run with nothing around them.
 """
 

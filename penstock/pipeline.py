@@ -12,12 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.audit import Audited, Auditor
+from penstock.audit.auditor import Audited, Auditor
+from penstock.audit.pace import Setting
 from penstock.autograd import backward_into_inputs, check_untransformed
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.checkpoint.saver import Saver, Saves
-from penstock.engine.allocator import Allocator, keep_freed_memory
+from penstock.devices.allocator import Allocator, keep_freed_memory
+from penstock.devices.choice import Devices
+from penstock.display.line import shown
 from penstock.engine.batch import Batch, Weight, given_targets, split_target
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.hooks import Opened
@@ -28,26 +31,23 @@ from penstock.engine.orders import Order, Pass
 from penstock.engine.reading import check_reads
 from penstock.errors import InputError
 from penstock.forwarding import Apart, Forwarding, Result, left_elsewhere, step_result
-from penstock.links.narrow import in_words, name_of
+from penstock.links.casting import in_words, name_of
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Recompute, Request
-from penstock.planning import given_or_planned
+from penstock.planning.planner import given_or_planned
 from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
-from penstock.train.groups import parameter_groups
-from penstock.train.hints import check_options, explaining, optimizer_class
-from penstock.train.model_like import evaluating
-from penstock.train.optimizer import PipelineOptimizer
-from penstock.train.pace import Setting
-from penstock.train.scaling import PipelineScaler, scale_of
-from penstock.waiting import shown
+from penstock.training.groups import parameter_groups
+from penstock.training.hints import check_options, explaining, optimizer_class
+from penstock.training.module_like import evaluating
+from penstock.training.optimizer import PipelineOptimizer
+from penstock.training.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
-from penstock.workers.devices import Devices
+from penstock.workers.clipping import Clipped, Clipping
 from penstock.workers.hiring import Workers
 from penstock.workers.launch import launched
-from penstock.workers.norms import Clipped, Clipping
 from penstock.workers.placement import place
 
 
@@ -217,7 +217,7 @@ class Pipeline(Forwarding, Saves):
             self._saver = Saver(model, plan, self._runner)
             self._opened = Opened(self.program)
             self._left = left_elsewhere(self.program, plan, crew.shares_modules)
-            apart = Apart(model, crew.holdings, plan.splits_backward)
+            apart = Apart(model, crew.ownership, plan.splits_backward)
             self._apart = apart if crew.shares_modules else None
             stack.pop_all()
 
@@ -385,7 +385,7 @@ class Pipeline(Forwarding, Saves):
         """The order for a batch that ends in a loss; and what makes the outputs, if wanted."""
         runner = self._runner
         batch, loss = self._batch(make, trains=what == "train"), None
-        if runner.crew.has_loss:
+        if runner.workers.has_loss:
             check_reads("loss", objective.loss_fn, self._left)
             check_reads("metrics function", objective.metrics, self._left)
             is_new = self._mixing.is_new(objective.identity)
@@ -411,23 +411,23 @@ class Pipeline(Forwarding, Saves):
             kind: a class of `torch.optim`.
             params: parameters or parameter groups; all of the model's by default. The `"params"`
                 of groups may also be patterns of names, or functions of a name and a parameter,
-                see `penstock.train.groups`.
+                see `penstock.training.groups`.
             **options: the class's arguments, `lr` and so on; and `master_weights=True` to update
-                parameters in half precision by float32 copies of them (`penstock.train.masters`).
+                parameters in half precision by float32 copies of them (`penstock.training.masters`).
 
         Raises:
             InputError: the class cannot be divided among workers, or a group fits nothing.
         """
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
-        divide = partial(self._runner.crew.optimizer, owners=self._owned())
+        divide = partial(self._runner.workers.optimizer, owners=self._owned())
         return PipelineOptimizer(kind, chosen, divide, **options)
 
     def _owned(self) -> list[list[nn.Parameter]]:
         """The parameters of every worker; those that no stage uses belong to the first."""
         owned: list[list[nn.Parameter]] = []
         seen: set[int] = set()
-        for parameters in self._runner.crew.holdings.parameters:
+        for parameters in self._runner.workers.ownership.parameters:
             owned.append([p for p in parameters if id(p) not in seen])
             seen.update(map(id, parameters))
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
@@ -439,7 +439,7 @@ class Pipeline(Forwarding, Saves):
         It scales the loss of the plain style (`scaler.scale(loss).backward()`) or of a step
         (`train_step(..., scaler=scaler)`); `scaler.step(optimizer)` and `scaler.update()` follow.
         """
-        crew = self._runner.crew
+        crew = self._runner.workers
         home = self._runner.loss_device
         return PipelineScaler(home, crew.together, crew.everyones, **options)
 
@@ -449,7 +449,7 @@ class Pipeline(Forwarding, Saves):
         Args:
             of: a copy of the model instead, like the `module` of an `AveragedModel`.
         """
-        return self._runner.crew.state(self.model, self.model if of is None else of)
+        return self._runner.workers.state(self.model, self.model if of is None else of)
 
     def clip_grad_norm_(
         self,
@@ -471,7 +471,7 @@ class Pipeline(Forwarding, Saves):
             the norm that they had.
         """
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
-        return self._runner.crew.clip(self._clipped(parameters), clipping)
+        return self._runner.workers.clip(self._clipped(parameters), clipping)
 
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None

@@ -17,6 +17,24 @@ from torch.optim import Optimizer
 from penstock.capture import Program, capture
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.capture.randomness import generators_kept
+from penstock.comparison.place import in_forward_order, place_of
+from penstock.comparison.reference import (
+    call_loss,
+    copied,
+    gradients_of,
+    one_device,
+    run_with_threads,
+)
+from penstock.comparison.report import (
+    Comparison,
+    Place,
+    VerifyReport,
+    compare,
+    compare_leaves,
+    compare_results,
+)
+from penstock.comparison.rows import rows_in_order
+from penstock.devices.choice import Devices, threads_per_worker
 from penstock.engine.batch import Weight
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.errors import InputError
@@ -26,18 +44,6 @@ from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Recompute
 from penstock.profile.measure import Progress
-from penstock.train.order import rows_in_order
-from penstock.train.place import in_forward_order, place_of
-from penstock.train.reference import call_loss, copied, gradients_of, one_device, run_with_threads
-from penstock.train.report import (
-    Comparison,
-    Place,
-    VerifyReport,
-    compare,
-    compare_leaves,
-    compare_results,
-)
-from penstock.workers.devices import Devices, threads_per_worker
 
 _STEPS = 3
 _LEAST = 3  # micro-batches: fewer show little of how they add up, and of what is between them

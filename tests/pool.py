@@ -29,8 +29,8 @@ import pytest
 import torch
 
 from penstock.workers import hiring
-from penstock.workers.processes import ProcessWorkers
-from penstock.workers.site import Site
+from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.site import Site
 
 _LOANS = 40  # of the same workers
 _PATIENCE = 60.0  # seconds that a worker may take to import torch, or to empty itself
@@ -91,7 +91,7 @@ def open_files() -> Iterator[str]:
             yield os.readlink(path)
 
 
-class Pooled(ProcessWorkers):
+class Pooled(ProcessPool):
     """Workers that go back to the pool when they are dismissed in good order."""
 
     def __init__(self, count: int, reset: Callable[[], None]) -> None:
@@ -128,7 +128,7 @@ class Pooled(ProcessWorkers):
 POOL: list[Pooled] = []
 
 
-def lend(count: int, reset: Callable[[], None]) -> ProcessWorkers:
+def lend(count: int, reset: Callable[[], None]) -> ProcessPool:
     """Workers from the pool, or new ones."""
     for workers in [each for each in POOL if len(each) == count]:
         POOL.remove(workers)
@@ -145,7 +145,7 @@ def lend(count: int, reset: Callable[[], None]) -> ProcessWorkers:
 def pooled() -> Iterator[None]:
     """Meanwhile, pipelines of worker processes take them from the pool."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hiring, "ProcessWorkers", lend)
+        patch.setattr(hiring, "ProcessPool", lend)
         yield
 
 

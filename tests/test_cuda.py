@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.train.reference import one_device, run_with_threads
+from penstock.comparison.reference import one_device, run_with_threads
 from tests.models import Case, cases
 
 pytestmark = pytest.mark.cuda

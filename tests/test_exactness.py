@@ -12,8 +12,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.capture.trees import flatten
+from penstock.comparison.reference import one_device, run_with_threads
 from penstock.schedule import SCHEDULES
-from penstock.train.reference import one_device, run_with_threads
 from tests.models import Case, cases, pipeline, planned
 
 WORKERS = (1, 2, 3, 4)

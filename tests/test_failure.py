@@ -200,7 +200,7 @@ def test_a_worker_that_does_not_answer() -> None:
 
 
 def test_a_worker_that_never_answers_closes_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.workers import threads
+    from penstock.workers.threads import pool as threads
 
     monkeypatch.setattr(threads, "_GRACE", 0.1)
     pipe = ps.Pipeline(build(), (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.2)
@@ -231,9 +231,9 @@ def test_an_interrupt_as_a_worker_reports(
     pipe: ps.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that a worker said is lost, so nobody waits for it in vain."""
-    from penstock.workers.threads import ThreadWorkers
+    from penstock.workers.threads.pool import ThreadPool
 
-    wait, calls = ThreadWorkers._await_report, []
+    wait, calls = ThreadPool._await_report, []
 
     def interrupted(workers: Any, current: Any, seconds: float | None) -> None:
         wait(workers, current, seconds)
@@ -243,7 +243,7 @@ def test_an_interrupt_as_a_worker_reports(
 
     before = state(pipe.model)
     with monkeypatch.context() as patch:
-        patch.setattr(ThreadWorkers, "_await_report", interrupted)
+        patch.setattr(ThreadPool, "_await_report", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(pipe)
     assert_clean(pipe, before)

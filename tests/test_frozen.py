@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.comparison.reference import one_device, run_with_threads
 from penstock.engine.span import Recipe
-from penstock.train.reference import one_device, run_with_threads
 from tests.models import uniform_plan
 from tests.pool import pooled
 
@@ -119,7 +119,7 @@ def test_a_frozen_half_has_no_backward(monkeypatch: pytest.MonkeyPatch, recomput
 
     monkeypatch.setattr(torch.autograd, "backward", noted)
     with pipeline(model, [6], schedule="gpipe", recompute=recompute, audit=None) as pipe:
-        stage = pipe._runner.crew._assemblies[True].stages[0]
+        stage = pipe._runner.workers._assemblies[True].stages[0]
 
         def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             for inner, end in stage.held.values():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.train.reference import one_device
+from penstock.comparison.reference import one_device
 from tests.models import mlp
 from tests.test_losses import KINDS, make
 from tests.training import X, Y, assert_same, gradients

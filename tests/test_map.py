@@ -141,7 +141,7 @@ def test_a_batch_that_cannot_be_started_leaves_those_before_it_alone(
             mlp(6, 6, 6), (X,), devices=["cpu"] * 2, workers="processes", num_microbatches=2
         ) as pipe,
     ):
-        crew = pipe._runner.crew
+        crew = pipe._runner.workers
         check, calls = crew._shared.check, []
 
         def refuse(worker: int) -> Any:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.comparison.reference import one_device, run_with_threads
 from penstock.engine.stage import Stage
 from penstock.schedule import SCHEDULES, Rules, check
-from penstock.train.reference import one_device, run_with_threads
 from tests.models import UNet, cases, mlp, pipeline, planned
 
 X, Y = torch.randn(10, 8), torch.randn(10, 8)
@@ -189,7 +189,7 @@ def test_a_stage_holds_what_its_schedule_promises(
     with make(mlp(*[8] * 8), p=3, m=6, schedule=schedule) as pipe:
         peaks.clear()  # of what was measured
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-        stages = pipe._runner.crew._assemblies[True].stages  # type: ignore[attr-defined]
+        stages = pipe._runner.workers._assemblies[True].stages  # type: ignore[attr-defined]
         assert not any(stage.held or stage.deferred for stage in stages.values())
         promised = check(pipe.plan.schedule_for(6)).in_flight
     assert tuple(peaks[s] for s in range(len(stages))) == promised

@@ -41,7 +41,7 @@ def pipeline() -> ps.Pipeline:
 
 
 def pids_of(pipe: ps.Pipeline) -> list[int]:
-    return list(pipe._runner.crew._workers.pids)  # type: ignore[attr-defined]
+    return list(pipe._runner.workers._workers.pids)  # type: ignore[attr-defined]
 
 
 def test_the_next_test_gets_the_same_processes_and_finds_nothing_in_them() -> None:
@@ -108,9 +108,9 @@ def test_dead_workers_are_replaced() -> None:
 
 
 def test_without_the_pool_closing_really_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.workers.processes import ProcessWorkers
+    from penstock.workers.processes.pool import ProcessPool
 
-    monkeypatch.setattr(hiring, "ProcessWorkers", ProcessWorkers)
+    monkeypatch.setattr(hiring, "ProcessPool", ProcessPool)
     with pipeline() as pipe:
         pids = pids_of(pipe)
         assert ask(pipe, lambda site: os.getpid()) == pids

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.schedule import check
-from penstock.workers.process_crew import ProcessCrew
-from penstock.workers.site import Site
+from penstock.workers.processes.site import Site
+from penstock.workers.processes.workers import ProcessWorkers
 from tests.models import mlp, uniform_plan
 from tests.pool import pooled
 
@@ -47,8 +47,8 @@ def train(pipe: ps.Pipeline, rows: int) -> None:
 
 def ask(pipe: ps.Pipeline, job: Any) -> list[Any]:
     """What every worker answers to a job of the test's own."""
-    crew = pipe._runner.crew
-    assert isinstance(crew, ProcessCrew)
+    crew = pipe._runner.workers
+    assert isinstance(crew, ProcessWorkers)
     return crew._workers.run([job] * len(crew._workers), 60.0)
 
 

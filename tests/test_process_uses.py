@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.workers import process_crew
+from penstock.workers.processes import workers as process_crew
 from tests.models import mlp
 from tests.pool import drain, pooled
 
@@ -141,9 +141,9 @@ def test_an_optimizers_state_outlives_the_workers() -> None:
         model = mlp(6, 6, 6)
         with pytest.MonkeyPatch.context() as patch:
             from penstock.workers import hiring
-            from penstock.workers.processes import ProcessWorkers
+            from penstock.workers.processes.pool import ProcessPool
 
-            patch.setattr(hiring, "ProcessWorkers", ProcessWorkers)  # that really end
+            patch.setattr(hiring, "ProcessPool", ProcessPool)  # that really end
             with make(model, kind) as pipe:
                 optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
                 step(pipe)
@@ -218,9 +218,9 @@ def test_buffers_that_repeat_their_elements() -> None:
 
 def test_a_path_in_the_module_search_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from penstock.workers import hiring
-    from penstock.workers.processes import ProcessWorkers
+    from penstock.workers.processes.pool import ProcessPool
 
-    monkeypatch.setattr(hiring, "ProcessWorkers", ProcessWorkers)
+    monkeypatch.setattr(hiring, "ProcessPool", ProcessPool)
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     with make(mlp(6, 6, 6), "processes") as pipe:
         step(pipe)
@@ -349,7 +349,7 @@ def test_another_thread_closes_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> 
         step(pipe)
         optimizer.step()
         monkeypatch.setattr(process_crew._RemoteParts, "fetch", lambda *a: fetched.append(a))
-        workers = pipe._runner.crew._workers  # type: ignore[attr-defined]
+        workers = pipe._runner.workers._workers  # type: ignore[attr-defined]
         finish = workers.finish
 
         def closed_meanwhile(*arguments: Any) -> Any:
@@ -368,7 +368,7 @@ def test_another_thread_closes_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.filterwarnings("ignore:optimizer.step")  # there are no gradients
 def test_workers_forget_optimizers_that_are_gone() -> None:
     with make(mlp(6, 6, 6), "processes") as pipe:
-        workers = pipe._runner.crew._workers  # type: ignore[attr-defined]
+        workers = pipe._runner.workers._workers  # type: ignore[attr-defined]
         kept = pipe.optimizer(torch.optim.SGD, lr=0.1)
         kept.step()
         for _ in range(3):

@@ -16,10 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.comparison.reference import one_device, run_with_threads
 from penstock.engine.span import Recipe
 from penstock.engine.stage import Stage
 from penstock.plan.asked import spans
-from penstock.train.reference import one_device, run_with_threads
 from tests.models import uniform_plan
 from tests.plan.test_limits import hungry
 from tests.pool import pooled
@@ -208,7 +208,7 @@ def test_memory_falls_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.planning.cached_profile", None)
+    monkeypatch.setattr("penstock.planning.planner.cached_profile", None)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(ps.PlanError, match="in a module named 'layer1'; there are '0', '1'"):
         ps.Pipeline(net, (X,), devices=["cpu"] * 2, recompute=["layer1"])

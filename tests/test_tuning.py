@@ -12,8 +12,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.plan.request import Request
-from penstock.planning import plan_for
-from penstock.tuning import measured
+from penstock.planning.planner import plan_for
+from penstock.planning.tuning import measured
 from tests.models import uniform_plan
 
 X = torch.randn(8, 6)
@@ -63,7 +63,7 @@ def test_the_fastest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend(plans)
         return [[float(len(plans) - k)] for k in range(len(plans))]
 
-    monkeypatch.setattr("penstock.planning.measured", the_last_is_fastest)
+    monkeypatch.setattr("penstock.planning.planner.measured", the_last_is_fastest)
     chosen = plan_for(program, devices=CPU, request=Request(), tune=True)
     assert len(seen) > 1
     assert chosen == seen[-1]

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.contract.cases import CASES
 from benchmarks.contract.measured import OTHERS, OURS, Contenders
 from benchmarks.contract.table import as_data, as_markdown
-from penstock.cores import use_threads
+from penstock.devices.cores import use_threads
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 A peer is started once and then runs one training step per call of `step()`, so that contestants
 can take turns in one run; between its steps its processes wait without using a processor. All of
 them train the same ResNet-50 from the same parameters on the same synthetic batch, and their
-processes keep freed memory as Penstock's do (`penstock.engine.allocator`).
+processes keep freed memory as Penstock's do (`penstock.devices.allocator`).
 """
 
 from benchmarks.peers.data_parallel import data_parallel

@@ -16,13 +16,13 @@ from penstock.bench.measure import Contestant
 from penstock.bench.tasks import Task
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.trees import flatten, unflatten
+from penstock.devices.choice import existing_devices, threads_per_worker
 from penstock.engine.ends import to_device
 from penstock.engine.microbatch import split, split_rows
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan, plan
 from penstock.profile.measure import Progress, profile
-from penstock.workers.devices import existing_devices, threads_per_worker
-from penstock.workers.threads import ThreadWorkers
+from penstock.workers.threads.pool import ThreadPool
 
 RATE = 0.001
 
@@ -143,7 +143,7 @@ class Field:
     def _in_a_worker(
         self, device: torch.device, threads: int, step: Callable[[], None]
     ) -> Callable[[], Any]:
-        workers = ThreadWorkers([device], threads, abort=_nothing, reset=_nothing)
+        workers = ThreadPool([device], threads, abort=_nothing, reset=_nothing)
         self._stack.callback(workers.close)
         return partial(workers.run, [step])
 

@@ -24,7 +24,7 @@ from penstock.bench.figures import save_bars, save_sweep
 from penstock.bench.measure import Contestant, Ticker, machine, take_turns, warm_up
 from penstock.bench.report import BenchReport
 from penstock.bench.toy import run_toy
-from penstock.drawing import require_matplotlib
+from penstock.display.figures import require_matplotlib
 from penstock.errors import InputError
 from penstock.profile.measure import Progress
 from penstock.units import show_seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.bench.measure import Contestant
 from penstock.bench.rpc_report import Line
-from penstock.drawing import bare, canvas, save
+from penstock.display.figures import bare, canvas, save
 from penstock.units import show_seconds
 
 _PLAIN, _OURS, _FOUND = "#9aa5b1", "#4c78a8", "#e1812c"

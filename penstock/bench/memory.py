@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
 
 _M_ARENA_MAX = -8
 

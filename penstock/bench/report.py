@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.bench.measure import Contestant
 from penstock.bench.toy import ToyResult
-from penstock.tables import aligned
+from penstock.display.tables import aligned
 from penstock.units import show_seconds
 
 

@@ -29,8 +29,8 @@ from penstock.bench.peers.models import Task, resnet50, tutorial_cut
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
 from penstock.bench.rpc_report import PLAIN, STEPPED, TUTORIAL, RpcReport
 from penstock.capture import capture
-from penstock.drawing import require_matplotlib
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
+from penstock.display.figures import require_matplotlib
 from penstock.pipeline import Pipeline
 from penstock.plan import plan
 from penstock.profile.measure import Progress, profile

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.bench.measure import Contestant
-from penstock.tables import aligned
+from penstock.display.tables import aligned
 from penstock.units import show_seconds
 
 TUTORIAL = "RPC tutorial"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.loading import load_model
-from penstock.tuning import mean_square
+from penstock.planning.tuning import mean_square
 
 RESNET50 = "torchvision.models:resnet50"
 LossFn = Callable[..., torch.Tensor]

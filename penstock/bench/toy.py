@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from penstock.bench.contestants import RATE
 from penstock.bench.measure import Contestant, take_turns, warm_up
 from penstock.pipeline import Pipeline
-from penstock.workers.threads import ThreadWorkers
+from penstock.workers.threads.pool import ThreadPool
 
 _STEPS = 20  # that are timed together: one takes well below a millisecond
 
@@ -81,7 +81,7 @@ def run_toy(devices: Sequence[str], repeats: int = 5) -> ToyResult:
         pipe = Pipeline(model, (inputs,), devices=devices, num_microbatches=1)
         stack.callback(pipe.close)
         threads, first = pipe.threads_per_worker, torch.device(devices[0])
-        alone = ThreadWorkers([first], threads, abort=lambda: None, reset=lambda: None)
+        alone = ThreadPool([first], threads, abort=lambda: None, reset=lambda: None)
         stack.callback(alone.close)
         on_one = partial(train, twin, twin, inputs.to(first))
         one_device = Contestant("one device", partial(alone.run, [on_one]), _where(devices[:1]))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.capture.calls import ROWS, Attribute, Call, TensorInfo, function_name
 from penstock.capture.outline import LEFT, lines, reasons
-from penstock.tables import aligned
+from penstock.display.tables import aligned
 from penstock.units import show_bytes
 
 if TYPE_CHECKING:

@@ -188,12 +188,12 @@ class Checkpoint:
         if not isinstance(model, nn.Module):
             raise InputError(f"cannot restore {target!r}: give a Pipeline, or the plain model")
         runner = target._runner if isinstance(target, Saves) else None
-        with nullcontext() if runner is None else runner.crew.together("restore"):
+        with nullcontext() if runner is None else runner.workers.together("restore"):
             self._check_names(things)
             state = self._fitting(model)
             loads = [self._load_of(model, name, thing) for name, thing in things.items()]
             generators = self._pickled(self._name("random"))
-            place = 0 if runner is None else runner.crew.place
+            place = 0 if runner is None else runner.workers.place
             model.load_state_dict(state, strict=False)
             for load_one in loads:
                 load_one()

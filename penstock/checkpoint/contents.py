@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from penstock.errors import InputError
 from penstock.storage.part import compact
-from penstock.train.optimizer import PipelineOptimizer
-from penstock.workers.optimizing import Parts
+from penstock.training.optimizer import PipelineOptimizer
+from penstock.workers.optimizer_parts import Parts
 from penstock.workers.saving import Portion
-from penstock.workers.ways import Holdings
+from penstock.workers.ways import Ownership
 
 OPTIMIZER, STATE, GENERATOR, DATA = "optimizer", "state", "generator", "data"
 """What the user may give: a `torch.optim` optimizer, anything with `state_dict()`, a
@@ -50,7 +50,7 @@ class Contents:
     def of(
         cls,
         model: nn.Module,
-        holdings: Holdings,
+        holdings: Ownership,
         random_state: Mapping[str, int],
         things: Mapping[str, Any],
     ) -> Contents:
@@ -174,7 +174,7 @@ def use_generators(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
 
 
-def _owners(holdings: Holdings) -> dict[int, int]:
+def _owners(holdings: Ownership) -> dict[int, int]:
     """The worker that owns each tensor, by the tensor's id."""
     owners: dict[int, int] = {}
     for worker, parameters in enumerate(holdings.parameters):

@@ -122,7 +122,7 @@ class Saver:
         self, path: str | os.PathLike[str], background: bool, things: Mapping[str, Any]
     ) -> Save:
         """See `Saves.save`."""
-        crew = self._runner.crew
+        crew = self._runner.workers
         before, self._current = self._current, None
         if before is not None and not before._settled:
             before.wait()
@@ -148,14 +148,14 @@ class Saver:
     ) -> tuple[bytes, list[Part]]:
         """Every worker's part."""
         runner = self._runner
-        found = Contents.of(self._model, runner.crew.holdings, runner.random_state(), things)
+        found = Contents.of(self._model, runner.workers.ownership, runner.random_state(), things)
         names = partial(names_of_save, len(found.portions))
-        self._number = runner.crew.agreed(lambda: folder.begin(names, self._number))
+        self._number = runner.workers.agreed(lambda: folder.begin(names, self._number))
         where = os.fspath(folder.path)
         order = SaveOrder(
             where, self._number, found.portions, found.names, found.remote, background
         )
-        return found.training, runner.crew.save(order)
+        return found.training, runner.workers.save(order)
 
     def _finish(
         self, folder: Folder, parts: Sequence[Part], training: bytes, generators: Any
@@ -193,7 +193,7 @@ class Saver:
         notes: dict[int, dict[str, Any]] = {}
         size, grown = -1, time.monotonic()
         while True:
-            alive = self._runner.crew.all_alive()
+            alive = self._runner.workers.all_alive()
             for part in parts:
                 if part.index not in notes and part.note.exists():
                     notes[part.index] = note = json.loads(part.note.read_text())

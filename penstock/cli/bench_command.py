@@ -65,7 +65,7 @@ def command(
 
     from penstock.bench.experiments import BenchSettings, run_bench
     from penstock.cli.arguments import device_list, load_example, load_loss
-    from penstock.observe.progress import callback
+    from penstock.display.progress import callback
 
     torch.manual_seed(seed)
     make_directory(output)
@@ -105,7 +105,7 @@ def _rpc(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
             "and takes no input, example, loss or devices"
         )
     from penstock.bench.rpc import RpcSettings, run_rpc
-    from penstock.observe.progress import callback
+    from penstock.display.progress import callback
 
     make_directory(output)
     settings = RpcSettings.quick(output) if quick else RpcSettings(output=output)

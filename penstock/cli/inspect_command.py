@@ -37,7 +37,7 @@ def command(
 
     from penstock.capture import capture
     from penstock.cli.arguments import load_example
-    from penstock.observe.progress import callback
+    from penstock.display.progress import callback
     from penstock.profile.measure import profile
 
     module, args, kwargs = load_example(model, inputs, example, seed, empty)

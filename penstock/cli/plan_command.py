@@ -77,7 +77,7 @@ def command(
     import msgspec
 
     from penstock.cli.arguments import asked, load_example
-    from penstock.drawing import require_figure
+    from penstock.display.figures import require_figure
     from penstock.plan.request import Request
     from penstock.plan.shown import winner
 
@@ -124,11 +124,11 @@ def _planned(
 
     from penstock.capture import capture
     from penstock.cli.arguments import described_hardware, device_list
-    from penstock.engine.allocator import keep_freed_memory
-    from penstock.observe.progress import callback
+    from penstock.devices.allocator import keep_freed_memory
+    from penstock.devices.choice import existing_devices
+    from penstock.display.progress import callback
     from penstock.plan import plans
-    from penstock.planning import TUNED, profile_for, tuned
-    from penstock.workers.devices import existing_devices
+    from penstock.planning.planner import TUNED, profile_for, tuned
     from penstock.workers.hiring import measuring
 
     hardware = described_hardware(devices)
@@ -192,7 +192,7 @@ def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
 
 
 def _write(found: Plan, costs: Profile, output: Path) -> None:
-    from penstock.profile.files import profile_beside
+    from penstock.files import profile_beside
 
     beside = profile_beside(output)
     found.save(output)

@@ -72,11 +72,11 @@ def command(
 
     from penstock.capture import capture
     from penstock.cli.arguments import device_list, load_example
-    from penstock.engine.allocator import keep_freed_memory
-    from penstock.observe.progress import callback
+    from penstock.devices.allocator import keep_freed_memory
+    from penstock.devices.choice import existing_devices, threads_per_worker
+    from penstock.display.progress import callback
     from penstock.profile.cache import cached_profile
     from penstock.profile.measure import SECONDS
-    from penstock.workers.devices import existing_devices, threads_per_worker
     from penstock.workers.hiring import measuring
     from penstock.workers.probe import with_links
 
@@ -108,7 +108,7 @@ def command(
 
 def _text(costs: Profile, every: bool) -> str:
     """The calls, and what was found beside them."""
-    from penstock.tables import aligned
+    from penstock.display.tables import aligned
 
     kind = costs.on(costs.devices[0])
     rows = kind.rows[-1]

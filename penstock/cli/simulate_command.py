@@ -99,7 +99,7 @@ def command(
     plan, profile = _loaded(source, profile_path)
     cases = _cases(plan, profile, options)
     if figure is not None:
-        from penstock.drawing import require_figure
+        from penstock.display.figures import require_figure
 
         require_figure(figure)
         make_directory(figure.parent)
@@ -122,9 +122,9 @@ def _loaded(source: Path, profile_path: Path | None) -> tuple[Plan | None, Profi
     Raises:
         InputError: a file that cannot be read, or that is something else.
     """
+    from penstock.files import profile_beside, read_whole, what_is
     from penstock.plan.plan import Plan
     from penstock.profile.data import Profile
-    from penstock.profile.files import profile_beside, read_whole, what_is
 
     what = what_is(read_whole(source, "plan"))
     if what is None:
@@ -256,7 +256,7 @@ def _data(outcome: Outcome) -> dict[str, Any]:
 
 def _text(outcomes: Sequence[Outcome], width: int | None) -> str:
     """The table; where that is too wide, what all lines have in common is said once above it."""
-    from penstock.tables import aligned
+    from penstock.display.tables import aligned
 
     rows = [_row(outcome) for outcome in outcomes]
     lines = aligned([_HEADING, *rows], _LEFT)

@@ -100,11 +100,11 @@ def command(
         load_optimizer,
         load_weight,
     )
+    from penstock.display.progress import callback
     from penstock.errors import InputError
     from penstock.loading import parse_input
-    from penstock.observe.progress import callback
     from penstock.plan import Plan
-    from penstock.tuning import mean_square
+    from penstock.planning.tuning import mean_square
     from penstock.verification import verify
 
     if target is not None and loss is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.drawing import bare, canvas, save
+from penstock.display.figures import bare, canvas, save
 from penstock.errors import PenstockError
 from penstock.plan.whatif import Outcome
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.drawing import bare, canvas, save
+from penstock.display.figures import bare, canvas, save
 from penstock.schedule import Event, Kind, Timeline
 
 _MARGIN, _PER_DIGIT = 0.0065, 0.0063  # of the width that a number needs; narrower boxes get none

@@ -9,8 +9,8 @@ from itertools import pairwise
 import msgspec
 
 from penstock.errors import PlanError
+from penstock.files import read_whole, readable, save_whole, version_of, what_is
 from penstock.plan.shown import describe, summarise
-from penstock.profile.files import read_whole, readable, save_whole, version_of, what_is
 from penstock.schedule import SCHEDULES, Costs, Rules, Schedule, Timeline, build
 from penstock.simulate import Network, simulate
 

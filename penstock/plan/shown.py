@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from penstock.tables import aligned
+from penstock.display.tables import aligned
 from penstock.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from torch import nn
 import penstock
 from penstock.capture import Program
 from penstock.errors import InputError
+from penstock.files import write_whole
 from penstock.profile.data import VERSION, Profile
-from penstock.profile.files import write_whole
 from penstock.profile.measure import SECONDS, Progress, profile
 
 _MOST_FILES = 200

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InputError
-from penstock.profile.files import read_whole, readable, save_whole, version_of, what_is
+from penstock.files import read_whole, readable, save_whole, version_of, what_is
 
 Seconds = NDArray[np.float64]
 

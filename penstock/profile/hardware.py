@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import InputError
+from penstock.files import read_whole
 from penstock.profile.data import DeviceProfile, Link, Profile
-from penstock.profile.files import read_whole
 from penstock.units import parse_bytes, parse_seconds, parse_speed
 
 _DEVICE = ("name", "count", "like", "speed", "memory")

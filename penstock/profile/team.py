@@ -14,7 +14,7 @@ from torch import nn
 from penstock.capture import Program, Sizes
 from penstock.capture.halves import run_pending
 from penstock.capture.meta import is_on_meta
-from penstock.cores import use_threads
+from penstock.devices.cores import use_threads
 from penstock.profile.sampling import Sampler
 from penstock.profile.shadow import shadow
 from penstock.profile.stepping import KEY, Steps

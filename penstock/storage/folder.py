@@ -35,7 +35,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from penstock.errors import CheckpointError
-from penstock.profile.files import readable
+from penstock.files import readable
 
 INDEX = "model.safetensors.index.json"
 VERSION = 1

@@ -1,0 +1,1 @@
+"""Who runs the stages: one interface, and a folder for each kind that implements it."""

@@ -18,8 +18,8 @@ from penstock.engine.microbatch import pieces_of
 from penstock.engine.orders import Ending, Order, Outcome, Pass
 from penstock.engine.stage import Held, Sink, Source, Stage
 from penstock.errors import WorkerError, WorkerTimeout
+from penstock.links.casting import Narrow
 from penstock.links.local import Aborted
-from penstock.links.narrow import Narrow
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
 from penstock.workers.ways import NewWay, modules_of

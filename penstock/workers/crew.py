@@ -20,12 +20,12 @@ from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, doing
-from penstock.workers.norms import Clipping
-from penstock.workers.optimizing import Groups, LocalParts, Parts
-from penstock.workers.rounds import Round
+from penstock.workers.clipping import Clipping
+from penstock.workers.optimizer_parts import Groups, LocalParts, Parts
+from penstock.workers.pool import Round
 from penstock.workers.saving import TIMEOUT, SaveOrder
-from penstock.workers.threads import ThreadWorkers
-from penstock.workers.ways import Holdings, NewWay
+from penstock.workers.threads.pool import ThreadPool
+from penstock.workers.ways import NewWay, Ownership
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Crew(Protocol):
         links: how values get from every stage to the next, in words.
     """
 
-    holdings: Holdings
+    holdings: Ownership
     has_inputs: bool
     has_loss: bool
     shares_modules: bool
@@ -154,12 +154,12 @@ class Driven:
     has_loss = True
     shares_modules = True
     has_everything = True
-    holdings: Holdings
+    holdings: Ownership
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Whose gradients passes leave in this process: all that stages use."""
-        return self.holdings.everything()
+        return self.ownership.everything()
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """The driver does it."""
@@ -189,7 +189,7 @@ class Driven:
         return of.state_dict()
 
 
-class ThreadCrew(Driven):
+class ThreadWorkers(Driven):
     """Thread workers of this process: all on the user's own parameters.
 
     Args:
@@ -205,13 +205,13 @@ class ThreadCrew(Driven):
         self._plan = plan
         self._devices = devices
         self._timeout = timeout
-        self.holdings = Holdings(plan.placement)
+        self.ownership = Ownership(plan.placement)
         homes = [devices[worker] for worker in plan.placement]
         self._links = {k: LocalLink(a, b) for k, (a, b) in enumerate(pairwise(homes))}
         self._assemblies: dict[bool, Assembly] = {}
         self._positions = [[0] for _ in devices]
         self._backups: dict[int, dict[int, Backup]] = {}  # by pass, by worker
-        self._workers = ThreadWorkers(devices, threads, self._abort, self._reset, self._doing)
+        self._workers = ThreadPool(devices, threads, self._abort, self._reset, self._doing)
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ class ThreadCrew(Driven):
             assembly = Assembly(self._plan, self._devices, self._links, range(len(self._devices)))
             self._assemblies[way.training] = assembly
         self._assemblies[way.training].add(way)
-        self.holdings.add(way)
+        self.ownership.add(way)
 
     def start(self, order: Order) -> tuple[Order, Round]:
         """Tell all workers to run a pass."""
@@ -247,9 +247,9 @@ class ThreadCrew(Driven):
     def _pass(self, worker: int, order: Order) -> Outcome:
         """One worker's part, in its thread."""
         backward = order.what in ("train", "backward")
-        self._backups[order.number][worker] = self.holdings.backup(worker, backward)
+        self._backups[order.number][worker] = self.ownership.backup(worker, backward)
         assembly = self._assemblies[order.training]
-        part = replace(order, wanted=self.holdings.own(worker, order.wanted))
+        part = replace(order, wanted=self.ownership.own(worker, order.wanted))
         return assembly.run(worker, part, self._positions[worker])
 
     def finish(self, ticket: tuple[Order, Round]) -> Outcome:

@@ -12,19 +12,19 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from penstock.devices.choice import threads_per_worker
 from penstock.errors import InputError
 from penstock.links.shared_memory import Sink, Source
 from penstock.links.wire import Wire
 from penstock.plan import Plan
 from penstock.profile.measure import Progress
-from penstock.workers.crew import Crew, ThreadCrew
-from penstock.workers.devices import threads_per_worker
+from penstock.workers.crew import Crew, ThreadWorkers
 from penstock.workers.placement import check_separate
+from penstock.workers.pool import Job
 from penstock.workers.probe import Range, ThreadRange, overhead_here, ping, pong
-from penstock.workers.process_crew import ProcessCrew
-from penstock.workers.processes import ProcessWorkers
-from penstock.workers.rounds import Job
-from penstock.workers.site import CPU, Site
+from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.site import CPU, Site
+from penstock.workers.processes.workers import ProcessWorkers
 
 Workers = Literal["auto", "threads", "processes", "torchrun"]
 """Who runs the stages: threads of this process, processes of this machine, or torchrun's ranks."""
@@ -73,7 +73,7 @@ def hire(kind: str, devices: Sequence[torch.device], threads: int, allocator_kep
             f'workers="processes" run on the CPU, not on {others[0]}; use workers="threads", '
             "which copies between GPUs on streams of their own"
         )
-    return _Processes(ProcessWorkers(len(devices), lambda: None), threads, allocator_kept)
+    return _Processes(ProcessPool(len(devices), lambda: None), threads, allocator_kept)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ class _Threads:
     def crew(
         self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
     ) -> Crew:
-        return ThreadCrew(plan, devices, self.threads, timeout)
+        return ThreadWorkers(plan, devices, self.threads, timeout)
 
     def dismiss(self) -> None: ...
 
@@ -112,7 +112,7 @@ class _Threads:
 class _Processes:
     """Processes, which start at once, and import torch while the plan is made."""
 
-    workers: ProcessWorkers
+    workers: ProcessPool
     threads: int
     allocator_kept: bool
 
@@ -132,7 +132,7 @@ class _Processes:
         self, plan: Plan, model: nn.Module, devices: Sequence[torch.device], timeout: float
     ) -> Crew:
         check_separate(model)
-        return ProcessCrew(plan, model, self.workers, self.threads, timeout, self.allocator_kept)
+        return ProcessWorkers(plan, model, self.workers, self.threads, timeout, self.allocator_kept)
 
     def dismiss(self) -> None:
         self.workers.close()
@@ -142,7 +142,7 @@ class _Processes:
 class ProcessRange:
     """Worker processes that have no plan yet; their first two are measured."""
 
-    workers: ProcessWorkers
+    workers: ProcessPool
     overlaps = False  # the sender copies
 
     def copies(self, one: torch.device, other: torch.device) -> bool:

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from penstock.capture import Program
+from penstock.devices.choice import Devices, existing_devices, threads_per_worker
 from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
 from penstock.profile.measure import Progress
 from penstock.workers.crew import Crew
-from penstock.workers.devices import Devices, existing_devices, threads_per_worker
 from penstock.workers.hiring import KINDS, hire
-from penstock.workers.joining import check_is_alone, is_torchrun, join
 from penstock.workers.placement import check_separate
 from penstock.workers.probe import Range, ThreadRange
-from penstock.workers.torchrun import TorchrunCrew
+from penstock.workers.ranks.rendezvous import check_is_alone, is_torchrun, join
+from penstock.workers.ranks.workers import RankWorkers
 
 _TIMEOUT = 60.0  # seconds that a step may take at least, unless the user says otherwise
 _TORCHRUN_TIMEOUT = 600.0  # the same, where ranks may be busy with something else in between
@@ -222,7 +222,7 @@ class Together:
         check_separate(model)
         timeout = timeout or max(_TORCHRUN_TIMEOUT, _TIMEOUTS * plan.predicted_step_seconds)
         order = _order(self._names, plan)
-        return TorchrunCrew(self._launch, plan, model, order, self.threads, timeout)
+        return RankWorkers(self._launch, plan, model, order, self.threads, timeout)
 
 
 def _order(names: Sequence[str], plan: Plan) -> list[int]:

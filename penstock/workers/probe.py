@@ -24,7 +24,7 @@ from penstock.links.local import LocalLink
 from penstock.profile.data import Link, Profile
 from penstock.profile.timing import now
 from penstock.schedule import Action, Kind
-from penstock.workers.threads import ThreadWorkers
+from penstock.workers.threads.pool import ThreadPool
 
 _ROUNDS = 100  # there and back with a small tensor
 _LARGE_ROUNDS = 5
@@ -186,7 +186,7 @@ def _run(
     reset: Callable[[], None],
 ) -> list[Any]:
     """Run one job on a worker of each device."""
-    workers = ThreadWorkers(devices, threads=1, abort=abort, reset=reset)
+    workers = ThreadPool(devices, threads=1, abort=abort, reset=reset)
     try:
         return workers.run(jobs, _TIMEOUT)
     finally:

@@ -12,9 +12,9 @@ import torch
 
 from penstock.errors import InputError
 from penstock.storage.part import Part
-from penstock.workers.optimizing import Parts
-from penstock.workers.shared_model import SharedModel
-from penstock.workers.site import Site
+from penstock.workers.optimizer_parts import Parts
+from penstock.workers.processes.shared_model import SharedModel
+from penstock.workers.processes.site import Site
 
 TIMEOUT = 3600.0  # seconds that the writing of a checkpoint may take
 

@@ -282,7 +282,7 @@ def modules_of(spans: Iterable[Span]) -> dict[nn.Module, None]:
     return dict.fromkeys(module for stage in stages for module in stage.modules())
 
 
-class Holdings:
+class Ownership:
     """The tensors that every worker's stages use.
 
     Args:

@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.capture import Key
-from penstock.tuning import mean_square
+from penstock.planning.tuning import mean_square
 from tests.models import own_forward
 
 X = torch.randn(6, 4)

@@ -238,6 +238,6 @@ def test_a_worker_that_never_writes(
             patch.setattr(gone, lambda part: shutil.rmtree(tmp_path, ignore_errors=True))
             with pytest.raises(ps.CheckpointError, match="the folder was removed before the parts"):
                 run.save(tmp_path, background=True).wait()
-        monkeypatch.setattr(run.pipe._runner.crew, "all_alive", lambda: False)
+        monkeypatch.setattr(run.pipe._runner.workers, "all_alive", lambda: False)
         with pytest.raises(ps.CheckpointError, match="a worker has ended before the parts"):
             run.save(tmp_path, background=True).wait()

@@ -86,7 +86,7 @@ def test_an_error_just_when_the_rest_is_begun_leaves_the_rest_alone(
 ) -> None:
     """The thread that finishes the save has the folder then: nobody removes what it commits."""
     run.save(tmp_path)
-    raised, crew, notes = threading.Event(), run.pipe._runner.crew, saver.Saver._notes
+    raised, crew, notes = threading.Event(), run.pipe._runner.workers, saver.Saver._notes
 
     def patient(self: Any, parts: Any) -> Any:
         found = notes(self, parts)

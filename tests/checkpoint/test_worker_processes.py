@@ -25,7 +25,7 @@ def limit_files(pids: list[int], size: int) -> None:
 def test_a_worker_that_cannot_write_and_one_that_ends(tmp_path: Path) -> None:
     run = Run(workers="processes", devices=["cpu"] * 2)
     with run.pipe:
-        crew = run.pipe._runner.crew
+        crew = run.pipe._runner.workers
         pids = crew._workers.pids  # type: ignore[attr-defined]
         run.go(2)
         run.save(tmp_path)

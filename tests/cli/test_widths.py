@@ -13,8 +13,8 @@ from rich.console import Console
 from torch import nn
 
 from penstock.cli import main
-from penstock.observe import progress
-from penstock.tables import aligned
+from penstock.display import progress
+from penstock.display.tables import aligned
 from tests.cli.test_simulate_command import COSTS, PLAN
 
 MODEL = ["tests.cli.test_widths:named_at_length", "--input", "6x4"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.train.reference import gradients_of, one_device, run_with_threads
+from penstock.comparison.reference import gradients_of, one_device, run_with_threads
 from tests.models import ROWS, Case, gpt2, language_loss, uniform_plan
 
 STEPS = 2

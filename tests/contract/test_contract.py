@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.devices.choice import threads_per_worker
 from penstock.schedule import SCHEDULES
-from penstock.workers.devices import threads_per_worker
 from tests.contract.subjects import (
     Bits,
     Point,

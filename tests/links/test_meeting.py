@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.links import meeting
-from penstock.links.meeting import Address, Meeting, call, new_secret, route_to
+from penstock.links import handshake as meeting
+from penstock.links.handshake import Address, Meeting, call, new_secret, route_to
 from penstock.links.wire import Message, Wire
 
 LOOPBACK = ["127.0.0.1"]

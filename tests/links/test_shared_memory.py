@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.links.parcel import Inbox, Outbox, pack, unpack
+from penstock.links.pickling import Inbox, Outbox, pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Receiver, Sender, Sink, Source
 from penstock.links.wire import Gone, Message, Wire

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 import penstock as ps
-from penstock.observe import progress
-from penstock.observe.progress import Progress, callback
+from penstock.display import progress
+from penstock.display.progress import Progress, callback
 from penstock.observe.sweep import save_sweep
 from penstock.observe.timeline import as_text, legend, save_figure
 from penstock.plan.whatif import WhatIf, what_if
@@ -224,7 +224,7 @@ _FIGURE = (
 @pytest.mark.parametrize(
     ("missing", "code", "advice"),
     [
-        ("rich", "import penstock.observe.progress", "pip install 'penstock[cli]'"),
+        ("rich", "import penstock.display.progress", "pip install 'penstock[cli]'"),
         ("click", "import penstock.cli", "pip install 'penstock[cli]'"),
         ("matplotlib", f"{_FIGURE}save_figure(Timeline(1, []), 'x')", "'penstock[report]'"),
     ],

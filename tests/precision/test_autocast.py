@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.train.reference import one_device, run_with_threads
+from penstock.comparison.reference import one_device, run_with_threads
 from tests.models import cases, uniform_plan
 from tests.pool import pooled
 from tests.precision.steps import X, Y, gradients, island, pipe_of

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.links.narrow import narrowed, widened
+from penstock.links.casting import narrowed, widened
 from penstock.profile.data import Link
 from penstock.verification import run_with_threads
 from tests.models import cases, costs, mlp, uniform_plan

@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-from penstock.profile.files import write_whole
+from penstock.files import write_whole
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.comparison.reference import run_with_threads
 from penstock.schedule import SCHEDULES
-from penstock.train.reference import run_with_threads
 from tests.models import mlp, uniform_plan, workers_for
 from tests.pool import pooled
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.trees import flatten, unflatten
-from penstock.train.reference import run_with_threads
+from penstock.comparison.reference import run_with_threads
 from tests.models import uniform_plan
 from tests.pool import pooled
 

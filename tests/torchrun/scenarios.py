@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.links import meeting
+from penstock.links import handshake as meeting
 from penstock.links.process_group import SIGNAL
 from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
@@ -50,9 +50,9 @@ def training(rank: int) -> Any:
     """Losses, metrics, hooks and clipping; and what must be alike on all ranks that is not."""
     found = {name: used(name) for name in USES}
     with split("losses") as pipe:
-        has_loss = pipe._runner.crew.has_loss
+        has_loss = pipe._runner.workers.has_loss
         mine = {"target": LABELS, "loss_fn": balanced} if has_loss else {}
-        data = (X_ROUTED, LABELS) if pipe._runner.crew.has_inputs else ()
+        data = (X_ROUTED, LABELS) if pipe._runner.workers.has_inputs else ()
         partial = pipe.train_step(*data, **mine)
         asked = {} if has_loss else {"metrics": hits}
         alone = raised(lambda: pipe.train_step(*data, **mine, **asked))
@@ -340,7 +340,7 @@ def forked(rank: int, plan: Any = None, **options: Any) -> Any:
     asked = {"plan": plan} if plan else asked
     torch.manual_seed(8)
     with ps.Pipeline(Forked(), (X,), **asked, **options) as pipe:
-        crew = pipe._runner.crew
+        crew = pipe._runner.workers
         args: Any = ((X,), (100 * X,), (X,)) if crew.has_inputs else ((), (), ())
         rest = {"target": Y, "loss_fn": F.mse_loss} if crew.has_loss else {}
         with pipe.recording() as timelines:
@@ -454,7 +454,7 @@ def stopped(rank: int, victim: int) -> Any:
     """One rank is stopped in the midst of a step, with the timeouts that there are by default."""
     pipe = trapped(3)
     step(pipe)
-    crew: Any = pipe._runner.crew
+    crew: Any = pipe._runner.workers
     pid = crew._launch.entries[victim].pid
     if rank == victim:
         mode = pipe.model[rank][2].mode

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.train.groups import parameter_groups
+from penstock.training.groups import parameter_groups
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock import planning
 from penstock.plan.shown import advice
+from penstock.planning import planner as planning
 from tests.models import mlp, uniform_plan
 
 X = torch.randn(8, 6)

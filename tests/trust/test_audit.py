@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import penstock as ps
-from penstock.train.pace import Pace
+from penstock.audit.pace import Pace
 from tests.models import uniform_plan
 from tests.pool import pooled
 
@@ -406,7 +406,7 @@ def test_parameters_with_hooks_have_their_results_compared_only() -> None:
 
 
 def test_short_memory_leaves_gradients_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.audit._free_bytes", lambda parameters: 100)
+    monkeypatch.setattr("penstock.audit.auditor._free_bytes", lambda parameters: 100)
     with split(Two(), audit=1) as pipe:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         assert (pipe.audit.microbatches, pipe.audit.with_gradients) == (1, 0)

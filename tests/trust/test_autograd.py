@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.train.reference import run_with_threads
+from penstock.comparison.reference import run_with_threads
 from tests.models import uniform_plan
 from tests.pool import pooled
 

@@ -59,7 +59,7 @@ def test_a_number_of_devices() -> None:
 
 
 def test_a_number_of_devices_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.workers.devices import existing_devices
+    from penstock.devices.choice import existing_devices
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

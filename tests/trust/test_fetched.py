@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.trees import flatten
-from penstock.links.parcel import from_bytes, to_bytes
+from penstock.links.pickling import from_bytes, to_bytes
 from tests.pool import pooled
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

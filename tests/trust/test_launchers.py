@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.workers.joining import _LAUNCHERS
-from penstock.workers.rendezvous import attempt_of
+from penstock.workers.ranks.process_group import attempt_of
+from penstock.workers.ranks.rendezvous import _LAUNCHERS
 from tests.models import mlp, uniform_plan
 from tests.pool import pooled
 from tests.torchrun import restarting

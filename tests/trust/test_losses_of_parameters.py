@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.train.reference import run_with_threads
+from penstock.comparison.reference import run_with_threads
 from tests.models import uniform_plan
 from tests.pool import pooled
 

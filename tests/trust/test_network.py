@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.links.meeting import Meeting
-from penstock.workers import joining
-from penstock.workers.joining import Entry
+from penstock.links.handshake import Meeting
+from penstock.workers.ranks import rendezvous as joining
+from penstock.workers.ranks.rendezvous import Entry
 from tests.torchrun.launching import Launcher
 from tests.torchrun.test_torchrun import launcher
 

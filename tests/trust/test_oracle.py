@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.recorder import Recorder
+from penstock.comparison.reference import one_device
+from penstock.comparison.rows import rows_in_order
 from penstock.forwarding import Forwarding
 from penstock.oracle import Oracle, row_dim
-from penstock.train.order import rows_in_order
-from penstock.train.reference import one_device
 from tests.models import uniform_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::penstock.RowsWarning")

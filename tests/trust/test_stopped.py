@@ -18,9 +18,9 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.errors import WorkerTimeout
 from penstock.links.wire import Wire
-from penstock.workers import pulse
-from penstock.workers.processes import ProcessWorkers
-from penstock.workers.pulse import Beats, Pulse
+from penstock.workers import heartbeat as pulse
+from penstock.workers.heartbeat import Beats, Pulse
+from penstock.workers.processes.pool import ProcessPool
 from tests.models import mlp, uniform_plan
 from tests.pool import lend
 
@@ -29,8 +29,8 @@ FOREVER = 3600.0  # the tests end long before
 
 
 @pytest.fixture
-def team() -> Iterator[ProcessWorkers]:
-    found = ProcessWorkers(2, lambda: None)
+def team() -> Iterator[ProcessPool]:
+    found = ProcessPool(2, lambda: None)
     found.run([lambda site: None] * 2)
     yield found
     found.close()
@@ -50,7 +50,7 @@ def test_a_stopped_worker_ends_a_step_at_default_settings() -> None:
     plan = uniform_plan(program, 2, 2)
     pipe = ps.Pipeline(model, (X,), program=program, plan=plan, devices=["cpu"] * 2,
                        workers="processes")  # fmt: skip
-    crew: Any = pipe._runner.crew
+    crew: Any = pipe._runner.workers
     assert crew._timeout >= 60
     with pipe:
         pipe.train_step(X, target=X, loss_fn=F.mse_loss)
@@ -64,7 +64,7 @@ def test_a_stopped_worker_ends_a_step_at_default_settings() -> None:
             pipe(X)
 
 
-def test_a_stopped_worker_does_not_read_what_is_sent(team: ProcessWorkers) -> None:
+def test_a_stopped_worker_does_not_read_what_is_sent(team: ProcessPool) -> None:
     data = os.urandom(3_000_000)
     os.kill(team.pids[1], signal.SIGSTOP)
     with pytest.raises(WorkerTimeout, match="stopped by a signal"):

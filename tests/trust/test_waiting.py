@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock import waiting
+from penstock.display import line as waiting
 from tests.models import mlp
 
 X = torch.randn(8, 6)

@@ -267,4 +267,4 @@ def test_interrupted_at_many_moments_of_a_map(kind: Any, every: int) -> None:
         for moment in range(1, interrupter.moments, every):
             interrupter.run(work, moment)
             assert torch.equal(work(), expected), moment
-            assert not pipe._runner.crew._workers.under_way  # type: ignore[attr-defined]
+            assert not pipe._runner.workers._workers.under_way  # type: ignore[attr-defined]

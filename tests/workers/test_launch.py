@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.workers.grouping import backend_for
-from penstock.workers.joining import is_torchrun
 from penstock.workers.launch import Together
+from penstock.workers.ranks.groups import backend_for
+from penstock.workers.ranks.rendezvous import is_torchrun
 from tests.models import mlp
 from tests.pool import pooled
 

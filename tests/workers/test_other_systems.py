@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.bench import memory
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
 from penstock.errors import WorkerDied
-from penstock.links.meeting import Meeting, call, new_secret
+from penstock.links.handshake import Meeting, call, new_secret
 from penstock.links.segment import Segment
 from penstock.links.wire import Message
-from penstock.workers.processes import ProcessWorkers
+from penstock.workers.processes.pool import ProcessPool
 from tests.models import mlp
 
 X = torch.randn(6, 4)
@@ -74,7 +74,7 @@ def test_a_socket_that_is_a_file_is_removed(elsewhere: pytest.MonkeyPatch) -> No
 
 
 def test_a_dead_worker_is_noticed_without_pidfd(elsewhere: pytest.MonkeyPatch) -> None:
-    workers = ProcessWorkers(2, lambda: None)
+    workers = ProcessPool(2, lambda: None)
     try:
         assert workers.run([lambda site: site.worker] * 2, 60.0) == [0, 1]
 
@@ -103,7 +103,7 @@ WATCHED = """
 import fcntl, sys, time
 if sys.argv[2] == "without":
     del fcntl.F_SETSIG
-from penstock.workers.child import _follow
+from penstock.workers.processes.child import _follow
 _follow(int(sys.argv[1]))
 print("follows", flush=True)
 time.sleep(600)

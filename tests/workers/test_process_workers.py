@@ -19,15 +19,15 @@ from penstock.errors import ClosedError, InputError, WorkerDied, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire
 from penstock.workers import processes, rounds
-from penstock.workers.processes import ProcessWorkers
-from penstock.workers.threads import ThreadWorkers
+from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.threads.pool import ThreadPool
 from tests.pool import lend
 
 LONG = 600.0  # seconds: longer than pytest lets a test run, so what is waited for has to come
 
 
 @pytest.fixture
-def team() -> Iterator[ProcessWorkers]:
+def team() -> Iterator[ProcessPool]:
     """Two workers of the pool."""
     found = lend(2, lambda: None)
     found.run(returning(0))  # they have started
@@ -36,9 +36,9 @@ def team() -> Iterator[ProcessWorkers]:
 
 
 @pytest.fixture
-def fresh() -> Iterator[ProcessWorkers]:
+def fresh() -> Iterator[ProcessPool]:
     """Two workers that will not be of use afterwards."""
-    found = ProcessWorkers(2, lambda: None)
+    found = ProcessPool(2, lambda: None)
     found.run(returning(0))
     yield found
     found.close()
@@ -51,11 +51,11 @@ def returning(value: Any) -> list[Callable[[Any], Any]]:
     return [lambda site: (site.worker, value)] * 2
 
 
-def assert_usable(team: ProcessWorkers) -> None:
+def assert_usable(team: ProcessPool) -> None:
     assert team.run(returning(7), 20.0) == [(0, 7), (1, 7)]
 
 
-def waiting(team: ProcessWorkers) -> tuple[Callable[[Any], Any], socket.socket]:
+def waiting(team: ProcessPool) -> tuple[Callable[[Any], Any], socket.socket]:
     """A job of worker 1 that waits for another worker, and that one's end."""
     here, there = socket.socketpair()
     number = team.grant(1, there.fileno())
@@ -72,12 +72,12 @@ def interrupted_after(seconds: float) -> None:
     threading.Timer(seconds, signal.raise_signal, [signal.SIGINT]).start()
 
 
-def test_results_come_by_worker(team: ProcessWorkers) -> None:
+def test_results_come_by_worker(team: ProcessPool) -> None:
     for number in range(30):
         assert team.run(returning(torch.tensor(number)), 20.0) == [(0, number), (1, number)]
 
 
-def test_an_error_wakes_the_others(team: ProcessWorkers) -> None:
+def test_an_error_wakes_the_others(team: ProcessPool) -> None:
     def fail(site: Any) -> None:
         raise KeyError("mine")
 
@@ -89,20 +89,20 @@ def test_an_error_wakes_the_others(team: ProcessWorkers) -> None:
     other.close()
 
 
-def test_what_a_worker_cannot_send(team: ProcessWorkers) -> None:
+def test_what_a_worker_cannot_send(team: ProcessPool) -> None:
     with pytest.raises(InputError, match=r"result of worker 0 cannot be sent.*pickle"):
         team.run([lambda site: threading.Lock(), returning(0)[1]], 20.0)
     assert_usable(team)
 
 
-def test_what_cannot_be_sent_to_a_worker(team: ProcessWorkers) -> None:
+def test_what_cannot_be_sent_to_a_worker(team: ProcessPool) -> None:
     lock = threading.Lock()
     with pytest.raises(InputError, match="worker 1 is another process"):
         team.run([returning(0)[0], lambda site: lock], LONG)
     assert_usable(team)
 
 
-def test_what_a_worker_cannot_load(team: ProcessWorkers) -> None:
+def test_what_a_worker_cannot_load(team: ProcessPool) -> None:
     class Picky:
         def __reduce__(self) -> Any:
             return __import__, ("nowhere_to_be_found",)
@@ -113,7 +113,7 @@ def test_what_a_worker_cannot_load(team: ProcessWorkers) -> None:
     assert_usable(team)
 
 
-def test_what_the_driver_cannot_load(team: ProcessWorkers) -> None:
+def test_what_the_driver_cannot_load(team: ProcessPool) -> None:
     def job(site: Any) -> Any:
         class Here:
             def __reduce__(self) -> Any:
@@ -127,13 +127,13 @@ def test_what_the_driver_cannot_load(team: ProcessWorkers) -> None:
     assert_usable(team)
 
 
-def test_much_that_is_sent_both_ways(team: ProcessWorkers) -> None:
+def test_much_that_is_sent_both_ways(team: ProcessPool) -> None:
     data = os.urandom(3_000_000)
     assert team.run(returning(data), 30.0) == [(0, data), (1, data)]
 
 
 def test_jobs_that_belong_together_are_done_in_spite_of_ctrl_c(
-    team: ProcessWorkers, tmp_path: Path
+    team: ProcessPool, tmp_path: Path
 ) -> None:
     def job(site: Any) -> None:
         time.sleep(0.4)
@@ -158,7 +158,7 @@ def _breaks_off(site: Any) -> None:
 
 
 def test_a_link_that_breaks_as_another_thread_closes(
-    team: ProcessWorkers, monkeypatch: pytest.MonkeyPatch
+    team: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect = team._collect
 
@@ -175,7 +175,7 @@ def test_a_link_that_breaks_as_another_thread_closes(
 
 
 @pytest.mark.parametrize(("worker", "whole"), [(0, False), (1, False), (0, True)])
-def test_ctrl_c_before_anything_is_sent(team: ProcessWorkers, worker: int, whole: bool) -> None:
+def test_ctrl_c_before_anything_is_sent(team: ProcessPool, worker: int, whole: bool) -> None:
     """Nobody waits for what a worker was not given, until it is taken for a busy one."""
     jobs = returning(_Interrupted())
     jobs[1 - worker] = returning(0)[0]
@@ -185,7 +185,7 @@ def test_ctrl_c_before_anything_is_sent(team: ProcessWorkers, worker: int, whole
 
 
 def test_jobs_that_belong_together_are_not_parted(
-    fresh: ProcessWorkers, monkeypatch: pytest.MonkeyPatch
+    fresh: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give = fresh._give
 
@@ -201,7 +201,7 @@ def test_jobs_that_belong_together_are_not_parted(
 
 
 def test_an_interrupt_as_a_report_is_noted(
-    fresh: ProcessWorkers, monkeypatch: pytest.MonkeyPatch
+    fresh: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report is lost, but nobody waits for it."""
 
@@ -217,7 +217,7 @@ def test_an_interrupt_as_a_report_is_noted(
 
 
 def test_a_worker_that_takes_long_to_notice_a_failure_is_killed(
-    fresh: ProcessWorkers, monkeypatch: pytest.MonkeyPatch
+    fresh: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(site: Any) -> None:
         raise KeyError("mine")
@@ -229,7 +229,7 @@ def test_a_worker_that_takes_long_to_notice_a_failure_is_killed(
         fresh.run(returning(0), 20.0)
 
 
-def test_a_stopped_worker_does_not_read(fresh: ProcessWorkers) -> None:
+def test_a_stopped_worker_does_not_read(fresh: ProcessPool) -> None:
     """What it is sent is more than fits on the way."""
     data = os.urandom(3_000_000)
     os.kill(fresh.pids[1], signal.SIGSTOP)
@@ -238,9 +238,7 @@ def test_a_stopped_worker_does_not_read(fresh: ProcessWorkers) -> None:
     assert e.value.worker == 1
 
 
-def test_what_a_worker_leaves_behind_is_killed_with_it(
-    fresh: ProcessWorkers, tmp_path: Path
-) -> None:
+def test_what_a_worker_leaves_behind_is_killed_with_it(fresh: ProcessPool, tmp_path: Path) -> None:
     """It holds the worker's files open, so their end is no sign of the worker's."""
     file = tmp_path / "pid"
 
@@ -277,7 +275,7 @@ def test_work_is_finished_before_an_interrupt_is_raised() -> None:
 def test_time_in_which_the_driver_was_stopped_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    workers = ThreadWorkers([torch.device("cpu")], 1, lambda: None, lambda: None)
+    workers = ThreadPool([torch.device("cpu")], 1, lambda: None, lambda: None)
     clock, wait = [0.0], workers._await_report
 
     def stopped(current: Any, seconds: float | None) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.train.optimizer import PipelineOptimizer
-from penstock.workers.torchrun import _RankPart
+from penstock.training.optimizer import PipelineOptimizer
+from penstock.workers.ranks.workers import _RankPart
 
 
 class _Alone:

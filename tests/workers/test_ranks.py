@@ -16,7 +16,7 @@ from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
 from penstock.links.wire import Gone, Wire
 from penstock.workers import ranks as module
-from penstock.workers.ranks import Ranks
+from penstock.workers.ranks.operations import Ranks
 
 
 class Company:

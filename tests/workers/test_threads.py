@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import ClosedError, WorkerTimeout
 from penstock.links.local import Aborted
-from penstock.workers.threads import ThreadWorkers
+from penstock.workers.threads.pool import ThreadPool
 
 
 class Team:
@@ -22,7 +22,7 @@ class Team:
         self.woken = threading.Event()
         self.resets = 0
         devices = [torch.device("cpu")] * count
-        self.workers = ThreadWorkers(devices, 1, self.woken.set, self._reset)
+        self.workers = ThreadPool(devices, 1, self.woken.set, self._reset)
 
     def _reset(self) -> None:
         self.woken.clear()

@@ -454,6 +454,6 @@ class OwnLoss(Zoo):
 
 def outputs_loss(output: Any) -> torch.Tensor:
     """Depends on every floating point tensor that the model returns."""
-    from penstock.tuning import mean_square
+    from penstock.planning.tuning import mean_square
 
     return mean_square(output)

@@ -19,8 +19,8 @@ from benchmarks.flat import uniform_plan
 from penstock.capture import Key, untouched
 from penstock.capture.equality import same
 from penstock.capture.trees import flatten, unflatten
+from penstock.planning.tuning import mean_square
 from penstock.schedule import SCHEDULES
-from penstock.tuning import mean_square
 from penstock.verification import copied, run_with_threads
 from tests.models import own_forward, workers_for
 from tests.zoo.entry import Entry, Inputs

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
 
 HOST = "127.0.0.1"
 

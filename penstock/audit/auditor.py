@@ -22,10 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.audit.blame import difference
+from penstock.audit.pace import Pace, Setting
 from penstock.capture import Program, Ref, Trace, untouched
 from penstock.capture.calls import TensorInfo, ambient
 from penstock.capture.seeding import seeded
 from penstock.capture.trees import flatten, unflatten
+from penstock.comparison.reference import run_with_threads
+from penstock.comparison.report import Comparison, compare, compare_results
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
@@ -33,10 +37,6 @@ from penstock.engine.trial import Attributes, kept
 from penstock.errors import AuditError, InputError, WorkerDied, WorkerError, WorkerTimeout
 from penstock.plan import Plan
 from penstock.runner import Runner
-from penstock.train.blame import difference
-from penstock.train.pace import Pace, Setting
-from penstock.train.reference import run_with_threads
-from penstock.train.report import Comparison, compare, compare_results
 from penstock.workers.ways import Way
 
 _NUMBER = -1  # of the passes that only audits make; those of batches count from 0
@@ -101,7 +101,7 @@ class Auditor:
 
     def _never(self) -> str:
         """Why no pass of this pipeline can be audited, if none can."""
-        if not self._runner.crew.has_everything:
+        if not self._runner.workers.has_everything:
             return "no rank has all weights under torchrun, so none can run the whole model"
         if self._plan.boundary_dtype is not None:
             return f"what crosses a cut is rounded to {self._plan.boundary_dtype}, by design"
@@ -170,8 +170,8 @@ class Auditor:
         """
         model = self._program.model
         parameters = [*model.parameters()]
-        parameters += [p for own in self._runner.crew.holdings.parameters for p in own]
-        shared = self._runner.crew.shares_modules  # others silence their own
+        parameters += [p for own in self._runner.workers.ownership.parameters for p in own]
+        shared = self._runner.workers.shares_modules  # others silence their own
         with _gradients_kept(parameters):
             try:
                 quiet = silenced(model.modules() if shared else ())
@@ -205,7 +205,7 @@ class Auditor:
 
     def _changing(self) -> list[torch.Tensor]:
         """The buffers that the stages may change."""
-        known = [b for own in self._runner.crew.holdings.changing for b in own]
+        known = [b for own in self._runner.workers.ownership.changing for b in own]
         every = list(self._program.model.buffers())
         return every if sum(b.nbytes for b in every) <= _COPIED else known
 
@@ -297,7 +297,7 @@ class _Subject:
         try:
             return self._runner.run(order)
         except BaseException:
-            self._runner.crew.forget(order.training, _NUMBER)
+            self._runner.workers.forget(order.training, _NUMBER)
             raise
 
     def alone(self, split: _Split) -> list[Comparison]:

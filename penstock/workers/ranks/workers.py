@@ -32,10 +32,8 @@ from penstock.links.wire import Wire
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, doing
-from penstock.workers.grouping import Groups as ProcessGroups
-from penstock.workers.joining import Launch
-from penstock.workers.norms import Clipping, norms_of, total_norm
-from penstock.workers.optimizing import (
+from penstock.workers.clipping import Clipping, norms_of, total_norm
+from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
     State,
@@ -44,16 +42,18 @@ from penstock.workers.optimizing import (
     use_settings,
     warn_of_no_gradients,
 )
+from penstock.workers.ranks.groups import Groups as ProcessGroups
+from penstock.workers.ranks.rendezvous import Launch
+from penstock.workers.ranks.stale import StaleCopy
 from penstock.workers.saving import SaveOrder
-from penstock.workers.stale import StaleCopy
-from penstock.workers.ways import Holdings, NewWay
+from penstock.workers.ways import NewWay, Ownership
 
 _WHAT = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
 
 T = TypeVar("T")
 
 
-class TorchrunCrew:
+class RankWorkers:
     """The ranks of a launch, as seen by one of them.
 
     Args:
@@ -84,7 +84,7 @@ class TorchrunCrew:
         self._order = order
         self._device = launch.device
         self._threads = threads
-        self.holdings = Holdings(plan.placement)
+        self.ownership = Ownership(plan.placement)
         self.has_inputs = plan.placement[0] == self._me
         self.has_loss = plan.placement[-1] == self._me
         self._position = [0]
@@ -104,7 +104,7 @@ class TorchrunCrew:
 
     def _owned(self) -> list[torch.Tensor]:
         """The tensors of this rank's stages."""
-        held = self.holdings
+        held = self.ownership
         return [*held.parameters[self._me], *held.buffers[self._me]]
 
     # -- links ----------------------------------------------------------------------------
@@ -152,9 +152,9 @@ class TorchrunCrew:
         Raises:
             InputError: on different ways, different ranks use a parameter.
         """
-        self.holdings.add(way)
+        self.ownership.add(way)
         owners: dict[int, int] = {}
-        for worker, tensors in enumerate(self.holdings.parameters):
+        for worker, tensors in enumerate(self.ownership.parameters):
             for tensor in tensors:
                 if owners.setdefault(id(tensor), worker) != worker:
                     raise InputError(
@@ -169,7 +169,7 @@ class TorchrunCrew:
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Whose gradients passes leave in this process: those of this rank's stages."""
-        return self.holdings.parameters[self._me]
+        return self.ownership.parameters[self._me]
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """An operation of all ranks: if it fails on one, it fails on all."""
@@ -201,7 +201,7 @@ class TorchrunCrew:
     def finish(self, ticket: Order) -> Outcome:
         """Run this rank's part of a pass, and hear what has come of all."""
         order = ticket
-        backup = self.holdings.backup(self._me, order.what in ("train", "backward"))
+        backup = self.ownership.backup(self._me, order.what in ("train", "backward"))
         if order.training or order.what in ("train", "backward"):
             self._copy.trained()
         try:
@@ -231,7 +231,7 @@ class TorchrunCrew:
         for line in self._lines:
             line.expect(kinds)
         part = order.part(self.has_inputs, self.has_loss)
-        part = replace(part, wanted=self.holdings.own(self._me, order.wanted))
+        part = replace(part, wanted=self.ownership.own(self._me, order.wanted))
         torch.clear_autocast_cache()  # the script may be in a region that spans several steps
         try:
             with self._at_work():
@@ -273,7 +273,7 @@ class TorchrunCrew:
 
     def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over the parameters of all ranks; the same bits."""
-        held = self.holdings.parameters
+        held = self.ownership.parameters
         others = {id(p) for k, own in enumerate(held) if k != self._me for p in own}
         mine = {
             k: p for k, p in enumerate(parameters) if id(p) not in others and p.grad is not None
@@ -293,8 +293,8 @@ class TorchrunCrew:
         memory here, because it is on `meta`, is only in the state dict.
         """
         state = {k: _detached(v) for k, v in of.state_dict(keep_vars=True).items()}
-        own = {id(t) for t in self.holdings.parameters[self._me]}
-        own |= {id(t) for t in self.holdings.buffers[self._me]}
+        own = {id(t) for t in self.ownership.parameters[self._me]}
+        own |= {id(t) for t in self.ownership.buffers[self._me]}
         named = [*model.named_parameters(remove_duplicate=False)]
         named += [*model.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
         with self.together("state_dict"):
@@ -373,7 +373,7 @@ class _RankPart:
         groups: Groups,
         options: Mapping[str, Any],
         owned: Sequence[nn.Parameter],
-        crew: TorchrunCrew,
+        crew: RankWorkers,
     ) -> None:
         self._part = part_of(kind, groups, options, owned)
         self._all = [parameter for group in groups for parameter in group["params"]]

@@ -22,12 +22,21 @@ from penstock.engine.backup import Backup
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PenstockError, closed
-from penstock.links.parcel import Outbox, pack
+from penstock.links.pickling import Outbox, pack
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.crew import Driven
-from penstock.workers.following import Following, News
-from penstock.workers.jobs import (
+from penstock.workers.optimizer_parts import (
+    Groups,
+    Parts,
+    State,
+    own_groups,
+    settings_of,
+    warn_of_no_gradients,
+)
+from penstock.workers.pool import Job, Round
+from penstock.workers.processes.following import Following, News
+from penstock.workers.processes.jobs import (
     AddWay,
     Build,
     End,
@@ -38,25 +47,16 @@ from penstock.workers.jobs import (
     RunPass,
     Step,
 )
-from penstock.workers.optimizing import (
-    Groups,
-    Parts,
-    State,
-    own_groups,
-    settings_of,
-    warn_of_no_gradients,
-)
-from penstock.workers.processes import ProcessWorkers
-from penstock.workers.rounds import Job, Round
+from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.shared_model import Package, SharedModel
+from penstock.workers.processes.unchanged import Unchanged
 from penstock.workers.saving import TIMEOUT, SaveOrder, divided
-from penstock.workers.shared_model import Package, SharedModel
-from penstock.workers.unchanged import Unchanged
-from penstock.workers.ways import Holdings, NewWay, modules_of
+from penstock.workers.ways import NewWay, Ownership, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
 
 
-class ProcessCrew(Driven):
+class ProcessWorkers(Driven):
     """Worker processes of this machine; the driver has no stage.
 
     Args:
@@ -74,13 +74,13 @@ class ProcessCrew(Driven):
         self,
         plan: Plan,
         model: nn.Module,
-        workers: ProcessWorkers,
+        workers: ProcessPool,
         threads: int,
         timeout: float,
         allocator_kept: bool,
     ) -> None:
         count = len(plan.devices)
-        self.holdings = Holdings(plan.placement)
+        self.ownership = Ownership(plan.placement)
         self._plan = plan
         self._count = count
         self._timeout = timeout
@@ -146,14 +146,14 @@ class ProcessCrew(Driven):
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
         try:
-            self.holdings.add(way)
+            self.ownership.add(way)
             self._prepare([self._way(w, way) for w in range(self._count)])
         except BaseException as error:  # some may know it now, and others not
             self._workers.close(f"{type(error).__name__} came as its stages were being built")
             raise
 
     def _way(self, worker: int, way: NewWay) -> AddWay:
-        self._share(worker, (*self.holdings.parameters[worker], *self.holdings.buffers[worker]))
+        self._share(worker, (*self.ownership.parameters[worker], *self.ownership.buffers[worker]))
         placement = self._plan.placement
         stages = {k: spans for k, spans in way.stages.items() if placement[k] == worker}
         known = {id(module) for module in self._modules[worker]}
@@ -185,7 +185,7 @@ class ProcessCrew(Driven):
         backward = order.what in ("train", "backward")
         workers = range(self._count)
         try:
-            self._backups[order.number] = [self.holdings.backup(w, backward) for w in workers]
+            self._backups[order.number] = [self.ownership.backup(w, backward) for w in workers]
             jobs = [self._pass(w, order, tuple(self._forgotten)) for w in workers]
             with self._starting():
                 current = self._workers.start(jobs, self._timeout)
@@ -211,7 +211,7 @@ class ProcessCrew(Driven):
         else:
             self._training[worker] = training or ()
         part = order.part(placement[0] == worker, placement[-1] == worker)
-        wanted = self._shared.numbers(worker, self.holdings.own(worker, order.wanted))
+        wanted = self._shared.numbers(worker, self.ownership.own(worker, order.wanted))
         part, news = replace(part, wanted=None), self._news(worker)
         return RunPass(part, gradients, training, news, forgotten, wanted)
 

@@ -15,7 +15,7 @@ from penstock.capture import Key, Program
 from penstock.capture.calls import Ambient, ambient
 from penstock.capture.randomness import LOSS, seeding
 from penstock.capture.seeding import seeded
-from penstock.cores import use_threads
+from penstock.devices.cores import use_threads
 from penstock.engine.batchnorm import Norms
 from penstock.errors import WorkerTimeout
 from penstock.oracle import Around, BatchDim, Oracle

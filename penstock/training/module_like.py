@@ -8,7 +8,7 @@ from typing import Any, Self, SupportsIndex
 
 from torch import nn
 
-from penstock.train.hints import no_attribute
+from penstock.training.hints import no_attribute
 
 
 class ModelLike:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
-from penstock.links.parcel import from_bytes, to_bytes
+from penstock.links.pickling import from_bytes, to_bytes
 from penstock.links.wire import Gone, Message, Wire, spin
-from penstock.workers.child import portable
-from penstock.workers.pulse import STOPPED, HasStopped
+from penstock.workers.heartbeat import STOPPED, HasStopped
+from penstock.workers.processes.child import portable
 
 WORD, REPORT, ABORT, VERDICT, LEAVE, WAITS = range(6)
 """What is sent: something for everybody; that a rank is done, that an operation is given up, what

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
-from penstock.workers.optimizing import settings_of, use_settings
+from penstock.workers.optimizer_parts import settings_of, use_settings
 
 HALF = (torch.float16, torch.bfloat16)
 MASTER = "master"

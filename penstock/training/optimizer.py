@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
-from penstock.train.masters import MasterWeights, restore_float32
-from penstock.workers.optimizing import Groups, Parts
+from penstock.training.masters import MasterWeights, restore_float32
+from penstock.workers.optimizer_parts import Groups, Parts
 
 Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
@@ -33,7 +33,7 @@ class PipelineOptimizer(Optimizer):
         params: parameters, or parameter groups.
         divide: makes the parts of an optimizer of this class, with these groups and options.
         master_weights: whether parameters in half precision are updated by float32 copies of
-            them, see `penstock.train.masters`.
+            them, see `penstock.training.masters`.
         options: arguments of `kind`.
 
     Raises:

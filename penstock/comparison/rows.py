@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from penstock.comparison.report import Comparison
 from penstock.oracle import tensors
-from penstock.train.report import Comparison
 
 
 def rows_in_order(ours: Any, theirs: Any) -> Comparison:

@@ -20,14 +20,14 @@ import torch
 
 from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
-from penstock.links.parcel import pack, unpack
+from penstock.links.pickling import pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Receiver, Sender
 from penstock.links.wire import Gone, Message, Wire, interrupts_wait
 from penstock.workers.assembly import STARTING, decode, doing, waits
-from penstock.workers.child import ABORT, COMMAND, ERROR, GRANT, JOB
-from penstock.workers.pulse import Pulse
-from penstock.workers.rounds import Job, Late, Result, Round, Workers
+from penstock.workers.heartbeat import Pulse
+from penstock.workers.pool import Job, Late, Result, Round, Workers
+from penstock.workers.processes.child import ABORT, COMMAND, ERROR, GRANT, JOB
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
 _READ = 10.0  # seconds that a worker has to read a short message
@@ -137,7 +137,7 @@ class _Sent(Round):
         self.begun = begun
 
 
-class ProcessWorkers(Workers):
+class ProcessPool(Workers):
     """A process per device. Jobs are pickled, and called with the process's `Site`.
 
     Args:
@@ -421,7 +421,7 @@ def _patiently(done: threading.Event) -> None:
         raise
 
 
-_KEPT_FROM_FORKS: weakref.WeakSet[ProcessWorkers] = weakref.WeakSet()
+_KEPT_FROM_FORKS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
 
 
 def _disown_all() -> None:

@@ -12,14 +12,14 @@ import torch
 from msgspec.structs import replace as replace_fields
 
 from penstock.capture import Program
+from penstock.devices.choice import threads_per_worker
 from penstock.plan import Plan, plans
 from penstock.plan.request import Request
 from penstock.plan.shown import advice
+from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profile
 from penstock.profile.measure import Progress, bytes_across
-from penstock.tuning import measured
-from penstock.workers.devices import threads_per_worker
 from penstock.workers.launch import Launch
 from penstock.workers.probe import Range, ThreadRange, with_links
 

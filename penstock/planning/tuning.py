@@ -14,6 +14,7 @@ from penstock.capture import Program
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten
+from penstock.devices.choice import threads_per_worker
 from penstock.engine.batch import Batch
 from penstock.engine.ends import Loss
 from penstock.errors import PlanError
@@ -21,8 +22,7 @@ from penstock.plan import Plan
 from penstock.profile.measure import Progress
 from penstock.profile.shadow import shadow
 from penstock.runner import Runner
-from penstock.workers.crew import ThreadCrew
-from penstock.workers.devices import threads_per_worker
+from penstock.workers.crew import ThreadWorkers
 from penstock.workers.placement import place
 
 _ROUNDS = 2
@@ -77,7 +77,7 @@ def _steps(
     """The seconds of some steps in a row."""
     place(program, plan.cuts, [devices[worker] for worker in plan.placement])
     timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
-    crew = ThreadCrew(plan, devices, threads_per_worker(devices), timeout)
+    crew = ThreadWorkers(plan, devices, threads_per_worker(devices), timeout)
     runner = Runner(program, plan, devices, crew)
     batch = Batch.split(program.signatures.inputs(leaves), plan.num_microbatches)
     shares = [rows / sum(batch.rows) for rows in batch.rows]

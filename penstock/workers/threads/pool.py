@@ -14,10 +14,10 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from penstock.cores import use_threads
+from penstock.devices.cores import use_threads
 from penstock.errors import IN_A_FORK
 from penstock.links.local import Aborted
-from penstock.workers.rounds import Job, Late, Result, Round, Workers
+from penstock.workers.pool import Job, Late, Result, Round, Workers
 
 _GRACE = 5.0  # seconds that workers have to notice that a step was given up
 _FRAMES = 4  # of the stack of a worker that is late
@@ -43,7 +43,7 @@ class _Ringing(Round):
 _Order = tuple[Job, _Ringing]
 
 
-class ThreadWorkers(Workers):
+class ThreadPool(Workers):
     """A thread per device, which runs one job at a time and waits for the next.
 
     Args:
@@ -155,7 +155,7 @@ def _never_given() -> None:
     raise Aborted
 
 
-_KEPT_FROM_FORKS: weakref.WeakSet[ThreadWorkers] = weakref.WeakSet()
+_KEPT_FROM_FORKS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 def _disown_all() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import TORN, ClosedError, WorkerTimeout, closed
 from penstock.links.local import Aborted
-from penstock.workers.pulse import STOPPED
+from penstock.workers.heartbeat import STOPPED
 
 Job = Callable[..., Any]
 

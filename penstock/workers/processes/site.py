@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from penstock.errors import InputError
 from penstock.links.local import Aborted, LocalLink
-from penstock.links.parcel import Inbox, pack, unpack
+from penstock.links.pickling import Inbox, pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Receiver, Sender
 from penstock.links.wire import SPIN, Wire, spin
 from penstock.workers.assembly import Assembly, Position
-from penstock.workers.child import ABORT, GRANT, JOB
-from penstock.workers.shared_model import Gradients
+from penstock.workers.processes.child import ABORT, GRANT, JOB
+from penstock.workers.processes.shared_model import Gradients
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.workers.site import Site
+    from penstock.workers.processes.site import Site
 
 JOB, ABORT, GRANT = range(3)
 """What the driver sends: work; that a round is given up; a file descriptor for later jobs."""
@@ -23,7 +23,7 @@ VALUE, ERROR = range(2)
 COMMAND = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "signal.signal(signal.SIGUSR1, signal.SIG_IGN); sys.path[:] = {path!r}; "
-    "from penstock.workers.child import main; main(*{arguments!r})"
+    "from penstock.workers.processes.child import main; main(*{arguments!r})"
 )
 """What the interpreter of a worker is told to run."""
 
@@ -75,7 +75,7 @@ def _wait_for_end(lifeline: int) -> None:
 def _live(worker: int, workers: int, control: int, board: int) -> None:
     from penstock.links.segment import Segment
     from penstock.links.wire import Gone, Wire
-    from penstock.workers.site import Site
+    from penstock.workers.processes.site import Site
 
     position = Segment(8 * workers, board).integers()[worker : worker + 1]
     site = Site(worker, Wire(socket.socket(fileno=control)), position)
@@ -155,7 +155,7 @@ def portable(error: BaseException, where: str = "the worker's process") -> BaseE
 
 def _pickled(error: BaseException) -> Any:
     """The exception as it arrives elsewhere; `None` if it does not."""
-    from penstock.links.parcel import pack, unpack
+    from penstock.links.pickling import pack, unpack
 
     try:
         found = unpack(*pack(error))

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from penstock.cores import use_threads
-from penstock.engine.allocator import keep_freed_memory
+from penstock.devices.allocator import keep_freed_memory
+from penstock.devices.cores import use_threads
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.trial import kept
@@ -26,10 +26,10 @@ from penstock.loading import (
 )
 from penstock.plan import Plan
 from penstock.workers.assembly import STARTING, UPDATING, Assembly
-from penstock.workers.following import News, follow
-from penstock.workers.optimizing import use_settings
-from penstock.workers.shared_model import Gradients, Package
-from penstock.workers.site import CPU, Site, loading
+from penstock.workers.optimizer_parts import use_settings
+from penstock.workers.processes.following import News, follow
+from penstock.workers.processes.shared_model import Gradients, Package
+from penstock.workers.processes.site import CPU, Site, loading
 from penstock.workers.ways import modules_of
 
 End = tuple[Literal["sink", "source", "local"], int]
@@ -43,7 +43,7 @@ class Modes:
     Attributes:
         threads: intra-op threads.
         crowded: whether there are more workers than cores.
-        keep_freed_memory: see `penstock.engine.allocator`.
+        keep_freed_memory: see `penstock.devices.allocator`.
         dtype: the default.
         precision: of float32 matrix products.
         deterministic: whether only deterministic algorithms are used, and whether others warn.

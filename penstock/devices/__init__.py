@@ -1,0 +1,1 @@
+"""What differs between kinds of device: which there are, cores, the allocator."""

@@ -1,0 +1,1 @@
+"""From a program and devices to a plan."""

@@ -1,0 +1,1 @@
+"""What a training loop needs beside the passes: optimizer, scaling, groups."""
