@@ -28,7 +28,8 @@ from penstock.capture.halves import Deferral, run_pending
 from penstock.capture.lowering import lower
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
-from penstock.engine.span import Passed, Recipe, Span, edges, run_backward, run_span
+from penstock.engine.span import Passed, Recipe, Span, run_backward, run_span
+from penstock.links.link import edges
 from penstock.loading import load_model
 
 KEY = Key(0, 0, 0)

@@ -23,11 +23,13 @@ from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import Node
 
+from penstock.capture.calls import ambient
 from penstock.capture.trees import flatten
-from penstock.engine.span import Gradients
+from penstock.engine.orders import Order
 from penstock.errors import InputError, PenstockError
+from penstock.links.link import Gradients
+from penstock.runner import Runner
 
-Run = Callable[[dict[int, Gradients], Sequence[nn.Parameter] | None], dict[int, Gradients]]
 """Runs a backward pass from these gradients of the results, for these parameters or for all;
 returns the gradients of the inputs."""
 
@@ -65,12 +67,14 @@ class Passage:
     """A batch that has gone forward and may come back.
 
     Args:
-        run: runs the backward pass on the workers.
+        runner: runs the backward pass.
+        order: of the forward.
         differentiable: which results of a micro-batch a backward can start from.
     """
 
-    def __init__(self, run: Run, differentiable: Sequence[bool]) -> None:
-        self._run: Run | None = run
+    def __init__(self, runner: Runner, order: Order, differentiable: Sequence[bool]) -> None:
+        self._runner = runner
+        self._order: Order | None = order
         self.differentiable = differentiable
         self.gradients: list[list[torch.Tensor | None]] = []
 
@@ -87,13 +91,14 @@ class Passage:
         Raises:
             PenstockError: it ran before.
         """
-        if self._run is None:
+        if self._order is None:
             raise PenstockError(
                 "backward ran a second time through the same pipeline call, whose activations "
                 "are gone; call the pipeline again (retain_graph=True has no effect on it)"
             )
-        run, self._run = self._run, None
-        return run(dict(enumerate(self.gradients)), wanted)
+        order, self._order = self._order, None
+        back = order.back(dict(enumerate(self.gradients)), ambient(), wanted)
+        return self._runner.run(back).gradients
 
 
 def deliver(

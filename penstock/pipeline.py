@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self, SupportsIndex
 
 import torch
 from torch import nn
 
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
-from penstock.autograd import backward_into_inputs, check_untransformed
-from penstock.capture import ROWS, Program, capture
+from penstock.capture import Program
 from penstock.capture.dims import BatchDim, Dynamic
-from penstock.checkpoint.saver import Saver, Saves
-from penstock.devices.allocator import Allocator, keep_freed_memory
+from penstock.capture.options import CaptureOptions
+from penstock.checkpoint.saver import Save, Saver
+from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices
 from penstock.display.line import shown
-from penstock.engine.batch import Batch, Weight, given_targets, split_target
+from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
-from penstock.engine.hooks import Opened
 from penstock.engine.microbatch import Merge, check_merge
-from penstock.engine.mixing import Mixing
 from penstock.engine.objective import Objective, Outputs
-from penstock.engine.orders import Order, Pass
-from penstock.engine.reading import check_reads
+from penstock.engine.orders import Pass
 from penstock.errors import InputError
-from penstock.forwarding import Apart, Forwarding, Result, left_elsewhere, step_result
 from penstock.links.casting import in_words, name_of
+from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.plan.asked import Cut
 from penstock.plan.request import Recompute, Request
@@ -40,18 +37,18 @@ from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.training.groups import parameter_groups
-from penstock.training.hints import check_options, explaining, optimizer_class
+from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.module_like import evaluating
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
+from penstock.workers.backend import Kind
 from penstock.workers.clipping import Clipped, Clipping
-from penstock.workers.hiring import Workers
-from penstock.workers.launch import launched
+from penstock.workers.kinds import WorkerOptions
 from penstock.workers.placement import place
 
 
-class Pipeline(Forwarding, Saves):
+class Pipeline:
     """A model split over devices, trained and called like the model itself.
 
     Threads and processes work on the model's own parameters: optimizers, `state_dict()` and
@@ -145,7 +142,7 @@ class Pipeline(Forwarding, Saves):
         devices: Devices | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
-        workers: Workers = "auto",
+        workers: Kind = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
         recompute: Recompute = "auto",
@@ -177,48 +174,39 @@ class Pipeline(Forwarding, Saves):
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         check_merge(merge)
-        check_options(timeout, allocator)
-        super().__init__(model)
-        self._merge = merge
-        self._mixing = Mixing()
-        keep_closed = closed_norms(model, batchnorm, keep_closed)
-        self.allocator_kept = allocator == "keep" and keep_freed_memory()
-        launch = launched(workers, devices, self.allocator_kept)
-        self.threads_per_worker = launch.threads
-        recorded = partial(
-            capture,
-            model,
-            args,
-            kwargs,
-            batch_dim=batch_dim,
-            dynamic=dynamic,
-            keep_closed=keep_closed,
-        )
-        with shown(progress) as told, ExitStack() as stack:
-            stack.callback(launch.dismiss)
-            if told:
-                told(0, 1, f"recording what {type(model).__name__} does")
-            self.program = program or launch.done("the capture", recorded)
+        chosen = WorkerOptions(workers, devices, timeout, allocator)
+        self.model = model
+        recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
+        self.allocator_kept = chosen.keep_freed_memory()
+        backend = chosen.backend(self.allocator_kept)
+        self.threads_per_worker = backend.threads
+        with shown(progress) as report, ExitStack() as stack:
+            stack.callback(backend.close)
+            if report:
+                report(0, 1, f"recording what {type(model).__name__} does")
+            if program is None:
+                with backend.operation("the capture"):
+                    program = recording.capture(model, args, kwargs)
+            self.program = program
             source = source_of(model, weights)
-            planned = partial(given_or_planned, plan, launch, self.program, args, kwargs)
-            options = {"request": request, "tune": tune, "progress": told}
-            plan = self.plan = launch.decided(self.program, partial(planned, **options))
-            self.program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
-            crew = launch.crew(plan, model, timeout)
-            stack.callback(crew.close)
-            place(self.program, plan.cuts, launch.homes(plan), source, crew.hold)
-            self.program.recordings.rebind()
-            deferred = batchnorm == "deferred"
-            self._runner = Runner(self.program, plan, launch.in_order(plan), crew, deferred)
-            self.links = in_words(crew.links, plan.boundary_dtype)
-            self._auditor = Auditor(
-                audit, self.program, plan, self._runner, self.threads_per_worker
-            )
+            with backend.operation("the planning"):
+                made = None
+                if backend.leads:
+                    made = given_or_planned(
+                        plan, program, args, kwargs, backend, request, tune, report
+                    )
+                plan = self.plan = backend.agree(program, made)
+            program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
+            running = backend.start(plan, model, timeout)
+            stack.callback(running.close)
+            place(program, plan.cuts, running.homes, source, running.hold)
+            program.recordings.rebind()
+            self.links = in_words(running.links, plan.boundary_dtype)
+            self._workers = running
+            self._runner = Runner(program, plan, running, deferred=batchnorm == "deferred")
+            self._auditor = Auditor(audit, program, plan, self._runner, self.threads_per_worker)
+            self._passes = Passes(self._runner, self._auditor, program, plan, merge)
             self._saver = Saver(model, plan, self._runner)
-            self._opened = Opened(self.program)
-            self._left = left_elsewhere(self.program, plan, crew.shares_modules)
-            apart = Apart(model, crew.ownership, plan.splits_backward)
-            self._apart = apart if crew.shares_modules else None
             stack.pop_all()
 
     # -- training -------------------------------------------------------------------------
@@ -275,11 +263,10 @@ class Pipeline(Forwarding, Saves):
                 again.
             ClosedError: the pipeline is closed.
         """
-        split = partial(self._split, args, kwargs)
-        targets = partial(split_target, target)
-        asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler))
+        scale = scale_of(scaler)
+        objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs, scale)
         with explaining(self.model, args, kwargs, target):
-            return self._step(*_training(), split, asked, (args, kwargs, target, loss_kwargs))
+            return self._passes.step(*_training(), Whole(args, kwargs), objective)
 
     def train_microbatches(
         self,
@@ -313,13 +300,11 @@ class Pipeline(Forwarding, Saves):
         Raises:
             InputError, AuditError, WorkerError, ClosedError: as `train_step` does.
         """
-        given = partial(Batch.given, self.program, microbatches)
-        for_each = partial(given_targets, targets)
-        asked = Objective(
-            for_each, loss_fn, weight, loss_kwargs, metrics, outputs, scale_of(scaler)
+        scale, by_hand = scale_of(scaler), True
+        objective = Objective(
+            targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale, by_hand
         )
-        everything = (microbatches, targets, loss_kwargs)
-        return self._step(*_training(), given, asked, everything, by_microbatch=True)
+        return self._passes.step(*_training(), ByHand(microbatches), objective)
 
     def eval_step(
         self,
@@ -350,55 +335,45 @@ class Pipeline(Forwarding, Saves):
         Raises:
             InputError, WorkerError, ClosedError: as `train_step` does.
         """
-        split = partial(self._split, args, kwargs)
-        targets = partial(split_target, target)
-        asked = Objective(targets, loss_fn, weight, loss_kwargs, metrics, outputs)
+        objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs)
         explained = explaining(self.model, args, kwargs, target)
         with explained, evaluating(self.model), torch.no_grad():
-            everything = (args, kwargs, target, loss_kwargs)
-            return self._step("eval_step", "infer", split, asked, everything)
+            return self._passes.step("infer", "eval_step", Whole(args, kwargs), objective)
 
-    def _step(
-        self,
-        name: str,
-        what: Pass,
-        make: Callable[[], Batch],
-        objective: Objective,
-        given: Any,
-        by_microbatch: bool = False,
-    ) -> Any:
-        """A pass of a batch that ends in a loss."""
-        with self._together(name):
-            check_untransformed(given, self.model.parameters())
-            order, batch, result = self._with_loss(what, make, objective, by_microbatch)
-            with self._auditor.around(order, batch), objective.undone():
-                outcome = self._runner.run(order)
-        backward_into_inputs(order.values, outcome.gradients)
-        rows = [m.sizes[ROWS] for m in order.microbatches]
-        if order.loss is not None and len(rows) > 1 and max(rows) > 1:
-            self._mixing.of_loss(objective.identity, outcome.mismatch, objective.weight)
-        return step_result(objective, outcome, result)
+    # -- calls --------------------------------------------------------------------------------
 
-    def _with_loss(
-        self, what: Pass, make: Callable[[], Batch], objective: Objective, by_microbatch: bool
-    ) -> tuple[Order, Batch, Result | None]:
-        """The order for a batch that ends in a loss; and what makes the outputs, if wanted."""
-        runner = self._runner
-        batch, loss = self._batch(make, trains=what == "train"), None
-        if runner.workers.has_loss:
-            check_reads("loss", objective.loss_fn, self._left)
-            check_reads("metrics function", objective.metrics, self._left)
-            is_new = self._mixing.is_new(objective.identity)
-            loss = objective.loss(batch.rows, runner.loss_device, is_new, self._apart)
-        order = self._order(what, batch, loss)
-        result = None
-        if objective.outputs:
-            in_list = by_microbatch or objective.outputs == "list"
-            result = self._result_of(order, "list" if in_list else self._merge)
-        ways = runner.ways(order.training)
-        taken = {m.way for m in order.microbatches} if len(order.microbatches) > 1 else ()
-        self._mixing.of_model(join for way in taken for join in ways[way].trace.joins)
-        return order, batch, result
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result for a batch, in its own structure.
+
+        With gradients enabled, `backward()` on a loss of it runs the pipeline's backward; without
+        (`torch.no_grad()`), nothing is kept.
+
+        Raises:
+            InputError: the batch does not fit, or a result cannot be put together from
+                micro-batches.
+            AuditError: the stages no longer do what the model's own forward does.
+            WorkerError: a stage failed; the original error is its cause.
+            ClosedError: the pipeline is closed.
+        """
+        return self._passes.call(args, kwargs)
+
+    def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
+        """The model's results for many batches, in order, without gradients.
+
+        The next batches enter while the one before is still on its way, so the pipeline never
+        drains in between. To stop early, leave the loop: what is under way is waited for.
+
+        Args:
+            batches: for each a tuple of the model's positional arguments, or a dict of its keyword
+                arguments, or the only argument.
+            ahead: how many batches are under way at most; by default as many as keep all stages
+                busy.
+
+        Raises:
+            InputError, WorkerError, ClosedError: as a call does. Results that came before are
+                given out first.
+        """
+        return self._passes.map(batches, ahead)
 
     # -- what a module and its trainer offer --------------------------------------------------
 
@@ -413,21 +388,21 @@ class Pipeline(Forwarding, Saves):
                 of groups may also be patterns of names, or functions of a name and a parameter,
                 see `penstock.training.groups`.
             **options: the class's arguments, `lr` and so on; and `master_weights=True` to update
-                parameters in half precision by float32 copies of them (`penstock.training.masters`).
+                parameters in half precision by float32 copies (`penstock.training.masters`).
 
         Raises:
             InputError: the class cannot be divided among workers, or a group fits nothing.
         """
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
-        divide = partial(self._runner.workers.optimizer, owners=self._owned())
+        divide = partial(self._workers.optimizer, owners=self._owned())
         return PipelineOptimizer(kind, chosen, divide, **options)
 
     def _owned(self) -> list[list[nn.Parameter]]:
         """The parameters of every worker; those that no stage uses belong to the first."""
         owned: list[list[nn.Parameter]] = []
         seen: set[int] = set()
-        for parameters in self._runner.workers.ownership.parameters:
+        for parameters in self._workers.ownership.parameters:
             owned.append([p for p in parameters if id(p) not in seen])
             seen.update(map(id, parameters))
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
@@ -439,9 +414,7 @@ class Pipeline(Forwarding, Saves):
         It scales the loss of the plain style (`scaler.scale(loss).backward()`) or of a step
         (`train_step(..., scaler=scaler)`); `scaler.step(optimizer)` and `scaler.update()` follow.
         """
-        crew = self._runner.workers
-        home = self._runner.loss_device
-        return PipelineScaler(home, crew.together, crew.everyones, **options)
+        return PipelineScaler(self._runner.loss_device, self._workers, **options)
 
     def state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
         """The model's state, under the model's names: it loads into the plain model.
@@ -449,7 +422,7 @@ class Pipeline(Forwarding, Saves):
         Args:
             of: a copy of the model instead, like the `module` of an `AveragedModel`.
         """
-        return self._runner.workers.state(self.model, self.model if of is None else of)
+        return self._workers.state(self.model, self.model if of is None else of)
 
     def clip_grad_norm_(
         self,
@@ -471,7 +444,7 @@ class Pipeline(Forwarding, Saves):
             the norm that they had.
         """
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
-        return self._runner.workers.clip(self._clipped(parameters), clipping)
+        return self._workers.clip(self._clipped(parameters), clipping)
 
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
@@ -509,10 +482,120 @@ class Pipeline(Forwarding, Saves):
         """What was run by the model's own forward as well, so far."""
         return self._auditor.found
 
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def save(
+        self, path: str | os.PathLike[str], *, background: bool = False, **things: Any
+    ) -> Save:
+        """Save the training run, as it is between two steps, to a folder.
+
+        Saved are the model's weights and buffers, the plan, the random generators of torch, numpy
+        and Python, the pipeline's own `random_state()`, and `things`. Gradients are not. Every
+        worker writes its own part. A checkpoint that is in the
+        folder is replaced at once when the new one is on the disk; whatever happens before, it
+        stays. `penstock.load` reads it, with any number of stages and any kind of worker.
+
+        Args:
+            path: of the folder. Under torchrun all ranks must see the same.
+            background: take a copy, and write it while training goes on. An error is then raised
+                by `wait()`, by the next save, which waits for this one, or by `close()`.
+            **things: by the names under which `Checkpoint.restore` gets them: optimizers, whatever
+                else has `state_dict()` (schedulers, scalers, averaged models), `torch.Generator`s,
+                and plain data, such as the position in the training data.
+
+        Returns:
+            the save; its `wait()` returns when it is on the disk.
+
+        Raises:
+            InputError: one of the things cannot be saved.
+            CheckpointError: it cannot be written.
+            ClosedError: the pipeline is closed.
+        """
+        return self._saver.save(path, background, things)
+
+    def random_state(self) -> dict[str, int]:
+        """What the random numbers of the next passes depend on, for checkpoints of one's own.
+
+        Dropout masks, and all else that the model and the loss draw, are made of the seed, the
+        number of the pass, the micro-batch and the call. `save` has this state in it already; it is
+        for whoever saves by other means. Under torchrun it is the same on every rank once there
+        was a pass.
+
+        Returns:
+            `"seed"`: that of `torch.manual_seed`; `"trained"`: how many passes have trained
+            (`train_step`, and calls in training mode, with gradients); `"others"`: how many have
+            not. Whole numbers, which `torch.save` and JSON can hold.
+        """
+        return self._runner.random_state()
+
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """Draw from now on what was drawn after this state was taken.
+
+        Number of stages, schedule and kind of workers may have been other ones. The seed of the
+        state is used until `torch.manual_seed` gives another one than there is now; the generators
+        of torch, numpy and Python are left alone. Under torchrun every rank loads it.
+
+        Args:
+            state: what `random_state` returned.
+
+        Raises:
+            InputError: it is no such state.
+        """
+        self._runner.load_random_state(state)
+
+    # -- what the model offers, by its own names --------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, vars(self).get("model"), name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be copied or pickled, as it has workers. To copy its model: "
+            "copy.deepcopy(pipe.model); to save it: torch.save(pipe.state_dict(), file) or "
+            "pipe.save(folder); to have it elsewhere, build another Pipeline there"
+        )
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's parameters."""
+        return self.model.parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters, with the model's names for them.
+
+        Raises:
+            TypeError: `torch.func.functional_call` takes the pipeline for a module.
+        """
+        if not remove_duplicate:
+            raise TypeError(
+                "a Pipeline is no nn.Module whose parameters can be replaced for a call, as "
+                "torch.func.functional_call does; give it pipe.model, which runs unsplit"
+            )
+        return self.model.named_parameters(prefix, recurse)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state of the model, from here or from plain PyTorch."""
         self._auditor.expect_news()
-        return super().load_state_dict(state_dict, strict)
+        return self.model.load_state_dict(state_dict, strict)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch to training mode, like `nn.Module.train`."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Switch to evaluation mode, like `nn.Module.eval`."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        self.model.zero_grad(set_to_none)
 
     # -- life -----------------------------------------------------------------------------
 
@@ -538,8 +621,8 @@ class Pipeline(Forwarding, Saves):
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
 
 
-def _training() -> tuple[str, Pass]:
-    """What a step of training is called, and does: without gradients only the forward."""
+def _training() -> tuple[Pass, str]:
+    """What a step of training does, and is called: without gradients only the forward."""
     if torch.is_grad_enabled():
-        return "train_step", "train"
-    return "train_step without gradients", "infer"
+        return "train", "train_step"
+    return "infer", "train_step without gradients"

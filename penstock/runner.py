@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +21,10 @@ from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
 from penstock.schedule import Timeline
-from penstock.workers.crew import Crew
+from penstock.workers.backend import Workers
 from penstock.workers.ways import Ways
 
-Slices = list[list[Any]]
-"""For every micro-batch the values that the first stage gets."""
+_WHAT = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
 
 
 @dataclass
@@ -58,18 +57,17 @@ class Counts:
 
 
 class Runner:
-    """The stages of a plan, run by a crew. The model's weights are where the plan wants them.
+    """The stages of a plan, run by workers. The model's weights are where the plan wants them.
 
     Args:
         program: what is run.
         plan: how.
-        devices: of the workers.
-        crew: who does it.
+        workers: who does it.
         deferred: whether BatchNorms are moved once per batch.
 
     Attributes:
         loss_device: where the last stage is.
-        crew: who does it.
+        workers: who does it.
         counts: of passes that were ordered.
     """
 
@@ -77,13 +75,13 @@ class Runner:
         self,
         program: Program,
         plan: Plan,
-        devices: Sequence[torch.device],
-        crew: Crew,
+        workers: Workers,
         deferred: bool = False,
     ) -> None:
-        training = evaluation = Ways(program, plan, devices, True, crew.add, deferred)
+        devices = workers.devices
+        training = evaluation = Ways(program, plan, devices, True, workers.add, deferred)
         if not program.same_in_eval:
-            evaluation = Ways(program, plan, devices, False, crew.add, deferred)
+            evaluation = Ways(program, plan, devices, False, workers.add, deferred)
         self._program = program
         self._ways = {True: training, False: evaluation}
         self._num_workers = len(devices)
@@ -92,52 +90,74 @@ class Runner:
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
         self._timelines: list[Timeline] | None = None
         self.loss_device = devices[plan.placement[-1]]
-        self.crew = crew
+        self.workers = workers
         self._user = _User()
 
     def ways(self, training: bool) -> Ways:
         """The ways through the model in this mode."""
         return self._ways[training]
 
-    def batch(self, make: Callable[[], Batch], training: bool, trains: bool) -> Batch:
-        """A batch with the ways that it takes; made where the first stage is fed.
+    def route(self, batch: Batch, training: bool, trains: bool) -> Batch:
+        """A batch with the ways that its micro-batches take; where the first stage is fed.
+
+        At a new size, or if the model has changed, its own forward runs here.
 
         Args:
-            make: makes it.
+            batch: split into micro-batches.
             training: in which mode of the model it is run.
             trains: whether it counts as a step of training.
+
+        Raises:
+            InputError: the model does not take it, or workers do not see how the model has changed.
+            CaptureError: its forward cannot be recorded.
         """
-        ways = self._ways[training]
-        if not self.crew.has_everything:
-            ways.forget_others()
-
-        def routed() -> Batch:
-            batch, known = make(), len(ways)
-            try:
-                with self._program.recordings.looking():
-                    taken = [ways.taken(part) for part in batch.parts]
-            except Exception as error:  # at a new size, the model's own forward runs
-                self.crew.check()
-                if (clearer := lone_row(error, batch.rows)) is not None:
-                    raise clearer from error
-                raise
-            pairs = zip(taken, batch.parts, strict=True)
-            news = {w: part for w, part in pairs if w >= known}
-            sizes: list[Sizes] = [
-                {**sizes, **ways.numbers(way, part)}
-                for sizes, way, part in zip(batch.sizes, taken, batch.parts, strict=True)
-            ]
-            batch = replace(batch, ways=taken, sizes=sizes, news=news, seed=self.seed)
-            return replace(batch, step=self.counts.next(trains), number=self._passes)
-
-        batch = self.crew.told(routed)
-        for way in sorted(batch.news):  # elsewhere it is recorded now, under the same number
-            ways.follow(way, batch.news[way])
-        if not batch.parts:
+        ways = self._ways_now(training)
+        known = len(ways)
+        try:
             with self._program.recordings.looking():
-                for way, sizes in zip(batch.ways, batch.sizes, strict=True):
-                    ways.check(way, sizes)
-        return batch
+                taken = [ways.taken(part) for part in batch.parts]
+        except Exception as error:
+            self.workers.check()
+            if (clearer := lone_row(error, batch.rows)) is not None:
+                raise clearer from error
+            raise
+        news = {w: part for w, part in zip(taken, batch.parts, strict=True) if w >= known}
+        sizes: list[Sizes] = [
+            {**sizes, **ways.numbers(way, part)}
+            for sizes, way, part in zip(batch.sizes, taken, batch.parts, strict=True)
+        ]
+        step = self.counts.next(trains)
+        found = replace(batch, ways=taken, sizes=sizes, news=news, seed=self.seed)
+        return replace(found, step=step, number=self._passes)
+
+    def share(self, batch: Batch | None, training: bool) -> Batch:
+        """A routed batch for all processes that run the script; those without inputs get no parts.
+
+        Args:
+            batch: where the first stage is fed.
+            training: in which mode of the model it is run.
+
+        Raises:
+            InputError: the model here is not what it is where the first stage is fed.
+        """
+        described = replace(batch, parts=[]) if batch is not None else None
+        heard = self.workers.broadcast(described, "inputs")
+        if batch is not None:
+            return batch
+        ways = self._ways_now(training)
+        for way in sorted(heard.news):  # recorded here as well, under the same number
+            ways.follow(way, heard.news[way])
+        with self._program.recordings.looking():
+            for way, sizes in zip(heard.ways, heard.sizes, strict=True):
+                ways.check(way, sizes)
+        return heard
+
+    def _ways_now(self, training: bool) -> Ways:
+        """The ways of this mode; those of a pass that failed may be unknown to other processes."""
+        ways = self._ways[training]
+        if not self.workers.role.has_all_weights and not self._user.is_busy:
+            ways.forget_others()
+        return ways
 
     def order(self, what: Pass, batch: Batch, training: bool, loss: Loss | None = None) -> Order:
         """The order for a pass of this batch."""
@@ -186,7 +206,7 @@ class Runner:
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
-        with self.given_up():
+        with self.given_up(), self.workers.operation(_WHAT[order.what]):
             return self.finish(self.start(order))
 
     @contextmanager
@@ -201,7 +221,7 @@ class Runner:
             raise
         except BaseException as interruption:
             if self._user.is_here():
-                self.crew.give_up(interruption)
+                self.workers.give_up(interruption)
                 self._user.drop()
             raise
 
@@ -215,7 +235,7 @@ class Runner:
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
         try:
-            return order, self.crew.start(order)
+            return order, self.workers.start(order)
         except BaseException:
             self._user.leave()
             raise
@@ -238,13 +258,13 @@ class Runner:
 
     def _finished(self, ticket: Any) -> Outcome:
         try:
-            return self.crew.finish(ticket)
+            return self.workers.finish(ticket)
         finally:
             self._user.leave()
 
     def forget_with(self, holder: object, order: Order) -> None:
         """Let the stages go of a batch as soon as `holder` is gone."""
-        weakref.finalize(holder, self.crew.forget, order.training, order.number).atexit = False
+        weakref.finalize(holder, self.workers.forget, order.training, order.number).atexit = False
 
     @contextmanager
     def recording(self) -> Iterator[list[Timeline]]:
@@ -258,7 +278,7 @@ class Runner:
 
     def close(self) -> None:
         """Dismiss the workers."""
-        self.crew.close()
+        self.workers.close()
 
 
 class _User:
@@ -287,6 +307,11 @@ class _User:
         """A pass has come to its end."""
         with self._lock:
             self._passes = max(0, self._passes - 1)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are passes under way."""
+        return self._passes > 0
 
     def is_here(self) -> bool:
         """Whether this thread was the last to begin a pass."""

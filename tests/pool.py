@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.workers import hiring
+from penstock.workers.processes import backend
 from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.processes.site import Site
 
@@ -145,7 +145,7 @@ def lend(count: int, reset: Callable[[], None]) -> ProcessPool:
 def pooled() -> Iterator[None]:
     """Meanwhile, pipelines of worker processes take them from the pool."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hiring, "ProcessPool", lend)
+        patch.setattr(backend, "ProcessPool", lend)
         yield
 
 

@@ -141,8 +141,8 @@ def test_a_batch_that_cannot_be_started_leaves_those_before_it_alone(
             mlp(6, 6, 6), (X,), devices=["cpu"] * 2, workers="processes", num_microbatches=2
         ) as pipe,
     ):
-        crew = pipe._runner.workers
-        check, calls = crew._shared.check, []
+        workers = pipe._runner.workers
+        check, calls = workers._shared.check, []
 
         def refuse(worker: int) -> Any:
             calls.append(worker)
@@ -150,12 +150,12 @@ def test_a_batch_that_cannot_be_started_leaves_those_before_it_alone(
                 raise ps.InputError("no")
             return check(worker)
 
-        monkeypatch.setattr(crew._shared, "check", refuse)
-        before = pipe._enter((X,))
+        monkeypatch.setattr(workers._shared, "check", refuse)
+        before = pipe._passes._start((X,))
         with pytest.raises(ps.InputError, match="no"):
-            pipe._enter((2 * X,))
+            pipe._passes._start((2 * X,))
         with torch.no_grad():
-            assert torch.equal(pipe._result(before), pipe(X))
+            assert torch.equal(pipe._passes._result(before), pipe(X))
 
 
 def test_another_thread_is_told_so(kind: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.workers import hiring
+from penstock.workers.processes import backend
 from tests import pool
 from tests.models import mlp
 from tests.pool import POOL, Pooled, lend, pooled
@@ -110,7 +110,7 @@ def test_dead_workers_are_replaced() -> None:
 def test_without_the_pool_closing_really_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.workers.processes.pool import ProcessPool
 
-    monkeypatch.setattr(hiring, "ProcessPool", ProcessPool)
+    monkeypatch.setattr(backend, "ProcessPool", ProcessPool)
     with pipeline() as pipe:
         pids = pids_of(pipe)
         assert ask(pipe, lambda site: os.getpid()) == pids

@@ -47,9 +47,9 @@ def train(pipe: ps.Pipeline, rows: int) -> None:
 
 def ask(pipe: ps.Pipeline, job: Any) -> list[Any]:
     """What every worker answers to a job of the test's own."""
-    crew = pipe._runner.workers
-    assert isinstance(crew, ProcessWorkers)
-    return crew._workers.run([job] * len(crew._workers), 60.0)
+    workers = pipe._runner.workers
+    assert isinstance(workers, ProcessWorkers)
+    return workers._pool.run([job] * len(workers._pool), 60.0)
 
 
 @dataclass(frozen=True)

@@ -140,10 +140,10 @@ def test_an_optimizers_state_outlives_the_workers() -> None:
         torch.manual_seed(1)
         model = mlp(6, 6, 6)
         with pytest.MonkeyPatch.context() as patch:
-            from penstock.workers import hiring
+            from penstock.workers.processes import backend
             from penstock.workers.processes.pool import ProcessPool
 
-            patch.setattr(hiring, "ProcessPool", ProcessPool)  # that really end
+            patch.setattr(backend, "ProcessPool", ProcessPool)  # that really end
             with make(model, kind) as pipe:
                 optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
                 step(pipe)
@@ -217,10 +217,10 @@ def test_buffers_that_repeat_their_elements() -> None:
 
 
 def test_a_path_in_the_module_search_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from penstock.workers import hiring
+    from penstock.workers.processes import backend
     from penstock.workers.processes.pool import ProcessPool
 
-    monkeypatch.setattr(hiring, "ProcessPool", ProcessPool)
+    monkeypatch.setattr(backend, "ProcessPool", ProcessPool)
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     with make(mlp(6, 6, 6), "processes") as pipe:
         step(pipe)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import penstock as ps
 from benchmarks.flat import uniform_plan
 from penstock.capture.trees import flatten, unflatten
-from penstock.workers.hiring import Workers
+from penstock.workers.backend import Kind
 
 Found = dict[str, Tensor]
 """What a script leaves, by name: gradients, parameters, buffers, losses, results."""
@@ -210,7 +210,7 @@ class OneDevice(Trainer):
 class Penstock(Trainer):
     """Penstock on two workers of this process."""
 
-    workers: Workers = "threads"
+    workers: Kind = "threads"
     devices: tuple[str, ...] = ("cpu", "cpu")
 
     def __init__(self, setup: Setup, seed: int = 1) -> None:

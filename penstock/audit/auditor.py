@@ -101,7 +101,7 @@ class Auditor:
 
     def _never(self) -> str:
         """Why no pass of this pipeline can be audited, if none can."""
-        if not self._runner.workers.has_everything:
+        if not self._runner.workers.role.has_all_weights:
             return "no rank has all weights under torchrun, so none can run the whole model"
         if self._plan.boundary_dtype is not None:
             return f"what crosses a cut is rounded to {self._plan.boundary_dtype}, by design"
@@ -171,7 +171,7 @@ class Auditor:
         model = self._program.model
         parameters = [*model.parameters()]
         parameters += [p for own in self._runner.workers.ownership.parameters for p in own]
-        shared = self._runner.workers.shares_modules  # others silence their own
+        shared = self._runner.workers.role.calls_loss  # others silence their own
         with _gradients_kept(parameters):
             try:
                 quiet = silenced(model.modules() if shared else ())

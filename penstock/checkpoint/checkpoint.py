@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import load_file
@@ -24,9 +24,9 @@ from penstock.checkpoint.contents import (
     unlike,
     use_generators,
 )
-from penstock.checkpoint.saver import Saves
 from penstock.errors import CheckpointError, InputError
 from penstock.plan import Plan
+from penstock.runner import Runner
 from penstock.storage.folder import INDEX, Entry, checked, is_begun, read_index
 from penstock.weights import is_inside
 
@@ -46,6 +46,14 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: there is none, or not all of it.
     """
     return Checkpoint(Path(path))
+
+
+@runtime_checkable
+class Running(Protocol):
+    """A pipeline, as far as restoring is concerned."""
+
+    model: nn.Module
+    _runner: Runner
 
 
 class Checkpoint:
@@ -164,7 +172,7 @@ class Checkpoint:
 
     # -- putting it back ------------------------------------------------------------------
 
-    def restore(self, target: Saves | nn.Module, **things: Any) -> dict[str, Any]:
+    def restore(self, target: Running | nn.Module, **things: Any) -> dict[str, Any]:
         """Put everything back: the run goes on from here with the bits that it would have had.
 
         That is the model's state, the things that were saved, the random generators, and a
@@ -184,16 +192,17 @@ class Checkpoint:
                 something is missing.
             CheckpointError: a file is not as it was written.
         """
-        model = getattr(target, "model", None) if isinstance(target, Saves) else target
+        running = target if isinstance(target, Running) else None
+        model = target if running is None else running.model
         if not isinstance(model, nn.Module):
             raise InputError(f"cannot restore {target!r}: give a Pipeline, or the plain model")
-        runner = target._runner if isinstance(target, Saves) else None
-        with nullcontext() if runner is None else runner.workers.together("restore"):
+        runner = None if running is None else running._runner
+        with nullcontext() if runner is None else runner.workers.operation("restore"):
             self._check_names(things)
             state = self._fitting(model)
             loads = [self._load_of(model, name, thing) for name, thing in things.items()]
             generators = self._pickled(self._name("random"))
-            place = 0 if runner is None else runner.workers.place
+            place = 0 if runner is None else runner.workers.role.index
             model.load_state_dict(state, strict=False)
             for load_one in loads:
                 load_one()

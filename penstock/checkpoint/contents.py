@@ -18,8 +18,8 @@ from penstock.errors import InputError
 from penstock.storage.part import compact
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.workers.optimizer_parts import Parts
+from penstock.workers.ownership import Ownership
 from penstock.workers.saving import Portion
-from penstock.workers.ways import Ownership
 
 OPTIMIZER, STATE, GENERATOR, DATA = "optimizer", "state", "generator", "data"
 """What the user may give: a `torch.optim` optimizer, anything with `state_dict()`, a
@@ -50,7 +50,7 @@ class Contents:
     def of(
         cls,
         model: nn.Module,
-        holdings: Ownership,
+        ownership: Ownership,
         random_state: Mapping[str, int],
         things: Mapping[str, Any],
     ) -> Contents:
@@ -58,15 +58,15 @@ class Contents:
 
         Args:
             model: whose weights.
-            holdings: what of them each worker has.
+            ownership: what of them each worker has.
             random_state: of the pipeline.
             things: what the user wants to have saved, by name.
 
         Raises:
             InputError: something cannot be saved.
         """
-        portions = [Portion() for _ in holdings.parameters]
-        owners, names = _owners(holdings), names_of(model)
+        portions = [Portion() for _ in ownership.parameters]
+        owners, names = _owners(ownership), names_of(model)
         weights = _divide_weights(model, owners, portions)
         saved: dict[str, tuple[str, Any]] = {}
         remote: dict[str, Parts] = {}
@@ -174,11 +174,11 @@ def use_generators(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
 
 
-def _owners(holdings: Ownership) -> dict[int, int]:
+def _owners(ownership: Ownership) -> dict[int, int]:
     """The worker that owns each tensor, by the tensor's id."""
     owners: dict[int, int] = {}
-    for worker, parameters in enumerate(holdings.parameters):
-        for tensor in [*parameters, *holdings.buffers[worker]]:
+    for worker, parameters in enumerate(ownership.parameters):
+        for tensor in [*parameters, *ownership.buffers[worker]]:
             owners.setdefault(id(tensor), worker)
     return owners
 

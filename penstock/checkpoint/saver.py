@@ -21,7 +21,7 @@ from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.storage.folder import VERSION, Folder, entry, sync
 from penstock.storage.part import WHOLE, Part, compact, names_of_save
-from penstock.workers.crew import Crew
+from penstock.workers.backend import Workers
 from penstock.workers.saving import SaveOrder
 
 _STALLED = 600.0  # seconds in which no part grows; one that is large may wait for the disk
@@ -33,24 +33,24 @@ class Save:
 
     Args:
         path: of the checkpoint.
-        crew: who writes it.
+        workers: who write it.
 
     Attributes:
         path: of the checkpoint.
     """
 
-    def __init__(self, path: Path, crew: Crew) -> None:
+    def __init__(self, path: Path, workers: Workers) -> None:
         self.path = path
-        self._crew = crew
+        self._workers = workers
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._settled = False
+        self._ended = False
         self._begun = threading.Lock()  # held from then on
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not; under torchrun rank 0 knows."""
-        return self._settled or (self._thread is not None and not self._thread.is_alive())
+        return self._ended or (self._thread is not None and not self._thread.is_alive())
 
     def wait(self) -> None:
         """Wait until the checkpoint is on the disk. Under torchrun all ranks do.
@@ -58,23 +58,23 @@ class Save:
         Raises:
             CheckpointError: it could not be written; the checkpoint before is still there.
         """
-        if not self._settled:
+        if not self._ended:
             try:
-                with self._crew.together("the wait for a checkpoint"):
-                    self.settle()
+                with self._workers.operation("the wait for a checkpoint"):
+                    self.end()
             except Exception as error:
                 self._error = error
-            self._settled = True
+            self._ended = True
         if self._error is not None:
             raise self._error
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """Wait for what this process does of it, and raise its error, if that was not done yet."""
-        if self._settled:
+        if self._ended:
             return
         if self._thread is not None:
             self._thread.join()
-            self._settled = True
+            self._ended = True
         if self._error is not None:
             raise self._error
 
@@ -121,26 +121,26 @@ class Saver:
     def save(
         self, path: str | os.PathLike[str], background: bool, things: Mapping[str, Any]
     ) -> Save:
-        """See `Saves.save`."""
-        crew = self._runner.workers
+        """See `Pipeline.save`."""
+        workers = self._runner.workers
         before, self._current = self._current, None
-        if before is not None and not before._settled:
+        if before is not None and not before._ended:
             before.wait()
         folder = Folder(path)
-        save = Save(folder.path, crew)
+        save = Save(folder.path, workers)
         try:
-            with crew.together("save"):
+            with workers.operation("save"):
                 training, parts = self._write(folder, background, things)
-                generators = crew.everyones(generators_now())
-            with crew.together("the end of a save"):
-                if crew.leads:
+                generators = workers.all_gather("save", generators_now())
+            with workers.operation("the end of a save"):
+                if workers.role.leads:
                     save.run(partial(self._finish, folder, parts, training, generators), background)
         except BaseException as error:
             if save.revoke():  # else its thread has the folder, and lets go of it
                 folder.end(isinstance(error, Exception))
             raise
         self._current = save if background else None
-        save._settled = not background
+        save._ended = not background
         return save
 
     def _write(
@@ -150,7 +150,8 @@ class Saver:
         runner = self._runner
         found = Contents.of(self._model, runner.workers.ownership, runner.random_state(), things)
         names = partial(names_of_save, len(found.portions))
-        self._number = runner.workers.agreed(lambda: folder.begin(names, self._number))
+        begun = folder.begin(names, self._number) if runner.workers.role.leads else None
+        self._number = runner.workers.broadcast(begun, "leader")
         where = os.fspath(folder.path)
         order = SaveOrder(
             where, self._number, found.portions, found.names, found.remote, background
@@ -222,7 +223,7 @@ class Saver:
         """
         current, self._current = self._current, None
         if current is not None:
-            current.settle()
+            current.end()
 
 
 def _size_of(part: Part) -> int:
@@ -245,69 +246,3 @@ def _index(number: int, notes: Sequence[Mapping[str, Any]], files: Sequence[Path
     penstock = {"version": VERSION, "number": number, "files": found}
     total = sum(note["bytes"] for note in notes)
     return {"metadata": {"total_size": total, "penstock": penstock}, "weight_map": weights}
-
-
-class Saves:
-    """What a pipeline offers to save a training run."""
-
-    _saver: Saver
-    _runner: Runner
-
-    def save(
-        self, path: str | os.PathLike[str], *, background: bool = False, **things: Any
-    ) -> Save:
-        """Save the training run, as it is between two steps, to a folder.
-
-        Saved are the model's weights and buffers, the plan, the random generators of torch, numpy
-        and Python, the pipeline's own `random_state()`, and `things`. Gradients are not. Every
-        worker writes its own part. A checkpoint that is in the
-        folder is replaced at once when the new one is on the disk; whatever happens before, it
-        stays. `penstock.load` reads it, with any number of stages and any kind of worker.
-
-        Args:
-            path: of the folder. Under torchrun all ranks must see the same.
-            background: take a copy, and write it while training goes on. An error is then raised
-                by `wait()`, by the next save, which waits for this one, or by `close()`.
-            **things: by the names under which `Checkpoint.restore` gets them: optimizers, whatever
-                else has `state_dict()` (schedulers, scalers, averaged models), `torch.Generator`s,
-                and plain data, such as the position in the training data.
-
-        Returns:
-            the save; its `wait()` returns when it is on the disk.
-
-        Raises:
-            InputError: one of the things cannot be saved.
-            CheckpointError: it cannot be written.
-            ClosedError: the pipeline is closed.
-        """
-        return self._saver.save(path, background, things)
-
-    def random_state(self) -> dict[str, int]:
-        """What the random numbers of the next passes depend on, for checkpoints of one's own.
-
-        Dropout masks, and all else that the model and the loss draw, are made of the seed, the
-        number of the pass, the micro-batch and the call. `save` has this state in it already; it is
-        for whoever saves by other means. Under torchrun it is the same on every rank once there
-        was a pass.
-
-        Returns:
-            `"seed"`: that of `torch.manual_seed`; `"trained"`: how many passes have trained
-            (`train_step`, and calls in training mode, with gradients); `"others"`: how many have
-            not. Whole numbers, which `torch.save` and JSON can hold.
-        """
-        return self._runner.random_state()
-
-    def load_random_state(self, state: Mapping[str, int]) -> None:
-        """Draw from now on what was drawn after this state was taken.
-
-        Number of stages, schedule and kind of workers may have been other ones. The seed of the
-        state is used until `torch.manual_seed` gives another one than there is now; the generators
-        of torch, numpy and Python are left alone. Under torchrun every rank loads it.
-
-        Args:
-            state: what `random_state` returned.
-
-        Raises:
-            InputError: it is no such state.
-        """
-        self._runner.load_random_state(state)

@@ -129,7 +129,7 @@ def _planned(
     from penstock.display.progress import callback
     from penstock.plan import plans
     from penstock.planning.planner import TUNED, profile_for, tuned
-    from penstock.workers.hiring import measuring
+    from penstock.workers.kinds import measuring
 
     hardware = described_hardware(devices)
     if hardware is not None and tune:

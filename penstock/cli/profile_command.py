@@ -77,7 +77,7 @@ def command(
     from penstock.display.progress import callback
     from penstock.profile.cache import cached_profile
     from penstock.profile.measure import SECONDS
-    from penstock.workers.hiring import measuring
+    from penstock.workers.kinds import measuring
     from penstock.workers.probe import with_links
 
     module, args, kwargs = load_example(model, inputs, example, seed, empty)

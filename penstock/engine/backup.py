@@ -33,3 +33,33 @@ class Backup:
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach().clone()
+
+
+class Backups:
+    """What the passes that are under way may change, as it was before each of them."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[Backup]] = {}  # by the number of the pass
+
+    def __bool__(self) -> bool:
+        """Whether any pass is under way."""
+        return bool(self._of)
+
+    def begin(self, number: int, backups: Iterable[Backup] = ()) -> None:
+        """A pass begins that may change what is in these backups, and in those added later."""
+        self._of[number] = list(backups)
+
+    def add(self, number: int, backup: Backup) -> None:
+        """A worker begins with its part of a pass; may be called from any thread."""
+        self._of[number].append(backup)
+
+    def drop(self, number: int) -> None:
+        """A pass has ended well, or has never begun."""
+        self._of.pop(number, None)
+
+    def restore(self) -> None:
+        """Put back what passes have changed that did not come to their end, the oldest last."""
+        for number in sorted(self._of, reverse=True):
+            for backup in self._of[number]:
+                backup.restore()
+        self._of.clear()

@@ -95,6 +95,58 @@ class Batch:
         return [size[ROWS] for size in self.sizes]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """The arguments of a call, which are split into micro-batches.
+
+    Attributes:
+        args: positional ones.
+        kwargs: keyword arguments.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    by_hand = False
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What the user has given."""
+        return self.args, self.kwargs
+
+    def batch(self, program: Program, most: int) -> Batch:
+        """So many micro-batches, or as many as there are rows.
+
+        Raises:
+            InputError: the arguments do not fit the program, or have no rows.
+        """
+        return Batch.split(program.flatten_inputs(self.args, self.kwargs), most)
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """Micro-batches that the user has made.
+
+    Attributes:
+        microbatches: each a tuple of arguments, or a dict of them.
+    """
+
+    microbatches: Sequence[Any]
+    by_hand = True
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What the user has given."""
+        return (self.microbatches,)
+
+    def batch(self, program: Program, most: int) -> Batch:
+        """These, however many they are.
+
+        Raises:
+            InputError: there is none, or one does not fit the program.
+        """
+        return Batch.given(program, self.microbatches)
+
+
 def arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), inputs

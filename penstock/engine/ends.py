@@ -13,15 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
 from penstock.capture.trees import map_leaves
-from penstock.engine.span import Gradients, Roots, Values, edges
+from penstock.engine.ending import Endings
 from penstock.engine.state import values_saved
 from penstock.errors import InputError
-
-Assemble = Callable[[int, Values], Any]
-"""Puts a micro-batch's result together, in the model's structure, from the last stage's values."""
-
-InPieces = Callable[[int, Values, Sequence[int]], list[Any]]
-"""Like it, for pieces of a micro-batch that have so many rows each; copies, without history."""
+from penstock.links.link import Gradients, Roots, Values, edges
 
 
 @dataclass(frozen=True)
@@ -41,8 +36,26 @@ class Pieces:
     weights: Sequence[float]
 
 
-Apart = Callable[[torch.Tensor], str | None]
-"""The name of a parameter whose gradient is not made by the graph that the loss is in."""
+@dataclass(frozen=True)
+class Apart:
+    """The parameters that a loss may not use, as their gradients are made apart from its own.
+
+    Attributes:
+        model: whose.
+        elsewhere: those, by id, that are not in the graph which the loss is a part of.
+        halves: whether gradients of weights are made apart from all others.
+    """
+
+    model: nn.Module
+    elsewhere: Mapping[int, nn.Parameter]
+    halves: bool
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The name of a parameter, if it is one of them."""
+        if id(parameter) not in self.elsewhere and not self.halves:
+            return None
+        named = self.model.named_parameters()
+        return next((name for name, own in named if own is parameter), None)
 
 
 class LossFailed(Exception):  # noqa: N818 - never reaches a user: it tells loss from forward
@@ -87,6 +100,9 @@ class Feed:
 class Outlet:
     """The sink of the last stage: it collects results, or turns them into losses at once.
 
+    Args:
+        endings: how results are put together.
+
     Attributes:
         results: what the last stage gave, by micro-batch, without history.
         gradients: the gradients of those results, for the backward.
@@ -95,9 +111,8 @@ class Outlet:
         mismatch: the loss of a micro-batch, and what its pieces make, if that is something else.
     """
 
-    def __init__(self, assemble: Assemble, in_pieces: InPieces | None = None) -> None:
-        self._assemble = assemble
-        self._in_pieces = in_pieces
+    def __init__(self, endings: Endings) -> None:
+        self._endings = endings
         self._loss: Loss | None = None
         self.clear()
 
@@ -135,14 +150,14 @@ class Outlet:
         key = self._keys[microbatch]
         pieces = self._loss.pieces
         outputs = []
-        if pieces and self._in_pieces and pieces.microbatch == microbatch:
+        if pieces and pieces.microbatch == microbatch:
             split = ([sum(pieces.rows)], pieces.rows)  # before the loss, which may write them
-            outputs = [o for rows in split for o in self._in_pieces(microbatch, results, rows)]
-        loss, weight = self._loss.of(microbatch, key, results, self._assemble)
+            outputs = [o for rows in split for o in self._endings.pieces(microbatch, results, rows)]
+        loss, weight = self._loss.of(microbatch, key, results, self._endings)
         if outputs:
             self.mismatch = self._loss.mismatch(loss.detach(), outputs)
         if self._loss.metrics is not None:
-            found = self._loss.measured(microbatch, key, results, self._assemble)
+            found = self._loss.measured(microbatch, key, results, self._endings)
             self.metrics[microbatch] = found
         self.losses[microbatch] = loss.detach()
         self.gradients[microbatch] = [weight]
@@ -199,7 +214,7 @@ class Loss:
         return list(self.function.buffers()) if isinstance(self.function, nn.Module) else []
 
     def of(
-        self, microbatch: int, key: Key, results: Values, assemble: Assemble
+        self, microbatch: int, key: Key, results: Values, endings: Endings
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of a micro-batch, and its weight, scaled, as the gradient to start from.
 
@@ -210,7 +225,7 @@ class Loss:
             LossFailed: the function raised, or returned something else than a scalar tensor.
         """
         try:
-            output = assemble(microbatch, results)
+            output = endings.result(microbatch, results)
             with values_saved(self.buffers):
                 loss = self._of(key, LOSS, output, *self.targets[microbatch], **self.more)
             _check_scalar(loss)
@@ -250,7 +265,7 @@ class Loss:
         scale = max(abs(value) for value in (whole, *parts) if value == value)
         return None if abs(made - whole) <= bound * scale else (whole, made)
 
-    def measured(self, microbatch: int, key: Key, results: Values, assemble: Assemble) -> Any:
+    def measured(self, microbatch: int, key: Key, results: Values, endings: Endings) -> Any:
         """What the metrics function says of a micro-batch.
 
         Raises:
@@ -258,7 +273,7 @@ class Loss:
         """
         try:
             with torch.no_grad():
-                output = assemble(microbatch, results)
+                output = endings.result(microbatch, results)
                 target = self.targets[microbatch]
                 found = self._measured(key, METRICS, output, *target)  # type: ignore[misc]
             return map_leaves(_without_history, found)
@@ -304,7 +319,7 @@ def _check_parameters(loss: torch.Tensor, results: Values, apart: Apart | None) 
                 "would be left in a worker's process. Make it a part of the model, or use "
                 'workers="threads"'
             )
-        if apart is not None and (name := apart(leaf)) is not None:
+        if apart is not None and (name := apart.name_of(leaf)) is not None:
             raise InputError(
                 f"the loss function uses the model's parameter {name!r}, which is not next to the "
                 "loss: its gradient is made in another stage, or another part of this one, so "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.capture import Join
@@ -50,7 +50,7 @@ class Mixing:
                 stacklevel=4,
             )
 
-    def of_model(self, joins: Iterable[Join]) -> None:
+    def of_model(self, joins: Sequence[Join]) -> None:
         """Warn if results that a loss will get have other rows in them."""
         for join in joins:
             if join.mixes and join.why not in self._said:

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.engine.backup import Backup
-from penstock.engine.batch import Targets, Weight, weights
+from penstock.engine.batch import Targets, Weight, given_targets, split_target, weights
 from penstock.engine.calling import callable_as
 from penstock.engine.effects import may_have_effects
 from penstock.engine.ends import Apart, Loss, Pieces, to_device
@@ -29,22 +29,38 @@ class Objective:
     """The arguments of `Pipeline.train_step` that the last stage is concerned with.
 
     Attributes:
-        targets: the targets of the micro-batches that have so many rows, on this device.
+        target: the user's; for micro-batches made by hand a sequence of one for each.
         loss_fn: the user's function of (output, target).
         weight: how the micro-batches' losses make the batch's.
         loss_kwargs: keyword arguments of `loss_fn`, the same for every micro-batch.
         metrics: another function of (output, target), that needs no gradients.
         outputs: whether the model's outputs are wanted, too, as one or in a list.
         scale: what the loss is multiplied by before its backward; `None` without loss scaling.
+        by_hand: whether the user has made the micro-batches.
     """
 
-    targets: Callable[[Sequence[int], torch.device], Targets]
+    target: Any
     loss_fn: Callable[..., torch.Tensor] | None
     weight: Weight
     loss_kwargs: Mapping[str, Any] | None
     metrics: Callable[..., Any] | None
     outputs: Outputs
     scale: float | None = None
+    by_hand: bool = False
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What of it the user has given that may have tensors."""
+        return self.target, self.loss_kwargs
+
+    def targets(self, rows: Sequence[int], device: torch.device) -> Targets:
+        """The targets of micro-batches that have so many rows, on this device.
+
+        Raises:
+            InputError: they do not fit.
+        """
+        make = given_targets if self.by_hand else split_target
+        return make(self.target, rows, device)
 
     @property
     def wants_more(self) -> bool:

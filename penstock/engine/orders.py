@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.capture.calls import Ambient, Join
+from penstock.capture.calls import Ambient
 from penstock.engine.ends import Loss
-from penstock.engine.span import Gradients, Values
 from penstock.engine.stage import MicroBatch
+from penstock.links.link import Gradients, Values
 from penstock.schedule import Event
 
 Pass = Literal["train", "forward", "backward", "infer"]
@@ -127,20 +127,3 @@ class Outcome:
                 total = loss if total is None else total + loss
         assert total is not None  # they add up to something
         return total
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the last stage's values are put together to the model's result.
-
-    Attributes:
-        values: what they are, in order.
-        outputs: the leaves of the result: values, sizes and constants.
-        structure: what the leaves are put into.
-        joins: for every value how it is put together from micro-batches.
-    """
-
-    values: tuple[Any, ...]
-    outputs: Sequence[Any]
-    structure: Any
-    joins: Sequence[Join] = ()

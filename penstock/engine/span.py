@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -24,10 +23,7 @@ from penstock.capture.calls import Ambient, Sizes, ambient
 from penstock.capture.graphs import Hollow
 from penstock.capture.randomness import Key
 from penstock.engine.state import State, values_saved
-
-Values = tuple[Any, ...]
-Gradients = Sequence[torch.Tensor | None]
-Roots = Sequence[GradientEdge | None]
+from penstock.links.link import Gradients, Roots, Values, edges
 
 # While they train, their backwards do not use the running statistics that their forwards change.
 _NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
@@ -188,19 +184,6 @@ def run_backward(
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
     elif pairs and leaves:
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=leaves)
-
-
-def edges(results: Values) -> Roots:
-    """For every result where its backward starts; the result itself need not be kept for that.
-
-    Without gradients there is none, though a view of a parameter still asks for one.
-    """
-    if not torch.is_grad_enabled():
-        return [None] * len(results)
-    return [
-        get_gradient_edge(r) if isinstance(r, torch.Tensor) and r.requires_grad else None
-        for r in results
-    ]
 
 
 class Entry:

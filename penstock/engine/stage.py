@@ -8,7 +8,7 @@ one the sink is the loss or the user's result. So no stage knows which one it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,39 +17,8 @@ from penstock.capture.calls import Sizes
 from penstock.capture.halves import Deferral, Pending, run_pending
 from penstock.capture.randomness import Key
 from penstock.engine.batchnorm import Norms
-from penstock.engine.span import (
-    Entry,
-    Gradients,
-    Passed,
-    Recipe,
-    Roots,
-    Span,
-    Values,
-    edges,
-    enter,
-    run_backward,
-    run_span,
-)
-
-
-class Source(Protocol):
-    """Where a stage's values come from, and where their gradients go."""
-
-    def receive(self, microbatch: int) -> Values:
-        """The values of a micro-batch; waits for them."""
-
-    def send_gradients(self, microbatch: int, gradients: Gradients) -> None:
-        """Hand back the gradient of each value, `None` where there is none."""
-
-
-class Sink(Protocol):
-    """Where a stage's results go, and where their gradients come from."""
-
-    def send(self, microbatch: int, results: Values) -> Roots:
-        """Hand over a micro-batch's results; returns where its backward will start."""
-
-    def receive_gradients(self, microbatch: int) -> Gradients:
-        """The gradient of each root; waits for them."""
+from penstock.engine.span import Entry, Passed, Recipe, Span, enter, run_backward, run_span
+from penstock.links.link import Sink, Source, edges
 
 
 class Held(NamedTuple):

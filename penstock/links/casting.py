@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.span import Gradients, Roots, Values, edges
+from penstock.links.link import Gradients, Roots, Values, edges
 
 
 class Narrow:

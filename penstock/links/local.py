@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.span import Gradients, Roots, Values, edges
+from penstock.links.link import Gradients, Roots, Values, edges
 
 
 class Aborted(Exception):  # noqa: N818 - never reaches a user: another worker's error does

@@ -25,9 +25,9 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from penstock.engine.span import Values
+from penstock.links.link import InRound, Values
 from penstock.links.segment import Place
-from penstock.links.shared_memory import PLAIN, Layout, Round, laid_out
+from penstock.links.shared_memory import PLAIN, Layout, laid_out
 from penstock.links.wire import Gone, Message, Wire
 
 SIGNAL, HAVE = range(2)
@@ -57,7 +57,7 @@ class Line:
     Args:
         wire: for signals.
         peer: the other end.
-        round: gives the number of the jobs that run now; messages of earlier ones are thrown away.
+        owner: knows the number of the jobs that run now; messages of earlier ones are thrown away.
         device: where the values are wanted.
         wait: called before a signal is read; returns when there is one.
         left: gives the seconds that a message may take.
@@ -67,14 +67,14 @@ class Line:
         self,
         wire: Wire,
         peer: Peer,
-        round: Round,
+        owner: InRound,
         device: torch.device,
         wait: Callable[[], None],
         left: Callable[[], float],
     ) -> None:
         self._wire = wire
         self._peer = peer
-        self._round = round
+        self._owner = owner
         self._device = device
         self._wait = wait
         self._left = left
@@ -117,7 +117,7 @@ class Line:
         plain = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
         if news is not None or plain:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b""))
-        signal = Message(self._round(), SIGNAL, self._agreed, number, payload, size=size)
+        signal = Message(self._owner.round, SIGNAL, self._agreed, number, payload, size=size)
         self._wire.send(signal, self._left())
         if size or awaited:
             buffer = self._packed(layout, values, max(size, awaited))
@@ -161,7 +161,7 @@ class Line:
                 self._hear()
             message = self._signals.popleft()
             values = self._received(message)
-            if message.round >= self._round():
+            if message.round >= self._owner.round:
                 return values
 
     def _hear(self) -> None:
@@ -182,7 +182,7 @@ class Line:
         base = self._content(message.size)
         if message.slot:  # the size of what is next
             self._posted = self._post(self._buffer(message.slot))
-        self._wire.send(Message(self._round(), HAVE), self._left())
+        self._wire.send(Message(self._owner.round, HAVE), self._left())
         layout = self._layouts[message.layout]
         values: list[Any] = [None] * len(layout)
         remaining = iter(pickle.loads(plain)) if plain else iter(())

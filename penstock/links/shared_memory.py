@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import cloudpickle
 import torch
 
-from penstock.engine.span import Gradients, Roots, Values, edges
+from penstock.links.link import Gradients, InRound, Roots, Values, edges
 from penstock.links.segment import ALIGNMENT, Place, Segment, Target, place_of
 from penstock.links.wire import Message, Wire
 
@@ -29,7 +29,6 @@ _MOST = 1000  # of what is remembered of layouts, if shapes always change
 Layout = tuple[Place | str | None, ...]
 """For every value its place; or `None` for no value, or `"plain"` for one in the message."""
 
-Round = Callable[[], int]
 """Gives the number of the jobs that run now; messages of earlier ones are thrown away."""
 
 
@@ -58,13 +57,13 @@ class Sender:
 
     Args:
         wire: to it.
-        round: gives the number of the jobs that run now.
+        owner: knows the number of the jobs that run now.
         wait: called before a message is sent; returns when there is room for one.
     """
 
-    def __init__(self, wire: Wire, round: Round, wait: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, wire: Wire, owner: InRound, wait: Callable[[], None] = lambda: None) -> None:
         self._wire = wire
-        self._round = round
+        self._owner = owner
         self._wait = wait
         self._slots = Slots()
         self._sent: set[int] = set()  # of the slots, those that the other process has
@@ -123,7 +122,7 @@ class Sender:
         if news is not None or plain or payload:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
         self._wait()
-        message = Message(self._round(), kind, slot, known.number, payload, fd, capacity)
+        message = Message(self._owner.round, kind, slot, known.number, payload, fd, capacity)
         self._wire.send(message, timeout)
         self._told.add(known.number)  # only now: what was not sent is not known there
         if segment is not None:
@@ -171,7 +170,7 @@ class Receiver:
 
     Args:
         wire: from it.
-        round: gives the number of the jobs that run now.
+        owner: knows the number of the jobs that run now.
         device: where the values are wanted.
         wait: called before a message is read; returns when there is one.
     """
@@ -179,12 +178,12 @@ class Receiver:
     def __init__(
         self,
         wire: Wire,
-        round: Round,
+        owner: InRound,
         device: torch.device,
         wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._wire = wire
-        self._round = round
+        self._owner = owner
         self._device = device
         self._wait = wait
         self._slots: dict[int, Segment] = {}
@@ -201,7 +200,7 @@ class Receiver:
             self._wait()
             message = self._wire.receive()
             values, _ = self.opened(message)
-            if message.round >= self._round():
+            if message.round >= self._owner.round:
                 return values
 
     def opened(self, message: Message) -> tuple[Values, bytes]:

@@ -20,8 +20,9 @@ from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profile
 from penstock.profile.measure import Progress, bytes_across
-from penstock.workers.launch import Launch
-from penstock.workers.probe import Range, ThreadRange, with_links
+from penstock.workers.backend import Backend
+from penstock.workers.probe import LinkProbe, with_links
+from penstock.workers.threads.backend import ThreadProbe
 
 _LOG = logging.getLogger("penstock")
 
@@ -31,26 +32,40 @@ TUNED = 4
 
 def given_or_planned(
     plan: Plan | str | os.PathLike[str] | None,
-    launch: Launch,
     program: Program,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    *,
-    devices: Sequence[torch.device],
-    **options: Any,
+    backend: Backend,
+    request: Request,
+    tune: bool = False,
+    progress: Progress | None = None,
 ) -> Plan:
-    """The plan that was given, or that of the file that was named; or a new one, see `plan_for`."""
+    """The plan that was given, or that of the file that was named; or a new one, see `plan_for`.
+
+    Args:
+        plan: the plan, or the name of its file.
+        program, args, kwargs, request, tune, progress: as of `plan_for`.
+        backend: the workers that it is for.
+    """
     if plan is None:
-        launch.wait(options["progress"])  # what workers do to start would be in the profile
-        new = plan_for(program, args, kwargs, devices=devices, where=launch.range, **options)
+        backend.wait(progress)  # what workers do to start would be in the profile
+        new = plan_for(
+            program,
+            args,
+            kwargs,
+            devices=backend.devices,
+            request=request,
+            tune=tune,
+            where=backend.probe,
+            progress=progress,
+        )
         for sentence in advice(new):
             _LOG.warning(sentence)
         return new
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
-    asked: Request = options["request"]
-    if asked.boundary_dtype is None:
+    if request.boundary_dtype is None:
         return found
-    return replace_fields(found, boundary_dtype=asked.boundary_dtype)
+    return replace_fields(found, boundary_dtype=request.boundary_dtype)
 
 
 def plan_for(
@@ -62,7 +77,7 @@ def plan_for(
     request: Request,
     tune: bool = False,
     fresh: bool = False,
-    where: Range | None = None,
+    where: LinkProbe | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Profile the program on these devices, and plan for them.
@@ -130,7 +145,7 @@ def profile_for(
     devices: Sequence[torch.device],
     request: Request,
     fresh: bool = False,
-    where: Range | None = None,
+    where: LinkProbe | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """What the program costs on these devices, links included; checked against the request first.
@@ -158,4 +173,4 @@ def profile_for(
     if request.boundary_dtype is not None:
         narrow: torch.dtype = getattr(torch, request.boundary_dtype)
         costs = replace_fields(costs, travelling=bytes_across(program, narrow))
-    return with_links(costs, devices, where or ThreadRange())
+    return with_links(costs, devices, where or ThreadProbe())

@@ -22,8 +22,8 @@ from penstock.plan import Plan
 from penstock.profile.measure import Progress
 from penstock.profile.shadow import shadow
 from penstock.runner import Runner
-from penstock.workers.crew import ThreadWorkers
 from penstock.workers.placement import place
+from penstock.workers.threads.workers import ThreadWorkers
 
 _ROUNDS = 2
 _WARM_UPS, _STEPS = 2, 3  # of a plan in a row
@@ -77,8 +77,8 @@ def _steps(
     """The seconds of some steps in a row."""
     place(program, plan.cuts, [devices[worker] for worker in plan.placement])
     timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
-    crew = ThreadWorkers(plan, devices, threads_per_worker(devices), timeout)
-    runner = Runner(program, plan, devices, crew)
+    workers = ThreadWorkers(plan, devices, threads_per_worker(devices), timeout)
+    runner = Runner(program, plan, workers)
     batch = Batch.split(program.signatures.inputs(leaves), plan.num_microbatches)
     shares = [rows / sum(batch.rows) for rows in batch.rows]
     loss = Loss(mean_square, [()] * len(batch), shares)

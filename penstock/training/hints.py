@@ -60,19 +60,6 @@ def no_attribute(pipeline: object, model: nn.Module | None, name: str) -> Attrib
     return AttributeError(text, name=name, obj=None)
 
 
-def check_options(timeout: Any, allocator: Any) -> None:
-    """Raise if an option of a pipeline has no meaning.
-
-    Raises:
-        InputError: it has none.
-    """
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout > 0):
-        raise InputError(f"timeout={timeout!r} is no number of seconds; None derives one")
-    if allocator not in ("keep", "system"):
-        raise InputError(f'allocator={allocator!r} is unknown; choose "keep" or "system"')
-
-
 def optimizer_class(kind: Any) -> type[Optimizer]:
     """The class of an optimizer.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
+from penstock.workers.backend import Workers
 
 Found = dict[torch.device, torch.Tensor]
 """For every device a scalar that is more than 0 if there is a gradient with an inf or a nan."""
@@ -24,8 +23,7 @@ class PipelineScaler(torch.amp.GradScaler):
 
     Args:
         device: of the pipeline's last stage; the scale is there.
-        together: the pipeline's operation of all workers.
-        everyones: what every process has found, from what was found here.
+        workers: of the pipeline.
         **options: those of `torch.amp.GradScaler`, `init_scale` and so on.
 
     Raises:
@@ -35,8 +33,7 @@ class PipelineScaler(torch.amp.GradScaler):
     def __init__(
         self,
         device: torch.device,
-        together: Callable[[str], AbstractContextManager[None]],
-        everyones: Callable[[list[torch.Tensor]], list[list[torch.Tensor]]],
+        workers: Workers,
         **options: Any,
     ) -> None:
         try:
@@ -49,8 +46,7 @@ class PipelineScaler(torch.amp.GradScaler):
                 f"torch.amp.GradScaler does not take {given}: {error}. It takes init_scale, "
                 "growth_factor above 1, backoff_factor below 1, growth_interval and enabled"
             ) from error
-        self._together = together
-        self._everyones = everyones
+        self._workers = workers
 
     def begin(self) -> float | None:
         """The scale of the next backward; `None` if scaling is off."""
@@ -67,11 +63,11 @@ class PipelineScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> Found:
-        with self._together("unscale_"):
+        with self._workers.operation("unscale_"):
             _check_dtype(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            everyones = self._everyones([*found.values()])
-        scalars = [scalar.to(self._home) for part in everyones for scalar in part]
+            parts = self._workers.all_gather("unscale_", [*found.values()])
+        scalars = [scalar.to(self._home) for part in parts for scalar in part]
         return {self._home: torch.stack(scalars).sum()} if scalars else {}
 
 

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.capture.blame import lone_row
-from penstock.capture.calls import ROWS, Ambient, Sizes
-from penstock.capture.lowering import assembled
+from penstock.capture.calls import ROWS, Ambient
 from penstock.engine.compile import Run, compile_actions, recorded
+from penstock.engine.ending import Endings
 from penstock.engine.ends import Feed, LossFailed, Outlet
-from penstock.engine.microbatch import pieces_of
-from penstock.engine.orders import Ending, Order, Outcome, Pass
-from penstock.engine.stage import Held, Sink, Source, Stage
+from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.stage import Held, Stage
 from penstock.errors import WorkerError, WorkerTimeout
 from penstock.links.casting import Narrow
+from penstock.links.link import Sink, Source
 from penstock.links.local import Aborted
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
@@ -67,14 +67,14 @@ class Assembly:
         self._placement = plan.placement
         self._last = len(plan.stages) - 1
         self.feed = Feed(devices[self._placement[0]])
-        self.outlet = Outlet(self._assemble, self._in_pieces)
+        self._endings = Endings()
+        self.outlet = Outlet(self._endings)
         self.stages: dict[int, Stage] = {}
         for index, worker in enumerate(self._placement):
             if worker in workers:
                 source: Source = self.feed if index == 0 else _as_planned(links[index - 1], plan)
                 sink: Sink = self.outlet if index == self._last else _as_planned(links[index], plan)
                 self.stages[index] = Stage(index, (), source, sink)
-        self._endings: list[Ending] = []
         self._compiled: dict[tuple[int, Pass, int], _Compiled] = {}
         self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
@@ -85,7 +85,7 @@ class Assembly:
             stage.ways.append(spans)
             if way.deferred:
                 stage.norms.add(modules_of(spans))
-        self._endings.append(way.ending)
+        self._endings.ways.append(way.ending)
 
     def run(self, worker: int, order: Order, position: Position) -> Outcome:
         """A worker's part of a pass; called by the worker.
@@ -129,6 +129,7 @@ class Assembly:
                 self.feed.values = list(order.values)
             if stage.index == self._last:
                 keys = [m.key for m in order.microbatches]
+                self._endings.taken = [(m.sizes, m.way) for m in order.microbatches]
                 self.outlet.begin(order.loss, order.gradients, keys)
             stage.norms.begin()
             if order.what == "backward":
@@ -152,22 +153,6 @@ class Assembly:
                 self._waiting[order.number, stage.index] = stage.held
             stage.clear()
 
-    def _assemble(self, microbatch: int, results: Sequence[Any]) -> Any:
-        sizes, _, way = self.stages[self._last].microbatches[microbatch]
-        return _assembled(self._endings[way], results, sizes)
-
-    def _in_pieces(self, microbatch: int, results: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-        """The results of some rows of a micro-batch each; `None` for what cannot be told apart."""
-        sizes, _, way = self.stages[self._last].microbatches[microbatch]
-        ending = self._endings[way]
-        known = [None if j.why else value for value, j in zip(results, ending.joins, strict=True)]
-        dims = [None if join.why else join.dim for join in ending.joins]
-        pieces = pieces_of(known, dims, rows)
-        return [
-            _assembled(ending, piece, {**sizes, ROWS: n})
-            for piece, n in zip(pieces, rows, strict=True)
-        ]
-
     def forget(self, number: int) -> None:
         """Let go of what is held of a batch for a backward that will not come."""
         for index in self.stages:
@@ -179,12 +164,6 @@ class Assembly:
         self.outlet.clear()
         for stage in self.stages.values():
             stage.clear()
-
-
-def _assembled(ending: Ending, results: Sequence[Any], sizes: Sizes) -> Any:
-    """The model's result in its own structure."""
-    values = dict(zip(ending.values, results, strict=True))
-    return assembled(ending.outputs, ending.structure, values, sizes)
 
 
 def _as_planned(link: Any, plan: Plan) -> Any:

@@ -57,7 +57,7 @@ class Round:
         return sorted(errors, key=lambda error: isinstance(error, Aborted))
 
 
-class Workers(ABC):
+class Pool(ABC):
     """Workers that take one job after the other, all of them at the same time.
 
     Args:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -17,14 +16,14 @@ import torch
 
 from penstock.capture.randomness import Key
 from penstock.engine.compile import compile_actions
+from penstock.engine.ending import Endings
 from penstock.engine.ends import Feed, Outlet
 from penstock.engine.span import Span
-from penstock.engine.stage import MicroBatch, Sink, Source, Stage
-from penstock.links.local import LocalLink
+from penstock.engine.stage import MicroBatch, Stage
+from penstock.links.link import Sink, Source
 from penstock.profile.data import Link, Profile
 from penstock.profile.timing import now
 from penstock.schedule import Action, Kind
-from penstock.workers.threads.pool import ThreadPool
 
 _ROUNDS = 100  # there and back with a small tensor
 _LARGE_ROUNDS = 5
@@ -33,11 +32,10 @@ _LARGE = 16 << 20  # bytes
 _ACTIONS = 25  # forwards, and as many backwards
 _REPEATS = 7
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
-_TIMEOUT = 10.0
 
 
-class Range(Protocol):
-    """Where it is measured: one kind of workers.
+class LinkProbe(Protocol):
+    """Where it is measured: workers of one kind, before they have a plan.
 
     Attributes:
         overlaps: whether a worker goes on while what it sends is under way.
@@ -59,7 +57,7 @@ class Range(Protocol):
         """What `overhead_here` says on the slower of two workers."""
 
 
-def with_links(profile: Profile, devices: Sequence[torch.device], where: Range) -> Profile:
+def with_links(profile: Profile, devices: Sequence[torch.device], where: LinkProbe) -> Profile:
     """The profile, with the links between these devices and the overhead of their workers.
 
     Args:
@@ -79,7 +77,7 @@ def with_links(profile: Profile, devices: Sequence[torch.device], where: Range) 
     )
 
 
-def measure_links(devices: Sequence[torch.device], where: Range) -> dict[str, Link]:
+def measure_links(devices: Sequence[torch.device], where: LinkProbe) -> dict[str, Link]:
     """The link between every two kinds of neighbours, by `"cpu>cuda:0"`: sender and receiver.
 
     A tensor goes to another worker and back, through a link as it joins two stages; one way is
@@ -96,7 +94,7 @@ def measure_links(devices: Sequence[torch.device], where: Range) -> dict[str, Li
     return found
 
 
-def _measured(one: torch.device, other: torch.device, where: Range) -> Link:
+def _measured(one: torch.device, other: torch.device, where: LinkProbe) -> Link:
     latency = statistics.median(where.one_way(one, other, 1, _ROUNDS)) / 2
     if not where.copies(one, other):
         return Link(latency_seconds=latency)
@@ -136,7 +134,7 @@ def overhead_here(index: int, link: Any, device: torch.device) -> float:
         link: between the two; this worker's end of it.
         device: of this worker.
     """
-    feed, outlet = Feed(device), Outlet(lambda microbatch, results: results)
+    feed, outlet = Feed(device), Outlet(Endings())
     source, sink = (feed, link) if index == 0 else (link, outlet)
     stage = Stage(index, [[Span(lambda sizes, key, value: (value,))]], source, sink)
     stage.microbatches = [MicroBatch({}, Key(0, 0, k)) for k in range(_ACTIONS)]
@@ -152,43 +150,3 @@ def overhead_here(index: int, link: Any, device: torch.device) -> float:
             run()
         taken.append((time.perf_counter() - start) / len(actions))
     return statistics.median(taken[_WARM_UPS:])
-
-
-class ThreadRange:
-    """Thread workers, which are made for the purpose."""
-
-    overlaps = True
-
-    def copies(self, one: torch.device, other: torch.device) -> bool:
-        """On one device a reference is enough."""
-        return one != other
-
-    def one_way(
-        self, one: torch.device, other: torch.device, size: int, rounds: int
-    ) -> Sequence[float]:
-        """Through a `LocalLink`."""
-        link = LocalLink(one, other)
-        jobs = (partial(ping, link, one, size, rounds), partial(pong, link, other, rounds))
-        found: list[float] = _run((one, other), jobs, link.abort, link.reset)[0]
-        return found
-
-    def overhead(self, one: torch.device, other: torch.device) -> float:
-        """In two threads."""
-        link = LocalLink(one, other)
-        jobs = (partial(overhead_here, 0, link, one), partial(overhead_here, 1, link, other))
-        return float(max(_run((one, other), jobs, link.abort, link.reset)))
-
-
-def _run(
-    devices: Sequence[torch.device],
-    jobs: Sequence[Callable[[], Any]],
-    abort: Callable[[], None],
-    reset: Callable[[], None],
-) -> list[Any]:
-    """Run one job on a worker of each device."""
-    workers = ThreadPool(devices, threads=1, abort=abort, reset=reset)
-    try:
-        return workers.run(jobs, _TIMEOUT)
-    finally:
-        workers.close()
-        workers.join(_TIMEOUT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +15,9 @@ from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.capture.numbers import PASSED
 from penstock.capture.preserve import own_generators
-from penstock.engine.backup import Backup
 from penstock.engine.batchnorm import check_closed, running_statistics
+from penstock.engine.ending import Ending
 from penstock.engine.microbatch import check_mergeable
-from penstock.engine.orders import Ending
 from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError
@@ -280,66 +279,3 @@ def modules_of(spans: Iterable[Span]) -> dict[nn.Module, None]:
     """All modules of these spans, each once."""
     stages = [span.module for span in spans if isinstance(span.module, nn.Module)]
     return dict.fromkeys(module for stage in stages for module in stage.modules())
-
-
-class Ownership:
-    """The tensors that every worker's stages use.
-
-    Args:
-        placement: for every stage its worker.
-
-    Attributes:
-        parameters: of every worker.
-        buffers: of every worker.
-        changing: of every worker the buffers that a forward changes.
-        apart: the parameters, by id, that are not in the graph which the loss is a part of: those
-            of all stages but the last, and of spans that are cut off from its end.
-    """
-
-    def __init__(self, placement: Sequence[int]) -> None:
-        workers = range(1 + max(placement))
-        self._placement = placement
-        self.parameters: list[list[nn.Parameter]] = [[] for _ in workers]
-        self.buffers: list[list[torch.Tensor]] = [[] for _ in workers]
-        self.changing: list[list[torch.Tensor]] = [[] for _ in workers]
-        self.apart: dict[int, nn.Parameter] = {}
-
-    def add(self, way: NewWay) -> None:
-        """Note what one more way uses."""
-        for index, stage in way.stages.items():
-            worker = self._placement[index]
-            for span in stage.spans:
-                _extend(self.changing[worker], span.changing)
-                if isinstance(span.module, nn.Module):
-                    _extend(self.parameters[worker], span.module.parameters())
-                    is_end = index == len(self._placement) - 1 and span is stage.spans[-1]
-                    if not is_end or span.recompute:
-                        self.apart |= {id(p): p for p in span.module.parameters()}
-                    _extend(self.buffers[worker], span.module.buffers())
-
-    def everything(self) -> list[nn.Parameter]:
-        """The parameters of all workers, each once."""
-        every = (parameter for parameters in self.parameters for parameter in parameters)
-        return list({id(parameter): parameter for parameter in every}.values())
-
-    def own(
-        self, worker: int, wanted: Sequence[nn.Parameter] | None
-    ) -> Sequence[nn.Parameter] | None:
-        """Those of these parameters that are this worker's; `None`, which is all, stays."""
-        if wanted is None:
-            return None
-        chosen = set(map(id, wanted))
-        return [parameter for parameter in self.parameters[worker] if id(parameter) in chosen]
-
-    def backup(self, worker: int, backward: bool) -> Backup:
-        """What a pass of this worker may change, as it is now."""
-        return Backup(self.parameters[worker] if backward else (), self.changing[worker])
-
-
-T = TypeVar("T", bound=torch.Tensor)
-
-
-def _extend(tensors: list[T], more: Iterable[T]) -> None:
-    """Add those that are not there yet."""
-    known = {id(tensor) for tensor in tensors}
-    tensors += [tensor for tensor in more if id(tensor) not in known]

@@ -25,8 +25,8 @@ def limit_files(pids: list[int], size: int) -> None:
 def test_a_worker_that_cannot_write_and_one_that_ends(tmp_path: Path) -> None:
     run = Run(workers="processes", devices=["cpu"] * 2)
     with run.pipe:
-        crew = run.pipe._runner.workers
-        pids = crew._workers.pids  # type: ignore[attr-defined]
+        workers = run.pipe._runner.workers
+        pids = workers._pool.pids  # type: ignore[attr-defined]
         run.go(2)
         run.save(tmp_path)
         limit_files(pids[1:], 2000)
@@ -44,12 +44,12 @@ def test_a_worker_that_cannot_write_and_one_that_ends(tmp_path: Path) -> None:
         run.restore(tmp_path)
         run.go(2)
         assert_equal("goes on", run.state(), uninterrupted(6))
-        assert crew.all_alive()
+        assert workers.all_alive()
         os.kill(pids[0], signal.SIGKILL)
         deadline = time.monotonic() + 60
-        while crew.all_alive() and time.monotonic() < deadline:
+        while workers.all_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not crew.all_alive()
+        assert not workers.all_alive()
         with pytest.raises(ps.WorkerError, match="SIGKILL"):
             run.save(tmp_path, background=True)
     model = run.pipe.model

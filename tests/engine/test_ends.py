@@ -9,14 +9,22 @@ import pytest
 import torch
 
 from penstock.capture import Key
+from penstock.engine.ending import Endings
 from penstock.engine.ends import Feed, Loss, LossFailed, Outlet
 from penstock.errors import InputError
 
 CPU = torch.device("cpu")
 
 
+class Dicts(Endings):
+    """A model that returns its only value in a dict, with the micro-batch's number."""
+
+    def result(self, microbatch: int, values: Any) -> Any:
+        return {"output": values[0], "number": microbatch}
+
+
 def outlet(function: Callable[..., Any], target: tuple[Any, ...] = ()) -> Outlet:
-    found = Outlet(lambda number, results: {"output": results[0], "number": number})
+    found = Outlet(Dicts())
     found.begin(Loss(function, [target], [0.25]), {}, [Key(0, 0, 0)])
     return found
 
@@ -57,7 +65,7 @@ def test_a_loss_of_one_element_is_a_scalar() -> None:
 
 
 def test_results_are_kept_without_their_history() -> None:
-    end = Outlet(lambda results, rows: results)
+    end = Outlet(Endings())
     value = torch.randn(3, requires_grad=True) * 2
     (root,) = end.send(1, (value,))
     assert root is not None

@@ -12,8 +12,9 @@ from torch import nn
 
 from penstock.capture import Key
 from penstock.engine.compile import compile_actions, recorded
-from penstock.engine.span import Gradients, Roots, Span, Values, edges
+from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch, Stage
+from penstock.links.link import Gradients, Roots, Values, edges
 from penstock.schedule import Action, Event, Kind
 
 KEY = Key(0, 0, 0)

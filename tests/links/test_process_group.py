@@ -70,7 +70,7 @@ class Ends:
         self.far = self.line(there, Peer(0, "back", "there", CPU))  # type: ignore[arg-type]
 
     def line(self, sock: socket.socket, peer: Peer) -> Line:
-        return Line(Wire(sock), peer, lambda: self.round, CPU, lambda: None, lambda: 5.0)
+        return Line(Wire(sock), peer, self, CPU, lambda: None, lambda: 5.0)
 
     def across(self, *values: Any) -> tuple[Any, ...]:
         self.near.put(values)

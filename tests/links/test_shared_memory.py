@@ -26,8 +26,8 @@ class Ends:
         here, there = socket.socketpair()
         self.round = 0
         self.wires = Wire(here), Wire(there)
-        self.sender = Sender(self.wires[0], lambda: self.round)
-        self.receiver = Receiver(self.wires[1], lambda: self.round, CPU)
+        self.sender = Sender(self.wires[0], self)
+        self.receiver = Receiver(self.wires[1], self, CPU)
 
     def across(self, *values: Any) -> tuple[Any, ...]:
         self.sender.put(values)

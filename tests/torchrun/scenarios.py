@@ -25,7 +25,8 @@ from penstock.links import handshake as meeting
 from penstock.links.process_group import SIGNAL
 from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
-from penstock.workers import joining, pulse, ranks
+from penstock.workers import heartbeat
+from penstock.workers.ranks import operations, rendezvous
 from tests.checkpoint.steps import Run
 from tests.contract.subjects import run, sampled
 from tests.models import uniform_plan
@@ -50,14 +51,44 @@ def training(rank: int) -> Any:
     """Losses, metrics, hooks and clipping; and what must be alike on all ranks that is not."""
     found = {name: used(name) for name in USES}
     with split("losses") as pipe:
-        has_loss = pipe._runner.workers.has_loss
+        has_loss = pipe._runner.workers.role.has_loss
         mine = {"target": LABELS, "loss_fn": balanced} if has_loss else {}
-        data = (X_ROUTED, LABELS) if pipe._runner.workers.has_inputs else ()
+        data = (X_ROUTED, LABELS) if pipe._runner.workers.role.has_inputs else ()
         partial = pipe.train_step(*data, **mine)
         asked = {} if has_loss else {"metrics": hits}
         alone = raised(lambda: pipe.train_step(*data, **mine, **asked))
         failed = raised(lambda: pipe.train_step(*data, **mine, metrics=divides))
     return found, partial, alone, failed
+
+
+WHEN: list[tuple[float, float]] = []
+"""From when to when forwards of `Slow` ran in this process, by the machine's clock."""
+
+
+class Slow(nn.Module):
+    """Sleeps, as if its device were busy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Twice the input, after a while."""
+        begun = time.monotonic()
+        time.sleep(0.05)
+        WHEN.append((begun, time.monotonic()))
+        return 2 * x
+
+
+def mapped(rank: int) -> Any:
+    """When the stages worked on eight batches; and what came of them."""
+    model = nn.Sequential(Slow(), Slow())
+    with ps.Pipeline(model, (X,), num_microbatches=1, schedule="gpipe", cuts=["1"]) as pipe:
+        feeds = pipe._runner.workers.role.has_inputs
+        batches = [(k * X,) if feeds else () for k in range(8)]
+        list(pipe.map(batches[:1]))
+        WHEN.clear()
+        results = list(pipe.map(batches, ahead=3))
+        whole = list(WHEN)
+        left = next(iter(pipe.map(batches, ahead=3)))  # and the rest is not wanted
+        again = list(pipe.map(batches))
+    return whole, results, left, again
 
 
 def divides(output: Any, target: Any) -> float:
@@ -85,7 +116,7 @@ def contract_product(rank: int, name: str) -> Any:
 
 def apart(rank: int) -> None:
     """Let this rank take itself for one on a machine of its own."""
-    for module in (meeting, joining):
+    for module in (meeting, rendezvous):
         module.this_machine = lambda: f"machine {rank}"
 
 
@@ -134,13 +165,13 @@ def listening(rank: int) -> Any:
     """On which addresses this rank listens that it did not before: as it connects, and later."""
     dist.init_process_group("gloo")
     before, found = tcp_servers(), []
-    connect = joining.Others.connect
+    connect = rendezvous.Others.connect
 
     def watched(self: Any, peers: dict[int, int]) -> Any:
         found.append(tcp_servers())
         return connect(self, peers)
 
-    joining.Others.connect = watched  # type: ignore[method-assign]
+    rendezvous.Others.connect = watched  # type: ignore[method-assign]
     with trapped(2):
         after = tcp_servers()
     new = {address for servers in found for address in servers - before}
@@ -310,7 +341,7 @@ def failures(rank: int) -> Any:
             found["exit"] = "WorkerDied", f"{error.code}", "NoneType", (None, None)
     with trapped(2, timeout=1.0) as pipe:
         step(pipe)
-        ranks._GRACE = 1.0
+        operations._GRACE = 1.0
         if rank == 1:
             time.sleep(4)
         found["late"] = raised(lambda: step(pipe))
@@ -340,9 +371,9 @@ def forked(rank: int, plan: Any = None, **options: Any) -> Any:
     asked = {"plan": plan} if plan else asked
     torch.manual_seed(8)
     with ps.Pipeline(Forked(), (X,), **asked, **options) as pipe:
-        crew = pipe._runner.workers
-        args: Any = ((X,), (100 * X,), (X,)) if crew.has_inputs else ((), (), ())
-        rest = {"target": Y, "loss_fn": F.mse_loss} if crew.has_loss else {}
+        workers = pipe._runner.workers
+        args: Any = ((X,), (100 * X,), (X,)) if workers.role.has_inputs else ((), (), ())
+        rest = {"target": Y, "loss_fn": F.mse_loss} if workers.role.has_loss else {}
         with pipe.recording() as timelines:
             losses = [pipe.train_step(*inputs, **rest) for inputs in args]
         first = losses, grads(pipe), [sorted(e.action for e in t.events) for t in timelines]
@@ -454,8 +485,8 @@ def stopped(rank: int, victim: int) -> Any:
     """One rank is stopped in the midst of a step, with the timeouts that there are by default."""
     pipe = trapped(3)
     step(pipe)
-    crew: Any = pipe._runner.workers
-    pid = crew._launch.entries[victim].pid
+    workers: Any = pipe._runner.workers
+    pid = workers._launch.entries[victim].pid
     if rank == victim:
         mode = pipe.model[rank][2].mode
 
@@ -467,7 +498,7 @@ def stopped(rank: int, victim: int) -> Any:
     found = raised(lambda: step(pipe))
     if rank == (victim + 1) % 3:
         os.kill(pid, signal.SIGCONT)
-    return crew._ranks.timeout, found, raised(lambda: step(pipe))
+    return workers._ranks.timeout, found, raised(lambda: step(pipe))
 
 
 def first_stopped(rank: int) -> Any:
@@ -483,7 +514,7 @@ def last_stopped(rank: int) -> Any:
 def far_stopped(rank: int) -> Any:
     """On another machine, whose kernel cannot be asked."""
     apart(rank)
-    pulse._SILENT = 4.0
+    heartbeat._SILENT = 4.0
     return stopped(rank, 1)
 
 

@@ -57,11 +57,11 @@ def case_steps(name: str, schedule: str, options: dict[str, Any], all_data: bool
     plan = uniform_plan(program, 2, 3, schedule)
     with ps.Pipeline(model, case.args, case.kwargs, program=program, plan=plan, **options) as pipe:
         torch.manual_seed(5)
-        crew = pipe._runner.workers
+        workers = pipe._runner.workers
         args, kwargs, rest = case.args, case.kwargs, {}
-        if not (all_data or crew.has_inputs):
+        if not (all_data or workers.role.has_inputs):
             args, kwargs = (), {}
-        if all_data or crew.has_loss:
+        if all_data or workers.role.has_loss:
             rest = {"target": case.target, "loss_fn": case.loss_fn}
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
         losses = []
@@ -82,7 +82,7 @@ def plain_style(pipe: ps.Pipeline) -> Found:
     F.mse_loss(second, Y).backward()
     F.mse_loss(first, Y).backward()
     found = [first.detach(), second.detach()]
-    if pipe._runner.workers.has_inputs:
+    if pipe._runner.workers.role.has_inputs:
         assert x.grad is not None
     return {"losses": found, "gradients": gradients(pipe), "x": {"x": x.grad}}
 
@@ -101,7 +101,7 @@ def some_gradients(pipe: ps.Pipeline) -> Found:
     after = gradients(pipe)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
-    if pipe._runner.workers.has_inputs:
+    if pipe._runner.workers.role.has_inputs:
         assert of_x is not None
     names = [name for name, parameter in named.items() if parameter.requires_grad]
     taken = {n: g for n, g in zip(names, found, strict=True) if g is not None}

@@ -91,6 +91,21 @@ def test_the_bits_of_threads_over_a_process_group(launcher: Launcher, tmp_path: 
     assert_the_bits_of_threads(found, EXACT, "torch.distributed (gloo)")
 
 
+def test_batches_of_map_do_not_wait_for_those_before(launcher: Launcher, tmp_path: Path) -> None:
+    """The first stage begins with a batch while the second is at the one before."""
+    first, second = launcher.run("mapped", tmp_path)
+    starts = [begun for begun, _ in first[0]]
+    ends = [ended for _, ended in second[0]]
+    assert len(starts) == len(ends) == 8
+    early = [start < end for start, end in zip(starts[1:], ends, strict=False)]
+    assert sum(early) >= 5, early
+    for found in (first, second):
+        _, results, left, again = found
+        assert all(torch.equal(r, 4 * k * scenarios.X) for k, r in enumerate(results))
+        assert torch.equal(left, results[0])
+        assert all(map(torch.equal, again, results))
+
+
 def test_losses_metrics_hooks_and_clipping(launcher: Launcher, tmp_path: Path) -> None:
     """The bits of plain PyTorch; every rank has the same, and the gradients of its own stages."""
     (found, partial, alone, failed), others = launcher.run("training", tmp_path)

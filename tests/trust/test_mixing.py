@@ -187,7 +187,7 @@ def test_random_numbers_are_not_moved() -> None:
         with pipeline() as pipe:
             torch.manual_seed(4)
             if already:
-                pipe._mixing.of_loss((noisy.__code__, id("rows")), None, "rows")
+                pipe._passes._mixing.of_loss((noisy.__code__, id("rows")), None, "rows")
             losses.append([pipe.train_step(X, target=Y, loss_fn=noisy) for _ in range(3)])
             losses[-1].append(torch.rand(()))
     assert all(map(torch.equal, *losses))

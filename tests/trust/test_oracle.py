@@ -15,8 +15,8 @@ import penstock as ps
 from penstock.capture.recorder import Recorder
 from penstock.comparison.reference import one_device
 from penstock.comparison.rows import rows_in_order
-from penstock.forwarding import Forwarding
 from penstock.oracle import Oracle, row_dim
+from penstock.passes import Passes
 from tests.models import uniform_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::penstock.RowsWarning")
@@ -102,13 +102,13 @@ def test_results_are_merged_where_there_is_one_entry_a_row() -> None:
 def test_a_pipeline_that_merges_in_another_order_is_not_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    call = Forwarding.__call__
+    call = Passes.call
 
-    def turned(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(pipe, *args, **kwargs).roll(3, 0)
+    def turned(passes: Passes, args: Any, kwargs: Any) -> Any:
+        return call(passes, args, kwargs).roll(3, 0)
 
     assert verify(num_microbatches=3).ok
-    monkeypatch.setattr(Forwarding, "__call__", turned)
+    monkeypatch.setattr(Passes, "call", turned)
     report = verify(num_microbatches=3)
     assert not report.ok
     assert "result of a call: 1 of 1 differ" in str(report)

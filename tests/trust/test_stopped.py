@@ -50,12 +50,12 @@ def test_a_stopped_worker_ends_a_step_at_default_settings() -> None:
     plan = uniform_plan(program, 2, 2)
     pipe = ps.Pipeline(model, (X,), program=program, plan=plan, devices=["cpu"] * 2,
                        workers="processes")  # fmt: skip
-    crew: Any = pipe._runner.workers
-    assert crew._timeout >= 60
+    workers: Any = pipe._runner.workers
+    assert workers._timeout >= 60
     with pipe:
         pipe.train_step(X, target=X, loss_fn=F.mse_loss)
         before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-        os.kill(crew._workers.pids[1], signal.SIGSTOP)
+        os.kill(workers._pool.pids[1], signal.SIGSTOP)
         with pytest.raises(ps.WorkerTimeout, match=r"worker 1 is stopped by a signal \(as SIGSTOP"):
             pipe.train_step(X, target=X, loss_fn=F.mse_loss)
         for parameter, gradient in zip(model.parameters(), before, strict=True):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.workers.launch import Together
+from penstock.workers.ranks.backend import RankBackend
 from penstock.workers.ranks.groups import backend_for
 from penstock.workers.ranks.rendezvous import is_torchrun
 from tests.models import mlp
@@ -56,13 +56,13 @@ def test_rank_0_cannot_plan_for_devices_that_it_does_not_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    ranks = Together.__new__(Together)  # as if all ranks had joined
+    ranks = RankBackend.__new__(RankBackend)  # as if all ranks had joined
     ranks._names = ["cuda:0", "cpu"]
     with pytest.raises(ps.PlanError, match=r"rank 0 plans for cuda:0, cpu .*give it a plan"):
-        ranks._stand_ins()
+        _ = ranks.devices
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ranks._names = ["cuda:3", "cpu"]
-    assert ranks._stand_ins() == [torch.device("cuda", 1), torch.device("cpu")]
+    assert ranks.devices == [torch.device("cuda", 1), torch.device("cpu")]
 
 
 @pytest.mark.parametrize(

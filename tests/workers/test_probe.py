@@ -10,7 +10,8 @@ import torch
 from penstock.links.local import LocalLink
 from penstock.profile.data import Link
 from penstock.workers import probe
-from penstock.workers.probe import Range, ThreadRange, measure_links, with_links
+from penstock.workers.probe import LinkProbe, measure_links, with_links
+from penstock.workers.threads.backend import ThreadProbe
 from tests.profile.test_data import device, profile
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def workers() -> list[str]:
 
 
 def test_on_one_device_only_the_latency_counts() -> None:
-    links = measure_links([CPU, CPU, CPU], ThreadRange())
+    links = measure_links([CPU, CPU, CPU], ThreadProbe())
     assert links.keys() == {"cpu>cpu"}
     assert links["cpu>cpu"].latency_seconds > 0
     assert links["cpu>cpu"].bytes_per_second == 0
@@ -31,32 +32,32 @@ def test_on_one_device_only_the_latency_counts() -> None:
 
 def test_every_pair_of_kinds_that_are_neighbours_in_both_directions() -> None:
     """`cpu:0` stands for a second device: what goes there is no longer handed over."""
-    links = measure_links([CPU, OTHER, OTHER, CPU], ThreadRange())
+    links = measure_links([CPU, OTHER, OTHER, CPU], ThreadProbe())
     assert links.keys() == {"cpu>cpu:0", "cpu:0>cpu", "cpu:0>cpu:0"}
     assert links["cpu>cpu:0"].bytes_per_second > 0
     assert links["cpu>cpu:0"] == links["cpu:0>cpu"]
-    assert measure_links([CPU], ThreadRange()) == {}
+    assert measure_links([CPU], ThreadProbe()) == {}
 
 
 def test_each_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def note(one: torch.device, other: torch.device, where: Range) -> Link:
+    def note(one: torch.device, other: torch.device, where: LinkProbe) -> Link:
         asked.append(f"{one}>{other}")
         return Link()
 
     monkeypatch.setattr(probe, "_measured", note)
-    measure_links([CPU, OTHER, CPU, OTHER, OTHER], ThreadRange())
+    measure_links([CPU, OTHER, CPU, OTHER, OTHER], ThreadProbe())
     assert asked == ["cpu>cpu:0", "cpu:0>cpu:0"]
 
 
 def test_overhead() -> None:
-    assert ThreadRange().overhead(CPU, CPU) > 0
+    assert ThreadProbe().overhead(CPU, CPU) > 0
     assert workers() == []
 
 
 def test_a_profile_with_both() -> None:
-    costs = with_links(profile(device((1,), 1.0)), [CPU, CPU], ThreadRange())
+    costs = with_links(profile(device((1,), 1.0)), [CPU, CPU], ThreadProbe())
     assert costs.links.keys() == {"cpu>cpu"}
     assert costs.overhead_seconds > 0
 
@@ -67,5 +68,5 @@ def test_a_failure_is_raised_and_leaves_nothing_running(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(LocalLink, "send_gradients", fail)
     with pytest.raises(ArithmeticError, match="no answer"):
-        measure_links([CPU, CPU], ThreadRange())
+        measure_links([CPU, CPU], ThreadProbe())
     assert workers() == []

@@ -18,7 +18,8 @@ import torch
 from penstock.errors import ClosedError, InputError, WorkerDied, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire
-from penstock.workers import processes, rounds
+from penstock.workers import pool as rounds
+from penstock.workers.processes import pool as processes
 from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.threads.pool import ThreadPool
 from tests.pool import lend

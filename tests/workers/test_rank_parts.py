@@ -10,26 +10,29 @@ import torch
 from torch import nn
 
 from penstock.training.optimizer import PipelineOptimizer
+from penstock.workers.backend import Role
 from penstock.workers.ranks.workers import _RankPart
 
 
 class _Alone:
-    """A crew of one rank."""
+    """The workers of one rank."""
 
-    def _at_work(self) -> Any:
+    role = Role()
+
+    def at_work(self) -> Any:
         return contextlib.nullcontext()
 
-    def gathered(self, what: str, value: Any) -> list[Any]:
-        return []
+    def all_gather(self, what: str, value: Any) -> list[Any]:
+        return [value]
 
 
 @pytest.mark.parametrize("again", ["edited", "added"])
 def test_a_parameter_that_leaves_the_groups_and_comes_back(again: str) -> None:
     ours, theirs = ([nn.Parameter(torch.ones(2)) for _ in range(2)] for _ in range(2))
-    crew: Any = _Alone()
+    workers: Any = _Alone()
 
     def divide(kind: Any, groups: Any, options: Any) -> Any:
-        return _RankPart(kind, groups, options, ours, crew)
+        return _RankPart(kind, groups, options, ours, workers)
 
     mine = PipelineOptimizer(torch.optim.AdamW, ours, divide, lr=0.1)
     plain = torch.optim.AdamW(theirs, lr=0.1)

@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
 from penstock.links.wire import Gone, Wire
-from penstock.workers import ranks as module
+from penstock.workers.ranks import operations as module
 from penstock.workers.ranks.operations import Ranks
 
 
@@ -57,8 +57,8 @@ def company(monkeypatch: pytest.MonkeyPatch) -> Iterator[Company]:
 
 
 def settled(ranks: Ranks) -> Any:
-    with ranks.together("counting"):
-        return ranks.settle(ranks.rank)
+    with ranks.operation("counting"):
+        return ranks.end(ranks.rank)
 
 
 def test_everybody_has_what_all_found(company: Company) -> None:
@@ -68,8 +68,8 @@ def test_everybody_has_what_all_found(company: Company) -> None:
 
 def test_tensors_arrive(company: Company) -> None:
     def work(ranks: Ranks) -> Any:
-        with ranks.together("a sum"):
-            parts = ranks.settle({"x": torch.full((200_000,), float(ranks.rank)), "none": None})
+        with ranks.operation("a sum"):
+            parts = ranks.end({"x": torch.full((200_000,), float(ranks.rank)), "none": None})
         return torch.stack([part["x"] for part in parts]).sum(0)
 
     for found in company.do(work):
@@ -79,9 +79,9 @@ def test_tensors_arrive(company: Company) -> None:
 @pytest.mark.parametrize("teller", [0, 1])
 def test_one_tells_the_others(company: Company, teller: int) -> None:
     def work(ranks: Ranks) -> Any:
-        with ranks.together("a step"):
-            word = ranks.tell(teller, lambda: ("said by", ranks.rank))
-            ranks.settle(None)
+        with ranks.operation("a step"):
+            word = ranks.broadcast(("said by", ranks.rank), teller, "a word")
+            ranks.end(None)
         return word
 
     assert company.do(work) == [("said by", teller)] * 3
@@ -91,11 +91,11 @@ def test_one_tells_the_others(company: Company, teller: int) -> None:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_is_raised_by_all(company: Company, teller: int, failing: int) -> None:
     def work(ranks: Ranks) -> Any:
-        with ranks.together("a step"):
+        with ranks.operation("a step"):
             if ranks.rank == failing:
                 raise ps.InputError("of another kind")
-            ranks.tell(teller, lambda: 1)
-            return ranks.settle(None)
+            ranks.broadcast(1, teller, "a word")
+            return ranks.end(None)
 
     for found in company.do(work):
         assert type(found) is ps.InputError
@@ -110,10 +110,10 @@ def test_what_cannot_be_pickled_has_a_stand_in(company: Company) -> None:
             self.lock = threading.Lock()
 
     def work(ranks: Ranks) -> Any:
-        with ranks.together("a step"):
+        with ranks.operation("a step"):
             if ranks.rank == 2:
                 raise OddError
-            return ranks.settle(None)
+            return ranks.end(None)
 
     one, other, origin = company.do(work)
     assert type(origin) is OddError
@@ -126,10 +126,10 @@ def test_a_link_that_only_its_end_sees_break(company: Company, who: int) -> None
     """The link's own exception never gets out."""
 
     def work(ranks: Ranks) -> Any:
-        with ranks.together("a step"):
+        with ranks.operation("a step"):
             if ranks.rank == who:
                 raise Gone("the link to rank 2 broke")
-            return ranks.settle(None)
+            return ranks.end(None)
 
     for found in company.do(work):
         assert type(found) is WorkerDied
@@ -145,7 +145,7 @@ def test_a_link_that_breaks_where_rank_0_is_silent(company: Company) -> None:
         ranks.timeout = 0.2
         if ranks.rank == 0:
             return time.sleep(2)
-        with ranks.together("a step"):
+        with ranks.operation("a step"):
             raise Aborted
 
     for found in company.do(work)[1:]:
@@ -179,10 +179,10 @@ def test_one_leaves(company: Company, leaving: int) -> None:
 @pytest.mark.parametrize("who", [0, 2])
 def test_ctrl_c_on_one_is_an_error_on_the_others(company: Company, who: int) -> None:
     def work(ranks: Ranks) -> Any:
-        with ranks.together("a step"):
+        with ranks.operation("a step"):
             if ranks.rank == who:
                 raise KeyboardInterrupt
-            return ranks.settle(None)
+            return ranks.end(None)
 
     found = company.do(work)
     assert type(found.pop(who)) is KeyboardInterrupt
@@ -193,9 +193,9 @@ def test_ctrl_c_on_one_is_an_error_on_the_others(company: Company, who: int) -> 
 
 def test_different_operations(company: Company) -> None:
     def work(ranks: Ranks) -> Any:
-        with ranks.together("state_dict" if ranks.rank == 1 else "train_step"):
-            ranks.tell(0, lambda: 1)
-            return ranks.settle(None)
+        with ranks.operation("state_dict" if ranks.rank == 1 else "train_step"):
+            ranks.broadcast(1, 0, "a word")
+            return ranks.end(None)
 
     for found in company.do(work):
         assert type(found) is ps.InputError
@@ -213,11 +213,11 @@ def test_different_operations_that_would_wait_for_each_other(
     def work(ranks: Ranks) -> Any:
         ranks.timeout = 600.0
         if ranks.rank == apart:
-            with ranks.together("state_dict"):
-                return ranks.settle(None)
-        with ranks.together("train_step"):
-            ranks.tell(apart, lambda: 1)
-            return ranks.settle(None)
+            with ranks.operation("state_dict"):
+                return ranks.end(None)
+        with ranks.operation("train_step"):
+            ranks.broadcast(1, apart, "a word")
+            return ranks.end(None)
 
     for found in company.do(work):
         assert type(found) is ps.InputError
@@ -249,9 +249,9 @@ def test_nobody_goes_on_before_the_one_in_another_operation(
 
     def work(ranks: Ranks) -> None:
         try:
-            with ranks.together("train_step" if ranks is late else "state_dict"):
+            with ranks.operation("train_step" if ranks is late else "state_dict"):
                 if ranks is late:
-                    ranks.tell(0, lambda: 1)
+                    ranks.broadcast(1, 0, "a word")
         finally:
             order.append(f"rank {ranks.rank}")
 
@@ -262,8 +262,9 @@ def test_nobody_goes_on_before_the_one_in_another_operation(
 def test_what_is_waited_for_is_said(company: Company) -> None:
     def work(ranks: Ranks) -> Any:
         ranks.timeout = 0.2
-        with ranks.together("save"):
-            return ranks.tell(0, lambda: time.sleep(1), of="the decision")
+        with ranks.operation("save"):
+            value = time.sleep(1) if ranks.rank == 0 else None
+            return ranks.broadcast(value, 0, "the decision")
 
     for found in company.do(work)[1:]:
         assert type(found) is ps.WorkerTimeout
@@ -276,8 +277,8 @@ def _words(text: str) -> list[str]:
 
 def test_an_operation_within_another_is_a_part_of_it(company: Company) -> None:
     def work(ranks: Ranks) -> Any:
-        with ranks.together("outer"), ranks.together("inner"):
-            return ranks.settle(ranks.number)
+        with ranks.operation("outer"), ranks.operation("inner"):
+            return ranks.end(ranks.number)
 
     assert company.do(work) == [[1, 1, 1]] * 3
 

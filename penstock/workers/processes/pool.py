@@ -1,4 +1,4 @@
-"""Workers that are processes of this machine, driven by this one."""
+"""Pool that are processes of this machine, driven by this one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.links.shared_memory import Receiver, Sender
 from penstock.links.wire import Gone, Message, Wire, interrupts_wait
 from penstock.workers.assembly import STARTING, decode, doing, waits
 from penstock.workers.heartbeat import Pulse
-from penstock.workers.pool import Job, Late, Result, Round, Workers
+from penstock.workers.pool import Job, Late, Pool, Result, Round
 from penstock.workers.processes.child import ABORT, COMMAND, ERROR, GRANT, JOB
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
@@ -36,6 +36,12 @@ _LEAVE = 2.0  # seconds that workers have to end by themselves
 _LEAVE_BROKEN = 0.5  # if something went wrong before
 _DUMP = 0.5  # seconds to write down a stack
 _CPU = torch.device("cpu")
+
+
+class _Any:
+    """Whoever hears messages of all rounds."""
+
+    round: int = 0
 
 
 class _Process:
@@ -63,8 +69,8 @@ class _Process:
         self.round = 0
         self.timeout: float | None = None
         self.lost = False  # whether somebody was interrupted between reading and noting a report
-        self.sender = Sender(self.wire, lambda: self.round)
-        self.receiver = Receiver(self.wire, lambda: 0, _CPU)
+        self.sender = Sender(self.wire, self)
+        self.receiver = Receiver(self.wire, _Any(), _CPU)
         self.grants = 0
 
     def has_ended(self) -> bool:
@@ -137,7 +143,7 @@ class _Sent(Round):
         self.begun = begun
 
 
-class ProcessPool(Workers):
+class ProcessPool(Pool):
     """A process per device. Jobs are pickled, and called with the process's `Site`.
 
     Args:

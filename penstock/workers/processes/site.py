@@ -50,10 +50,10 @@ class Site:
         self.worker = worker
         self.position = position
         self.patience = SPIN
-        self._round, self._given_up = 0, -1
+        self.round, self._given_up = 0, -1
         self._control = wire
-        self._orders = Receiver(wire, self.round, CPU)
-        self._reports = Sender(wire, self.round)
+        self._orders = Receiver(wire, self, CPU)
+        self._reports = Sender(wire, self)
         self._jobs: deque[tuple[int, Callable[[Site], Any]]] = deque()
         self._grants: dict[int, int] = {}
         self.empty()
@@ -71,10 +71,6 @@ class Site:
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._counted, self._found = 0, list[nn.Parameter]()
 
-    def round(self) -> int:
-        """The number of the jobs that run now."""
-        return self._round
-
     def next_job(self) -> Callable[[Site], Any]:
         """The next job that the driver gives; waits for it.
 
@@ -83,8 +79,8 @@ class Site:
         """
         while not self._jobs:
             self._hear()
-        self._round, job = self._jobs.popleft()
-        return _give_up if self._round <= self._given_up else job
+        self.round, job = self._jobs.popleft()
+        return _give_up if self.round <= self._given_up else job
 
     def _hear(self) -> None:
         """Read one message of the driver."""
@@ -220,8 +216,8 @@ class Site:
             if not wire.has_room():
                 self._wait(outgoing, wire.fileno())
 
-        sender = Sender(wire, self.round, wait_for_room)
-        return sender, Receiver(wire, self.round, CPU, wait_for_values)
+        sender = Sender(wire, self, wait_for_room)
+        return sender, Receiver(wire, self, CPU, wait_for_values)
 
     def _wait(self, poller: select.poll, fd: int) -> None:
         """Wait until there is something at `fd`, and listen to the driver meanwhile."""
@@ -229,7 +225,7 @@ class Site:
             ready = {fd for fd, _ in spin(poller, None, self.patience)}
             if self._control.fileno() in ready:
                 self._hear()
-                if self._round <= self._given_up:
+                if self.round <= self._given_up:
                     raise Aborted
             if fd in ready:
                 return

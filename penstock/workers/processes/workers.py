@@ -1,4 +1,4 @@
-"""A crew of worker processes: the driver keeps the model, and each of them has its stages of it."""
+"""Processes with a plan: the driver keeps the model, and each of them has its stages of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture.trees import flatten
-from penstock.engine.backup import Backup
+from penstock.devices.choice import threads_per_worker
+from penstock.engine.backup import Backups
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PenstockError, closed
 from penstock.links.pickling import Outbox, pack
 from penstock.plan import Plan
 from penstock.storage.part import Part
-from penstock.workers.crew import Driven
+from penstock.workers.backend import Role, Workers
 from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
@@ -34,6 +35,7 @@ from penstock.workers.optimizer_parts import (
     settings_of,
     warn_of_no_gradients,
 )
+from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Job, Round
 from penstock.workers.processes.following import Following, News
 from penstock.workers.processes.jobs import (
@@ -51,31 +53,31 @@ from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.processes.shared_model import Package, SharedModel
 from penstock.workers.processes.unchanged import Unchanged
 from penstock.workers.saving import TIMEOUT, SaveOrder, divided
-from penstock.workers.ways import NewWay, Ownership, modules_of
+from penstock.workers.ways import NewWay, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
 
 
-class ProcessWorkers(Driven):
+class ProcessWorkers(Workers):
     """Worker processes of this machine; the driver has no stage.
 
     Args:
         plan: what they run.
         model: whose stages; its tensors are moved to shared memory.
-        workers: who runs them; they are dismissed with the crew.
-        threads: intra-op threads of each worker.
+        pool: who runs them; they are dismissed by `close`.
+        devices: of every worker; all are the CPU.
         timeout: seconds that a pass may take.
         allocator_kept: whether the workers keep freed memory.
     """
 
-    shares_modules = False
+    role = Role(calls_loss=False)
 
     def __init__(
         self,
         plan: Plan,
         model: nn.Module,
-        workers: ProcessPool,
-        threads: int,
+        pool: ProcessPool,
+        devices: Sequence[torch.device],
         timeout: float,
         allocator_kept: bool,
     ) -> None:
@@ -84,8 +86,12 @@ class ProcessWorkers(Driven):
         self._plan = plan
         self._count = count
         self._timeout = timeout
-        self._workers = workers
-        self._shared = SharedModel([partial(self._workers.grant, w) for w in range(count)])
+        self._pool = pool
+        self.devices = devices
+        self.homes = [devices[worker] for worker in plan.placement]
+        pairs = pairwise(plan.placement)
+        self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
+        self._shared = SharedModel([partial(pool.grant, w) for w in range(count)])
         self._outboxes = [Outbox(partial(self._shared.number, w)) for w in range(count)]
         self._known = {id(module) for module in model.modules()}
         self._packages: list[list[Package]] = [[] for _ in range(count)]
@@ -93,7 +99,7 @@ class ProcessWorkers(Driven):
         self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
         self._unchanged = [Unchanged(model) for _ in range(count)]
         self._following = [Following(partial(self._shares, worker)) for worker in range(count)]
-        self._backups: dict[int, list[Backup]] = {}
+        self._backups = Backups()
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
         self._lock = threading.RLock()  # a signal's handler may close, too
@@ -101,7 +107,7 @@ class ProcessWorkers(Driven):
         self._closer: int | None = None  # the one that closes
         self._parts: weakref.WeakSet[_RemoteParts] = weakref.WeakSet()
         try:
-            self._build(Modes.here(threads, count, allocator_kept))
+            self._build(Modes.here(threads_per_worker(devices), count, allocator_kept))
         except BaseException:
             self.close()
             raise
@@ -114,20 +120,14 @@ class ProcessWorkers(Driven):
                 continue
             here, there = socket.socketpair()
             with here, there:
-                ends[one][k] = "sink", self._workers.grant(one, here.fileno())
-                ends[other][k] = "source", self._workers.grant(other, there.fileno())
+                ends[one][k] = "sink", self._pool.grant(one, here.fileno())
+                ends[other][k] = "source", self._pool.grant(other, there.fileno())
         self._prepare([modes] * self._count)
         self._prepare([Build(self._plan, self._count, own) for own in ends])
 
     def _prepare(self, jobs: Sequence[Job]) -> None:
         """Run jobs that import what the user's modules need, and so may take longer than a pass."""
-        self._workers.run(jobs, max(_BUILD_TIMEOUT, self._timeout))
-
-    @property
-    def links(self) -> tuple[str, ...]:
-        """How values get from every stage to the next, in words."""
-        pairs = pairwise(self._plan.placement)
-        return tuple("by reference" if a == b else "shared memory" for a, b in pairs)
+        self._pool.run(jobs, max(_BUILD_TIMEOUT, self._timeout))
 
     def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
         """Move what a stage uses to memory that its worker sees."""
@@ -149,7 +149,7 @@ class ProcessWorkers(Driven):
             self.ownership.add(way)
             self._prepare([self._way(w, way) for w in range(self._count)])
         except BaseException as error:  # some may know it now, and others not
-            self._workers.close(f"{type(error).__name__} came as its stages were being built")
+            self._pool.close(f"{type(error).__name__} came as its stages were being built")
             raise
 
     def _way(self, worker: int, way: NewWay) -> AddWay:
@@ -179,21 +179,21 @@ class ProcessWorkers(Driven):
 
     def start(self, order: Order) -> tuple[Order, Round]:
         """Tell all workers to run a pass."""
-        self._workers.check_open()
+        self._pool.check_open()
         if order.loss is not None:
             _check_loss(order.loss, order.what == "train")
         backward = order.what in ("train", "backward")
         workers = range(self._count)
         try:
-            self._backups[order.number] = [self.ownership.backup(w, backward) for w in workers]
+            self._backups.begin(order.number, [self.ownership.backup(w, backward) for w in workers])
             jobs = [self._pass(w, order, tuple(self._forgotten)) for w in workers]
             with self._starting():
-                current = self._workers.start(jobs, self._timeout)
+                current = self._pool.start(jobs, self._timeout)
             for _ in jobs[0].forgotten:
                 self._forgotten.popleft()
         except BaseException:
-            if self._workers.under_way:  # those before it go on
-                self._backups.pop(order.number, None)
+            if self._pool.under_way:  # those before it go on
+                self._backups.drop(order.number)
                 self._doubt()
             else:
                 self._undo()
@@ -228,11 +228,11 @@ class ProcessWorkers(Driven):
         """Wait for a pass."""
         order, current = ticket
         backward = order.what in ("train", "backward")
-        self._workers.check_under_way(current)
+        self._pool.check_under_way(current)
         try:
             for worker in range(self._count if backward else 0):
                 self._shared.during(worker)
-            parts = self._workers.finish(current, self._timeout)
+            parts = self._pool.finish(current, self._timeout)
             if backward:
                 for worker, (_, present) in enumerate(parts):
                     self._shared.after(worker, present)
@@ -240,7 +240,7 @@ class ProcessWorkers(Driven):
             _bring(outcome.buffers, order.loss)
             for following in self._following:
                 following.confirm()
-            del self._backups[order.number]  # last: until then everything can be undone
+            self._backups.drop(order.number)  # last: until then everything can be undone
         except BaseException as error:
             self.give_up(error)
             raise
@@ -249,16 +249,13 @@ class ProcessWorkers(Driven):
     def give_up(self, why: BaseException) -> None:
         """Give up the passes that are under way, and undo them."""
         try:
-            self._workers.give_up(why)
+            self._pool.give_up(why)
         finally:
             self._undo()
 
     def _undo(self) -> None:
         """Put back what passes have changed that did not come to their end."""
-        for number in sorted(self._backups, reverse=True):  # the oldest last
-            for backup in self._backups[number]:
-                backup.restore()
-        self._backups.clear()
+        self._backups.restore()
         self._doubt()
 
     def _doubt(self) -> None:
@@ -294,7 +291,7 @@ class ProcessWorkers(Driven):
                 jobs.append(MakePart(number, self._packed(worker), packed, used))
             self._prepare(jobs)
         except BaseException as error:  # as above
-            self._workers.close(f"{type(error).__name__} came as an optimizer was being divided")
+            self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         parts = _RemoteParts(number, owners, self._shared, self._run, self._ready)
         self._parts.add(parts)
@@ -302,7 +299,7 @@ class ProcessWorkers(Driven):
 
     def _ready(self) -> None:
         """Raise if the workers are gone, or would update memory that the model has left."""
-        self._workers.check_open()
+        self._pool.check_open()
         self.check()
 
     def check(self) -> None:
@@ -321,15 +318,15 @@ class ProcessWorkers(Driven):
 
     def all_alive(self) -> bool:
         """Whether no process has ended."""
-        return self._workers.all_alive()
+        return self._pool.all_alive()
 
     def _run(
         self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None
     ) -> list[Any]:
         try:
             with self._starting():
-                current = self._workers.start(jobs, timeout or self._timeout, whole)
-            return self._workers.finish(current, timeout or self._timeout)
+                current = self._pool.start(jobs, timeout or self._timeout, whole)
+            return self._pool.finish(current, timeout or self._timeout)
         except BaseException:
             self._doubt()
             raise
@@ -352,11 +349,11 @@ class ProcessWorkers(Driven):
         me = threading.get_ident()
         with self._lock:
             self._closer = me
-            is_used = self._workers.under_way and self._starter != me  # that thread hears of it
+            is_used = self._pool.under_way and self._starter != me  # that thread hears of it
         with suppress(PenstockError):  # if they are gone already, so is what they remember
             for parts in () if is_used else self._parts:
                 parts.keep()
-        self._workers.close()
+        self._pool.close()
 
 
 class _RemoteParts:

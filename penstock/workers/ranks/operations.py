@@ -109,7 +109,7 @@ class Ranks:
     # -- operations -----------------------------------------------------------------------
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def operation(self, what: str) -> Iterator[None]:
         """An operation of all ranks. If it fails on one of them, it fails on all.
 
         Within another it is a part of that one.
@@ -132,14 +132,14 @@ class Ranks:
         try:
             yield
             if self._what:
-                self.settle(None)
+                self.end(None)
         except BaseException as error:
             if self._what:
                 self._conclude(_Report(self._what, error=error))
             raise
 
-    def settle(self, value: T) -> list[Any]:
-        """End the operation on this rank.
+    def end(self, value: T) -> list[Any]:
+        """End the operation on this rank, and gather what every rank has of something.
 
         Returns:
             what every rank has given here; tensors of others are on the CPU.
@@ -152,29 +152,28 @@ class Ranks:
             value if rank == self.rank else from_bytes(found) for rank, found in enumerate(values)
         ]
 
-    def tell(self, teller: int, make: Callable[[], T], of: str = "the batch") -> T:
-        """What one rank makes, for all of them.
+    def broadcast(self, value: T | None, source: int, of: str) -> T:
+        """What one rank has, for all of them.
 
         Args:
-            teller: the one that makes it.
-            make: makes it.
+            value: what it is; on other ranks it is not looked at.
+            source: the rank that has it.
             of: what that is, for the message of a timeout.
 
         Raises:
             Aborted: the operation failed elsewhere.
         """
-        if self.rank == teller:
-            value = make()
+        if self.rank == source:
             word = Message(self.number, WORD, payload=to_bytes((self._what, value)))
             for rank in list(self._wires):
                 self._send(rank, word)
-            return value
+            return value  # type: ignore[return-value]
         while self._word is None:
-            self._listen(None, f"waiting for {of} of {self.names[teller]}")
-        what, value = from_bytes(self._word)
+            self._listen(None, f"waiting for {of} of {self.names[source]}")
+        what, found = from_bytes(self._word)
         if what != self._what:
-            raise self._disagreement(teller, what)
-        return value
+            raise self._disagreement(source, what)
+        return found  # type: ignore[no-any-return]
 
     def _disagreement(self, rank: int, what: str) -> InputError:
         return InputError(
@@ -188,27 +187,29 @@ class Ranks:
         """Seconds that the operation may still take."""
         return max(0.1, self._deadline - time.monotonic())
 
-    def wait_for(self, wire: Wire, doing: Callable[[], str]) -> None:
-        """Wait until something comes over a wire to another rank.
+    def wait_for(self, fd: int, is_there: Callable[[], bool], doing: Callable[[], str]) -> None:
+        """Wait for something in this process, and listen to the other ranks meanwhile.
 
         Args:
-            wire: the wire.
+            fd: a file descriptor that can be read when it may be there.
+            is_there: whether it is.
             doing: what for, for the message of a timeout.
 
         Raises:
             Aborted: the operation failed elsewhere.
-            WorkerTimeout: nothing came in time.
+            WorkerTimeout: it did not come in time.
         """
-        while not wire.ready():
-            self._listen(wire, doing)
+        while not is_there():
+            self._listen(fd, doing)
 
-    def _listen(self, wire: Wire | None, doing: str | Callable[[], str]) -> None:
-        """Wait for something on this wire or from other ranks, and note what they say."""
-        fd = -1 if wire is None else wire.fileno()
-        if not self._wires and wire is None:
+    def _listen(self, fd: int | None, doing: str | Callable[[], str]) -> None:
+        """Wait for something on this file descriptor or from other ranks; note what they say."""
+        if not self._wires and fd is None:
             raise Aborted
         left = self.left()
-        ready = {found for found, _ in spin(self._poller(fd), min(left, _LONG))}
+        ready = {
+            found for found, _ in spin(self._poller(-1 if fd is None else fd), min(left, _LONG))
+        }
         if not ready and left > _LONG:
             self._wait_on()
             return

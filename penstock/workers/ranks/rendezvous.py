@@ -181,8 +181,8 @@ def _found(rank: int, count: int, mine: Entry) -> Launch:
         beats = {peer: found[_beats(number)] for number, peer in far.items()}
         names = [f"rank {k} (process {e.pid} on {e.host})" for k, e in enumerate(others.entries)]
         ranks = Ranks(rank, names, wires, _BUILDING, _pulses(others, wires, beats))
-        with ranks.together("the start of a pipeline"):
-            ranks.settle(None)
+        with ranks.operation("the start of a pipeline"):
+            ranks.end(None)
         return Launch(ranks, others)
     except BaseException:
         others.meeting.close()

@@ -14,17 +14,17 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture.trees import map_leaves
-from penstock.engine.batch import Batch
+from penstock.engine.backup import Backups
 from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError, WorkerError
+from penstock.errors import InputError
 from penstock.links.local import LocalLink
 from penstock.links.process_group import Line
 from penstock.links.shared_memory import Receiver, Sender, Sink, Source
@@ -32,6 +32,7 @@ from penstock.links.wire import Wire
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, doing
+from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping, norms_of, total_norm
 from penstock.workers.optimizer_parts import (
     Groups,
@@ -42,18 +43,29 @@ from penstock.workers.optimizer_parts import (
     use_settings,
     warn_of_no_gradients,
 )
+from penstock.workers.ownership import Ownership
+from penstock.workers.pool import Round
 from penstock.workers.ranks.groups import Groups as ProcessGroups
 from penstock.workers.ranks.rendezvous import Launch
 from penstock.workers.ranks.stale import StaleCopy
+from penstock.workers.ranks.thread import RankThread
 from penstock.workers.saving import SaveOrder
-from penstock.workers.ways import NewWay, Ownership
+from penstock.workers.ways import NewWay
 
 _WHAT = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
 
 T = TypeVar("T")
 
 
-class RankWorkers:
+class _Ticket(NamedTuple):
+    """A pass that was started: its order, the operation in which it was, and the thread's round."""
+
+    order: Order
+    number: int
+    round: Round
+
+
+class RankWorkers(Workers):
     """The ranks of a launch, as seen by one of them.
 
     Args:
@@ -64,9 +76,6 @@ class RankWorkers:
         threads: intra-op threads of each CPU worker.
         timeout: seconds that an operation may take.
     """
-
-    shares_modules = True
-    has_everything = False
 
     def __init__(
         self,
@@ -84,21 +93,31 @@ class RankWorkers:
         self._order = order
         self._device = launch.device
         self._threads = threads
+        self.devices = [launch.device] * len(order)
+        self.homes = [launch.device if worker == self._me else None for worker in plan.placement]
         self.ownership = Ownership(plan.placement)
-        self.has_inputs = plan.placement[0] == self._me
-        self.has_loss = plan.placement[-1] == self._me
+        self.role = Role(
+            index=self._me,
+            leads=launch.ranks.rank == 0,
+            has_inputs=plan.placement[0] == self._me,
+            has_loss=plan.placement[-1] == self._me,
+            has_all_weights=False,
+            name=launch.ranks.names[launch.ranks.rank],
+        )
         self._position = [0]
         self._lines: list[Line] = []
         self._wires: list[Wire] = []
         self._writer: Thread | None = None
         self._ends: dict[int, Any] = {}
-        with self._ranks.together("the building of links"):
+        self._thread = RankThread(launch.device, threads, self._reset, self._doing)
+        self._backups = Backups()
+        with self._ranks.operation("the building of links"):
             self._connect()
         self._ranks.timeout = timeout
         self._ranks.workers = [order.index(rank) for rank in range(len(order))]
-        devices = [self._device] * len(order)
         self._assemblies = {
-            training: Assembly(plan, devices, self._ends, [self._me]) for training in (True, False)
+            training: Assembly(plan, self.devices, self._ends, [self._me])
+            for training in (True, False)
         }
         self._copy = StaleCopy(model, self._owned)
 
@@ -131,20 +150,14 @@ class RankWorkers:
     def _end(self, k: int, is_sink: bool, wire: Wire, groups: ProcessGroups) -> Sink | Source:
         """This rank's end of the link after stage `k`."""
         self._wires.append(wire)
-        wait = partial(self._ranks.wait_for, wire, lambda: doing(self._position[0]))
+        wait, left = partial(self._thread.wait_for, wire), self._thread.left
         if k in groups.peers:
-            line = Line(wire, groups.peers[k], self._round, self._device, wait, self._ranks.left)
+            line = Line(wire, groups.peers[k], self._thread, self._device, wait, left)
             self._lines.append(line)
             return Sink(line, line) if is_sink else Source(line, line)
-        sender = Sender(wire, self._round)
-        receiver = Receiver(wire, self._round, self._device, wait)
+        sender = Sender(wire, self._thread)
+        receiver = Receiver(wire, self._thread, self._device, wait)
         return Sink(sender, receiver) if is_sink else Source(receiver, sender)
-
-    def _round(self) -> int:
-        return self._ranks.number
-
-    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
-        """They are this rank's own."""
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model.
@@ -171,80 +184,93 @@ class RankWorkers:
         """Whose gradients passes leave in this process: those of this rank's stages."""
         return self.ownership.parameters[self._me]
 
-    def together(self, what: str) -> AbstractContextManager[None]:
+    def operation(self, what: str) -> AbstractContextManager[None]:
         """An operation of all ranks: if it fails on one, it fails on all."""
-        return self._ranks.together(what)
+        return self._ranks.operation(what)
 
-    def told(self, make: Callable[[], Batch]) -> Batch:
-        """A batch that is made where the inputs are; elsewhere, what there is to know of it."""
-        made: list[Batch] = []
+    def broadcast(self, value: T | None, source: Literal["inputs", "leader"]) -> T:
+        """What one rank has made, for all."""
+        if source == "leader":
+            return self._ranks.broadcast(value, 0, "the decision")
+        return self._ranks.broadcast(value, self._order[self._plan.placement[0]], "the batch")
 
-        def described() -> Batch:
-            made.append(self._made(make))
-            return replace(made[0], parts=[])
+    def all_gather(self, what: str, value: T) -> list[T]:
+        """What every rank has of something, in the order of workers."""
+        with self._ranks.operation(what):
+            found = self._ranks.end(value)
+        return [found[rank] for rank in self._order]
 
-        batch = self._ranks.tell(self._order[self._plan.placement[0]], described)
-        return made[0] if made else batch
-
-    def _made(self, make: Callable[[], Batch]) -> Batch:
-        try:
-            return make()
-        except InputError as error:
-            error.add_note(f"{self._ranks.names[self._ranks.rank]} has the first stage, so it is "
-                           "this rank that needs the inputs.")  # fmt: skip
-            raise
-
-    def start(self, order: Order) -> Order:
-        """Begin a pass; `finish` runs this rank's part of it."""
-        return order
-
-    def finish(self, ticket: Order) -> Outcome:
-        """Run this rank's part of a pass, and hear what has come of all."""
-        order = ticket
-        backup = self.ownership.backup(self._me, order.what in ("train", "backward"))
+    def start(self, order: Order) -> _Ticket:
+        """Have this rank's thread run its part of a pass."""
         if order.training or order.what in ("train", "backward"):
             self._copy.trained()
+        number = self._ranks.number
+        run = partial(self._run, order, number, self._ranks.timeout)
+        return _Ticket(order, number, self._thread.start([run]))
+
+    def finish(self, ticket: _Ticket) -> Outcome:
+        """Wait for this rank's part of a pass, and hear what has come of all."""
         try:
-            with self.together(_WHAT[order.what]):
-                own = self._run(order)
-                parts = self._ranks.settle(_told_to_others(own))
-        except BaseException:
-            backup.restore()
-            for assembly in self._assemblies.values():
-                assembly.clear()
-            for end in self._ends.values():
-                if isinstance(end, LocalLink):
-                    end.reset()
+            with self.operation(_WHAT[ticket.order.what]):
+                own = self._own(ticket.round)
+                parts = self._ranks.end(_for_others(own))
+        except BaseException as error:
+            self.give_up(error)
             raise
+        self._backups.drop(ticket.number)
         whole = Outcome.of([_moved(part, self._device) for part in parts])
         whole.gradients = own.gradients
         return whole
 
-    def give_up(self, why: BaseException) -> None:
-        """A pass is under way only within `finish`, which undoes it."""
+    def _own(self, current: Round) -> Outcome:
+        """What has come of this rank's part of a pass; meanwhile other ranks are listened to."""
+        try:
+            done = partial(self._thread.is_done, current)
+            self._ranks.wait_for(self._thread.bell, done, self._doing)
+            found: Outcome = self._thread.finish(current)[0]
+        except BaseException as error:
+            self._thread.give_up(error)  # before others hear of it, so that all have stopped then
+            if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
+                raise error.__cause__ from None  # a module that calls sys.exit() ends the rank
+            raise
+        return found
 
-    def _run(self, order: Order) -> Outcome:
+    def give_up(self, why: BaseException) -> None:
+        """Stop what is under way, and put back what passes have changed that did not end."""
+        self._thread.give_up(why)
+        self._backups.restore()
+        for assembly in self._assemblies.values():
+            assembly.clear()
+
+    def _run(self, order: Order, number: int, timeout: float) -> Outcome:
+        """This rank's part of a pass, in its thread."""
+        backward = order.what in ("train", "backward")
+        self._thread.begin(number, timeout)
+        self._backups.begin(number, [self.ownership.backup(self._me, backward)])
         kinds = [
             (order.what, order.training, order.modes, m.way, tuple(m.sizes.items()))
             for m in order.microbatches
         ]
         for line in self._lines:
             line.expect(kinds)
-        part = order.part(self.has_inputs, self.has_loss)
+        part = order.part(self.role.has_inputs, self.role.has_loss)
         part = replace(part, wanted=self.ownership.own(self._me, order.wanted))
         torch.clear_autocast_cache()  # the script may be in a region that spans several steps
         try:
-            with self._at_work():
-                return self._assemblies[order.training].run(self._me, part, self._position)
-        except WorkerError as error:
-            if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
-                raise error.__cause__ from None  # in the script's own thread these end the rank
-            raise
+            return self._assemblies[order.training].run(self._me, part, self._position)
         finally:
             torch.clear_autocast_cache()
 
+    def _doing(self) -> str:
+        return doing(self._position[0])
+
+    def _reset(self) -> None:
+        for end in self._ends.values():
+            if isinstance(end, LocalLink):
+                end.reset()
+
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
         """With a worker's threads, and on its device."""
         before = torch.get_num_threads()
         on = torch.cuda.device(self._device) if self._device.type == "cuda" else None
@@ -278,8 +304,7 @@ class RankWorkers:
         mine = {
             k: p for k, p in enumerate(parameters) if id(p) not in others and p.grad is not None
         }
-        with self.together("clip_grad_norm_"):
-            parts = self._ranks.settle(norms_of(mine, clipping))
+        parts = self.all_gather("clip_grad_norm_", norms_of(mine, clipping))
         found = {k: norm for part in parts for k, norm in part.items()}
         total = total_norm([found[k] for k in sorted(found)], clipping, self._device)
         foreach = clipping.foreach
@@ -297,11 +322,9 @@ class RankWorkers:
         own |= {id(t) for t in self.ownership.buffers[self._me]}
         named = [*model.named_parameters(remove_duplicate=False)]
         named += [*model.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
-        with self.together("state_dict"):
-            mine = {name: state[name] for name, t in named if id(t) in own and name in state}
-            parts = self._ranks.settle(mine)
-        for rank, part in enumerate(parts):
-            for name, tensor in part.items() if rank != self._ranks.rank else ():
+        mine = {name: state[name] for name, t in named if id(t) in own and name in state}
+        for worker, part in enumerate(self.all_gather("state_dict", mine)):
+            for name, tensor in part.items() if worker != self._me else ():
                 if state[name].is_meta:
                     state[name] = tensor
                 else:
@@ -309,25 +332,6 @@ class RankWorkers:
         if of is model:
             self._copy.refreshed()
         return state
-
-    @property
-    def leads(self) -> bool:
-        """Rank 0 does."""
-        return self._ranks.rank == 0
-
-    @property
-    def place(self) -> int:
-        """Ranks are sorted by the workers that they are."""
-        return self._me
-
-    def agreed(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, for all."""
-        return self._ranks.tell(0, make, of="the decision")
-
-    def everyones(self, value: T) -> list[T]:
-        """What every rank has of something, in the order of workers."""
-        found = self._ranks.settle(value)
-        return [found[rank] for rank in self._order]
 
     def save(self, save: SaveOrder) -> list[Part]:
         """Write this rank's part of a checkpoint."""
@@ -338,24 +342,12 @@ class RankWorkers:
         self._writer = save.job(parts[self._me], save.portions[self._me])()
         return parts
 
-    def check(self) -> None:
-        """Every rank has a model of its own, and sees what is done to it."""
-
-    def all_alive(self) -> bool:
-        """Others are heard of with the next operation."""
-        return True
-
-    def gathered(self, what: str, value: Mapping[int, Any]) -> list[Mapping[int, Any]]:
-        """What the other ranks have of something."""
-        with self.together(what):
-            parts = self._ranks.settle(value)
-        return [part for rank, part in enumerate(parts) if rank != self._ranks.rank]
-
     def close(self) -> None:
         """Leave the others."""
         if self._writer is not None:
             self._writer.join()
         self._ranks.close()
+        self._thread.close()
         self._copy.close()
         self._launch.others.meeting.close()
         for wire in self._wires:
@@ -373,19 +365,19 @@ class _RankPart:
         groups: Groups,
         options: Mapping[str, Any],
         owned: Sequence[nn.Parameter],
-        crew: RankWorkers,
+        workers: RankWorkers,
     ) -> None:
         self._part = part_of(kind, groups, options, owned)
         self._all = [parameter for group in groups for parameter in group["params"]]
         self._owned = {id(parameter) for parameter in owned}
-        self._crew = crew
+        self._workers = workers
 
     def step(self, groups: Groups, state: State) -> None:
         """Update this rank's parameters."""
         self._part.state = state  # type: ignore[assignment]
         use_settings(self._part, settings_of(groups))
         warn_of_no_gradients(self._part.param_groups)
-        with self._crew._at_work():
+        with self._workers.at_work():
             self._part.step()
 
     def fetch(self, state: State) -> None:
@@ -396,9 +388,10 @@ class _RankPart:
             for p, values in state.items()
             if id(p) in self._owned and id(p) in numbers  # it may have left the groups
         }
-        for part in self._crew.gathered("the optimizer's state_dict", mine):
-            for k, values in part.items():
-                state[self._all[k]] = values
+        parts = self._workers.all_gather("the optimizer's state_dict", mine)
+        others = [p for k, p in enumerate(parts) if k != self._workers.role.index]
+        for k, values in (item for part in others for item in part.items()):
+            state[self._all[k]] = values
 
     def load(self, state: State) -> None:
         """It comes with the next step."""
@@ -414,8 +407,8 @@ def _in_words(pair: tuple[int, int], near: Callable[[int, int], bool], backend: 
     return "shared memory" if near(*pair) else f"torch.distributed ({backend})"
 
 
-def _told_to_others(outcome: Outcome) -> Outcome:
-    """What other ranks are told; with times that mean the same on every machine."""
+def _for_others(outcome: Outcome) -> Outcome:
+    """What other ranks get of it; with times that mean the same on every machine."""
     shift = time.time() - time.perf_counter()
     moved = [e._replace(start=e.start + shift, end=e.end + shift) for e in outcome.events]
     return replace(outcome, gradients={}, events=moved)

@@ -17,13 +17,13 @@ import torch
 from penstock.devices.cores import use_threads
 from penstock.errors import IN_A_FORK
 from penstock.links.local import Aborted
-from penstock.workers.pool import Job, Late, Result, Round, Workers
+from penstock.workers.pool import Job, Late, Pool, Result, Round
 
 _GRACE = 5.0  # seconds that workers have to notice that a step was given up
 _FRAMES = 4  # of the stack of a worker that is late
 
 
-class _Ringing(Round):
+class Ringing(Round):
     """A round whose workers ring when they are done.
 
     The results do not travel through the queue: a Ctrl-C that arrives just as the queue gives
@@ -40,10 +40,10 @@ class _Ringing(Round):
         self.bell.put(None)
 
 
-_Order = tuple[Job, _Ringing]
+_Order = tuple[Job, Ringing]
 
 
-class ThreadPool(Workers):
+class ThreadPool(Pool):
     """A thread per device, which runs one job at a time and waits for the next.
 
     Args:
@@ -93,7 +93,7 @@ class ThreadPool(Workers):
         self._closed_because = self._closed_because or IN_A_FORK
 
     def _round(self, number: int) -> Round:
-        return _Ringing(number)
+        return Ringing(number)
 
     def _give(self, worker: int, job: Job, current: Round) -> None:
         self._inboxes[worker].put((job, current))  # type: ignore[arg-type]

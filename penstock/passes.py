@@ -1,0 +1,306 @@
+"""A batch on its way, from the arguments of a call or a step to what it returns."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.audit.auditor import Auditor
+from penstock.autograd import Passage, backward_into_inputs, check_untransformed, deliver
+from penstock.capture import ROWS, Program
+from penstock.capture.attributes import owner_of
+from penstock.capture.trees import flatten
+from penstock.capture.watching import with_owners
+from penstock.engine.batch import Batch, ByHand, Whole, arguments
+from penstock.engine.ends import Apart, Loss
+from penstock.engine.hooks import Opened
+from penstock.engine.microbatch import Merge, merge
+from penstock.engine.mixing import Mixing
+from penstock.engine.objective import Objective
+from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.reading import Left, check_reads
+from penstock.engine.stage import MicroBatch
+from penstock.errors import InputError, PenstockError
+from penstock.plan import Plan
+from penstock.runner import Runner
+from penstock.training.result import StepResult
+from penstock.workers.ways import Ways
+
+
+def left_elsewhere(program: Program, plan: Plan, calls_loss: bool) -> Left:
+    """What a forward leaves in attributes and the loss cannot read.
+
+    It can where the module runs right before it, in the last stage, and is not cut off from it by
+    being recomputed.
+
+    Args:
+        program: the captured program.
+        plan: how it is cut.
+        calls_loss: whether the loss is called where the user's own modules run.
+    """
+    start, end, recomputed = plan.stages[-1].spans[-1]
+    calls = program.train.calls[start:end] if calls_loss and not recomputed else ()
+    near = {call.target for call in calls if isinstance(call.target, str)}
+    places = sorted({owner_of(program.model, name) for name in program.left})
+    return Left(program.model, [p for p in places if near.isdisjoint(with_owners(p[0]))])
+
+
+class Passes:
+    """Batches of the user's as passes: split, routed, ordered, audited, run, and put together.
+
+    A batch goes down this class once and comes up once, see docs/design.md.
+
+    Args:
+        runner: routes batches, makes orders and runs them.
+        auditor: runs a micro-batch of some passes by the model itself as well.
+        program: the captured program.
+        plan: how it is cut.
+        merge: how the results of micro-batches become that of the batch, see `Pipeline`.
+    """
+
+    def __init__(
+        self, runner: Runner, auditor: Auditor, program: Program, plan: Plan, merge: Merge
+    ) -> None:
+        self._runner = runner
+        self._workers = runner.workers
+        self._auditor = auditor
+        self._program = program
+        self._model = program.model
+        self._plan = plan
+        self._merge = merge
+        self._mixing = Mixing()
+        self._opened = Opened(program)
+        calls_loss = runner.workers.role.calls_loss
+        self._left = left_elsewhere(program, plan, calls_loss)
+        apart = Apart(program.model, runner.workers.ownership.apart, plan.splits_backward)
+        self._apart = apart if calls_loss else None
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """See `Pipeline.__call__`."""
+        graph = torch.is_grad_enabled()
+        with self._operation("a call" if graph else "a call without gradients"):
+            check_untransformed((args, kwargs), self._model.parameters())
+            batch = self._batch(Whole(args, kwargs), graph and self._model.training)
+            order = self._order("forward" if graph else "infer", batch)
+            result = self._result_of(order, self._merge, graph)
+            with self._auditor.around(order, batch):
+                outcome = self._runner.run(order)
+        if not graph:
+            return result(outcome.parts)
+        passage = Passage(self._runner, order, outcome.differentiable)
+        self._runner.forget_with(passage, order)
+        unfed = () if self._workers.role.has_inputs else _differentiable((args, kwargs))
+        parameters = self._workers.parameters
+        return result(deliver(passage, order.values, outcome.parts, parameters, unfed))
+
+    def map(self, batches: Iterable[Any], ahead: int | None) -> Iterator[Any]:
+        """See `Pipeline.map`.
+
+        Raises:
+            InputError: `ahead` is less than 1.
+        """
+        most = 1 + -(-len(self._plan.stages) // self._plan.num_microbatches)
+        most = most if ahead is None else ahead
+        if most < 1:
+            raise InputError(f"ahead={ahead} batches cannot be under way; 1 at least")
+        return self._results(batches, most)
+
+    def _results(self, batches: Iterable[Any], most: int) -> Iterator[Any]:
+        """The results of batches, of which so many are under way."""
+        started: deque[_Started] = deque()
+        with self._runner.given_up():
+            try:
+                for inputs in batches:
+                    if len(started) == most:
+                        yield self._result(started.popleft())
+                    started.append(self._start(inputs))
+                while started:
+                    yield self._result(started.popleft())
+            finally:  # whoever left the loop wants none of these
+                for ticket, _ in started:
+                    with suppress(PenstockError):  # if one failed, it has said so
+                        self._runner.finish(ticket)
+
+    def _start(self, inputs: Any) -> _Started:
+        """Start a batch, without gradients."""
+        with self._operation("a batch of map"), torch.no_grad():
+            check_untransformed(inputs, self._model.parameters())
+            order = self._order("infer", self._batch(Whole(*arguments(inputs)), trains=False))
+            result = self._result_of(order, self._merge)
+            return self._runner.start(order), result
+
+    def _result(self, started: _Started) -> Any:
+        """What has become of it."""
+        ticket, result = started
+        return result(self._runner.finish(ticket).parts)
+
+    def step(self, what: Pass, name: str, inputs: Whole | ByHand, objective: Objective) -> Any:
+        """A pass of a batch that ends in a loss, see `Pipeline.train_step`.
+
+        Args:
+            what: `"train"`, or `"infer"` for the loss alone.
+            name: of the method that is called.
+            inputs: the batch.
+            objective: the loss, and what else is made of the outputs.
+        """
+        with self._operation(name):
+            given = (inputs.given, objective.given)
+            check_untransformed(given, self._model.parameters())
+            batch = self._batch(inputs, trains=what == "train")
+            order = self._order(what, batch, self._loss(objective, batch))
+            result = None
+            if objective.outputs:
+                in_list = inputs.by_hand or objective.outputs == "list"
+                result = self._result_of(order, "list" if in_list else self._merge)
+            self._note_joins(order)
+            with self._auditor.around(order, batch), objective.undone():
+                outcome = self._runner.run(order)
+        backward_into_inputs(order.values, outcome.gradients)
+        rows = [m.sizes[ROWS] for m in order.microbatches]
+        if order.loss is not None and len(rows) > 1 and max(rows) > 1:
+            self._mixing.of_loss(objective.identity, outcome.mismatch, objective.weight)
+        return step_result(objective, outcome, result)
+
+    def _loss(self, objective: Objective, batch: Batch) -> Loss | None:
+        """What the last stage ends in, where it is fed with targets."""
+        if not self._workers.role.has_loss:
+            return None
+        check_reads("loss", objective.loss_fn, self._left)
+        check_reads("metrics function", objective.metrics, self._left)
+        is_new = self._mixing.is_new(objective.identity)
+        return objective.loss(batch.rows, self._runner.loss_device, is_new, self._apart)
+
+    def _note_joins(self, order: Order) -> None:
+        """Warn once if results of the model depend on which rows are together."""
+        ways = self._runner.ways(order.training)
+        taken = {m.way for m in order.microbatches} if len(order.microbatches) > 1 else ()
+        self._mixing.of_model([join for way in taken for join in ways[way].trace.joins])
+
+    # -- the parts of a pass ------------------------------------------------------------------
+
+    def _operation(self, what: str) -> AbstractContextManager[None]:
+        """An operation of all that run the script; models in other modes are in another one."""
+        name = what if self._model.training else f"{what} in evaluation mode"
+        return self._workers.operation(name)
+
+    def _batch(self, inputs: Whole | ByHand, trains: bool) -> Batch:
+        """A batch, where its inputs are; elsewhere, what there is to know of it.
+
+        Args:
+            inputs: what the user has given.
+            trains: whether it counts as a step of training.
+        """
+        self._opened.check()
+        training, role = self._model.training, self._workers.role
+        if not role.has_inputs:
+            return self._runner.share(None, training)
+        try:
+            batch = inputs.batch(self._program, self._plan.num_microbatches)
+            routed = self._runner.route(batch, training, trains)
+        except InputError as error:
+            if role.name:
+                error.add_note(
+                    f"{role.name} has the first stage, so it is this rank that needs the inputs."
+                )
+            raise
+        return self._runner.share(routed, training)
+
+    def _order(self, what: Pass, batch: Batch, loss: Loss | None = None) -> Order:
+        """The order for a batch."""
+        return self._runner.order(what, batch, self._model.training, loss)
+
+    def _result_of(self, order: Order, merge: Merge, graph: bool = False) -> Result:
+        """What makes the model's result of what the last stage gives in a pass.
+
+        Args:
+            order: the pass.
+            merge: how results of micro-batches become one, see `Pipeline`.
+            graph: whether a backward is to come of it.
+
+        Raises:
+            InputError: they cannot be put together.
+        """
+        ways = self._runner.ways(self._model.training)
+        if merge in ("auto", "rows"):
+            ways.common(order.microbatches, anyway=merge == "rows")
+        elif graph:
+            ways.alike(order.microbatches)
+        return Result(ways, order.microbatches, merge)
+
+
+def _differentiable(given: Any) -> list[torch.Tensor]:
+    """The tensors in containers that ask for a gradient."""
+    leaves = flatten(given)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def step_result(
+    objective: Objective, outcome: Outcome, result: Result | None
+) -> torch.Tensor | StepResult:
+    """What a training step returns.
+
+    Args:
+        objective: what was asked for.
+        outcome: what has come of the pass.
+        result: makes the model's result, if it is wanted.
+
+    Raises:
+        InputError: the rank that has the last stage was not asked for it.
+    """
+    if not objective.wants_more:
+        return outcome.loss
+    there = {"outputs": outcome.results, "metrics": outcome.metrics}
+    wanted = {"outputs": bool(objective.outputs), "metrics": objective.metrics is not None}
+    for name, found in there.items():
+        if wanted[name] and not found:
+            raise InputError(
+                f"{name}= was given on this rank, and not on the one with the last stage, which "
+                "alone can make them: give it there, too"
+            )
+    metrics = [outcome.metrics[k] for k in sorted(outcome.metrics)]
+    return StepResult(
+        outcome.loss,
+        result(outcome.parts) if result else None,
+        metrics if wanted["metrics"] else None,
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """Makes the model's result of what the last stage gives.
+
+    Attributes:
+        ways: through the model.
+        microbatches: of the batch.
+        merge: how their results become one, see `Pipeline`.
+    """
+
+    ways: Ways
+    microbatches: Sequence[MicroBatch]
+    merge: Merge
+
+    def __call__(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """The result, in the model's own structure.
+
+        Args:
+            parts: for every micro-batch the values that the last stage returned.
+        """
+        first = self.microbatches[0]
+        if self.merge in ("auto", "rows"):
+            way = self.ways[first.way]
+            rows = sum(m.sizes[ROWS] for m in self.microbatches)
+            return way.assemble(merge(way.joins, parts), {**first.sizes, ROWS: rows})
+        each = [
+            self.ways[m.way].assemble(part, m.sizes)
+            for m, part in zip(self.microbatches, parts, strict=True)
+        ]
+        return self.merge(each) if callable(self.merge) else each
+
+
+_Started = tuple[Any, Result]
+"""A batch of `map`: the ticket of its pass, and what makes its result."""

@@ -1,0 +1,321 @@
+"""The interface of all kinds of workers: threads, processes, ranks, each in a folder of its own.
+
+A `Backend` has workers without a plan. It measures the links between them, lets all processes that
+run the script agree on a plan, and starts the workers on it. Then they are `Workers`, which run
+passes, step optimizers and write checkpoints. Above this module nobody asks which kind they are.
+
+*The script's processes.* Threads and worker processes are driven by one process, which has the
+whole model. Under torchrun every rank runs the script, has some of the stages, and calls the same
+methods in the same order; `Workers.role` says which part this process has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.capture import Program
+from penstock.devices.choice import threads_per_worker
+from penstock.engine.orders import Order, Outcome
+from penstock.errors import PlanError
+from penstock.plan import Plan
+from penstock.profile.measure import Progress
+from penstock.storage.part import Part
+from penstock.workers.clipping import Clipping
+from penstock.workers.optimizer_parts import Groups, Parts
+from penstock.workers.ownership import Ownership
+from penstock.workers.probe import LinkProbe
+from penstock.workers.saving import SaveOrder
+from penstock.workers.ways import NewWay
+
+Kind = Literal["auto", "threads", "processes", "torchrun"]
+"""Who runs the stages: threads of this process, processes of this machine, or torchrun's ranks."""
+
+_TIMEOUT = 60.0  # seconds that a pass may take at least, unless the user says otherwise
+TIMEOUTS = 50  # of predicted steps
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Role:
+    """Which part this process has among those that run the script. By default it is the only one.
+
+    Attributes:
+        index: its number among them, from 0, in the order of workers.
+        leads: whether it decides for all.
+        has_inputs: whether it gives the first stage its batches.
+        has_loss: whether it gives the last stage targets and the loss.
+        has_all_weights: whether it has the weights of all stages.
+        calls_loss: whether the loss is called in this process, where the user's own modules run.
+        name: of this process, where there are several; empty for the only one.
+    """
+
+    index: int = 0
+    leads: bool = True
+    has_inputs: bool = True
+    has_loss: bool = True
+    has_all_weights: bool = True
+    calls_loss: bool = True
+    name: str = ""
+
+
+class Backend(ABC):
+    """Workers that have no plan yet, one for each device.
+
+    Attributes:
+        threads: intra-op threads of each CPU worker.
+        leads: whether this process plans for all that run the script.
+        probe: where the links between workers are measured.
+    """
+
+    threads: int
+    leads: bool = True
+    probe: LinkProbe
+
+    @property
+    @abstractmethod
+    def devices(self) -> Sequence[torch.device]:
+        """For each worker a device of this machine: its own, or one that is like it.
+
+        Raises:
+            PlanError: there is none like it, so nothing can be measured here.
+        """
+
+    @abstractmethod
+    def agree(self, program: Program, plan: Plan | None) -> Plan:
+        """The plan of all workers, from the process that leads; it ends the operation.
+
+        Args:
+            program: what this process has captured.
+            plan: what this process has planned, if it leads.
+
+        Raises:
+            PlanError: it does not fit the program or the devices, or the processes that run the
+                script have captured different programs.
+        """
+
+    @abstractmethod
+    def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
+        """Give the workers a plan; from then on `Workers.close` dismisses them.
+
+        Args:
+            plan: what they run.
+            model: whose stages.
+            timeout: seconds that a pass may take; `None` derives it from the plan.
+        """
+
+    def operation(self, what: str) -> AbstractContextManager[None]:
+        """Something that all processes that run the script do; if it fails in one, it fails in all.
+
+        Args:
+            what: its name, the same in all of them.
+        """
+        return nullcontext()
+
+    def wait(self, progress: Progress | None) -> None:
+        """Until the workers have started; `progress` as in `Pipeline`."""
+
+    def close(self) -> None:
+        """Dismiss the workers, if they never got a plan."""
+
+
+class DrivenBackend(Backend):
+    """Workers that this process has or drives.
+
+    Args:
+        devices: of the workers; they exist.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self.threads = threads_per_worker(devices)
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """For each worker its own."""
+        return self._devices
+
+    def agree(self, program: Program, plan: Plan | None) -> Plan:
+        """This process's plan."""
+        if plan is None:
+            raise PlanError("this process drives all workers, so it has to plan for them")
+        plan.check_fits(program.fingerprint, list(map(str, self._devices)), len(program))
+        return plan
+
+    def in_order(self, plan: Plan) -> list[torch.device]:
+        """The device of every worker: the plan may have put them into another order."""
+        return [self._devices[k] for k in order_of(list(map(str, self._devices)), plan)]
+
+    def timeout(self, plan: Plan, given: float | None) -> float:
+        """Seconds that a pass may take: what the user says, or as many as the plan lets expect."""
+        return given or max(_TIMEOUT, TIMEOUTS * plan.predicted_step_seconds)
+
+
+def order_of(names: Sequence[str], plan: Plan) -> list[int]:
+    """For every worker which of these devices it has: the plan may have put them into an order."""
+    if Counter(names) != Counter(plan.devices):
+        return list(range(len(names)))
+    left = list(range(len(names)))
+    order = []
+    for device in plan.devices:
+        order.append(next(k for k in left if names[k] == device))
+        left.remove(order[-1])
+    return order
+
+
+class Workers(ABC):
+    """The workers of a pipeline, with their stages and the links between them.
+
+    Attributes:
+        role: which part this process has.
+        ownership: the tensors that every worker's stages use.
+        devices: of every worker; for one on another machine, this process's own.
+        homes: the device of every stage; `None` if its worker is another process with a model of
+            its own.
+        links: how values get from every stage to the next, in words.
+    """
+
+    role: Role = Role()
+    ownership: Ownership
+    devices: Sequence[torch.device]
+    homes: Sequence[torch.device | None]
+    links: Sequence[str]
+
+    # -- what the processes that run the script do together ---------------------------------
+
+    def operation(self, what: str) -> AbstractContextManager[None]:
+        """Something that all processes that run the script do; if it fails in one, it fails in all.
+
+        Within another operation it is a part of that one.
+
+        Args:
+            what: its name, the same in all of them.
+        """
+        return nullcontext()
+
+    def broadcast(self, value: T | None, source: Literal["inputs", "leader"]) -> T:
+        """What one process has made, for all; in the midst of an operation.
+
+        Args:
+            value: what it is, in the process that has it.
+            source: which one that is: that with the first stage's inputs, or that which leads.
+        """
+        return value  # type: ignore[return-value]
+
+    def all_gather(self, what: str, value: T) -> list[T]:
+        """What every process has of something, by `Role.index`; the last thing of an operation.
+
+        Tensors of other processes are on the CPU.
+
+        Args:
+            what: the name of the operation, if none is open.
+            value: what this process has.
+        """
+        return [value]
+
+    # -- stages and passes ------------------------------------------------------------------
+
+    def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Bring what a stage uses to its worker, as soon as it has values."""
+
+    @abstractmethod
+    def add(self, way: NewWay) -> None:
+        """Let the stages know one more way through the model.
+
+        Raises:
+            InputError: the workers cannot have it.
+        """
+
+    def check(self) -> None:
+        """Notice what was done to the model's tensors that the workers do not see.
+
+        Raises:
+            InputError: something was, and what would work.
+        """
+
+    @abstractmethod
+    def start(self, order: Order) -> Any:
+        """Have all workers run a pass, after those that were started before it.
+
+        Returns:
+            a ticket for `finish`.
+
+        Raises:
+            ClosedError: they were dismissed.
+        """
+
+    @abstractmethod
+    def finish(self, ticket: Any) -> Outcome:
+        """Wait for a pass. If it fails, all that were started are given up, and undone.
+
+        Raises:
+            WorkerError: a stage or the loss failed.
+            WorkerTimeout: it took too long; the workers are closed.
+        """
+
+    @abstractmethod
+    def give_up(self, why: BaseException) -> None:
+        """Give up the passes that are under way, and undo them, as nobody can `finish` them."""
+
+    @abstractmethod
+    def forget(self, training: bool, number: int) -> None:
+        """Let go of what stages hold of this batch; may be called from any thread."""
+
+    # -- parameters -------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Whose gradients passes leave in this process."""
+        return self.ownership.everything()
+
+    @abstractmethod
+    def optimizer(
+        self,
+        kind: type[Optimizer],
+        groups: Groups,
+        options: Mapping[str, Any],
+        owners: Sequence[Sequence[nn.Parameter]],
+    ) -> Parts:
+        """An optimizer whose parts are where the parameters are.
+
+        Args:
+            kind: a class of `torch.optim`.
+            groups: its parameter groups.
+            options: the class's other arguments.
+            owners: for every worker the parameters that it updates.
+        """
+
+    def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are; returns the norm."""
+        return clipping.clip(parameters)
+
+    def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
+        """The state dict of `model`, or of a copy of it, wherever its tensors are."""
+        return of.state_dict()
+
+    @abstractmethod
+    def save(self, save: SaveOrder) -> list[Part]:
+        """Have every worker write its part of a checkpoint.
+
+        Returns:
+            all parts, which note when they are written, or why they cannot be.
+        """
+
+    # -- status -----------------------------------------------------------------------------
+
+    def all_alive(self) -> bool:
+        """Whether, as far as is known here, no worker has ended; may be called from any thread."""
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Dismiss the workers, and wait until they are gone."""

@@ -1,0 +1,101 @@
+"""Which kind of workers: the one place that knows them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from penstock.devices.allocator import Allocator, keep_freed_memory
+from penstock.devices.choice import Devices, existing_devices
+from penstock.errors import InputError
+from penstock.workers.backend import Backend, DrivenBackend, Kind
+from penstock.workers.probe import LinkProbe
+from penstock.workers.processes.backend import ProcessBackend
+from penstock.workers.ranks.backend import RankBackend
+from penstock.workers.ranks.rendezvous import check_is_alone, is_torchrun
+from penstock.workers.threads.backend import ThreadBackend
+
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Who is to run the stages, see `penstock.Pipeline`.
+
+    Attributes:
+        workers: their kind.
+        devices: of the workers.
+        timeout: seconds that a step may take; `None` derives it from the plan.
+        allocator: whether the process keeps freed memory.
+
+    Raises:
+        InputError: an option has no meaning.
+    """
+
+    workers: Kind
+    devices: Devices | None
+    timeout: float | None
+    allocator: Allocator
+
+    def __post_init__(self) -> None:
+        if self.workers not in KINDS:
+            raise InputError(
+                f"workers={self.workers!r} is unknown; choose one of {', '.join(KINDS)}"
+            )
+        timeout: Any = self.timeout
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and timeout > 0):
+            raise InputError(f"timeout={timeout!r} is no number of seconds; None derives one")
+        if self.allocator not in ("keep", "system"):
+            raise InputError(f'allocator={self.allocator!r} is unknown; choose "keep" or "system"')
+
+    def keep_freed_memory(self) -> bool:
+        """Have this process keep freed memory, if that is wanted; whether it does."""
+        return self.allocator == "keep" and keep_freed_memory()
+
+    def backend(self, allocator_kept: bool) -> Backend:
+        """Workers of this kind, without a plan.
+
+        Args:
+            allocator_kept: whether worker processes keep freed memory.
+
+        Raises:
+            InputError: the devices do not fit; or the kind is `"auto"`, and this process is one of
+                several that torchrun has not started.
+            DeviceError: a device does not exist.
+            WorkerError: not all ranks are there.
+        """
+        if self.workers == "torchrun" or (self.workers == "auto" and is_torchrun()):
+            return RankBackend(self.devices)
+        if self.workers == "auto":
+            check_is_alone()
+        return _driven(self.workers, existing_devices(self.devices), allocator_kept)
+
+
+def _driven(kind: str, devices: Sequence[torch.device], allocator_kept: bool) -> DrivenBackend:
+    if kind == "processes":
+        return ProcessBackend(devices, allocator_kept)
+    return ThreadBackend(devices)
+
+
+@contextmanager
+def measuring(kind: str, devices: Sequence[torch.device]) -> Iterator[LinkProbe]:
+    """Where the links of such workers are measured; they are gone afterwards.
+
+    Args:
+        kind: `"threads"` or `"processes"`; others are measured with threads.
+        devices: of the workers; they exist.
+
+    Raises:
+        InputError: it cannot use these devices.
+    """
+    workers = _driven(kind, devices, allocator_kept=False)
+    try:
+        workers.wait(None)
+        yield workers.probe
+    finally:
+        workers.close()

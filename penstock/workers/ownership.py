@@ -1,0 +1,75 @@
+"""The tensors of the model that every worker's stages use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from penstock.engine.backup import Backup
+from penstock.workers.ways import NewWay
+
+
+class Ownership:
+    """The tensors that every worker's stages use.
+
+    Args:
+        placement: for every stage its worker.
+
+    Attributes:
+        parameters: of every worker.
+        buffers: of every worker.
+        changing: of every worker the buffers that a forward changes.
+        apart: the parameters, by id, that are not in the graph which the loss is a part of: those
+            of all stages but the last, and of spans that are cut off from its end.
+    """
+
+    def __init__(self, placement: Sequence[int]) -> None:
+        workers = range(1 + max(placement))
+        self._placement = placement
+        self.parameters: list[list[nn.Parameter]] = [[] for _ in workers]
+        self.buffers: list[list[torch.Tensor]] = [[] for _ in workers]
+        self.changing: list[list[torch.Tensor]] = [[] for _ in workers]
+        self.apart: dict[int, nn.Parameter] = {}
+
+    def add(self, way: NewWay) -> None:
+        """Note what one more way uses."""
+        for index, stage in way.stages.items():
+            worker = self._placement[index]
+            for span in stage.spans:
+                _extend(self.changing[worker], span.changing)
+                if isinstance(span.module, nn.Module):
+                    _extend(self.parameters[worker], span.module.parameters())
+                    is_end = index == len(self._placement) - 1 and span is stage.spans[-1]
+                    if not is_end or span.recompute:
+                        self.apart |= {id(p): p for p in span.module.parameters()}
+                    _extend(self.buffers[worker], span.module.buffers())
+
+    def everything(self) -> list[nn.Parameter]:
+        """The parameters of all workers, each once."""
+        every = (parameter for parameters in self.parameters for parameter in parameters)
+        return list({id(parameter): parameter for parameter in every}.values())
+
+    def own(
+        self, worker: int, wanted: Sequence[nn.Parameter] | None
+    ) -> Sequence[nn.Parameter] | None:
+        """Those of these parameters that are this worker's; `None`, which is all, stays."""
+        if wanted is None:
+            return None
+        chosen = set(map(id, wanted))
+        return [parameter for parameter in self.parameters[worker] if id(parameter) in chosen]
+
+    def backup(self, worker: int, backward: bool) -> Backup:
+        """What a pass of this worker may change, as it is now."""
+        return Backup(self.parameters[worker] if backward else (), self.changing[worker])
+
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def _extend(tensors: list[T], more: Iterable[T]) -> None:
+    """Add those that are not there yet."""
+    known = {id(tensor) for tensor in tensors}
+    tensors += [tensor for tensor in more if id(tensor) not in known]

@@ -1,0 +1,141 @@
+"""Worker processes before they have a plan: they start at once, and import torch meanwhile."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.links.shared_memory import Sink, Source
+from penstock.links.wire import Wire
+from penstock.plan import Plan
+from penstock.profile.measure import Progress
+from penstock.workers.backend import DrivenBackend, Workers
+from penstock.workers.placement import check_separate
+from penstock.workers.pool import Job
+from penstock.workers.probe import overhead_here, ping, pong
+from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.site import CPU, Site
+from penstock.workers.processes.workers import ProcessWorkers
+
+_TIMEOUT = 120.0  # seconds; most of it for starting
+
+
+class ProcessBackend(DrivenBackend):
+    """Processes of this machine, on its CPU.
+
+    Args:
+        devices: of the workers; they exist.
+        allocator_kept: whether the processes keep freed memory.
+
+    Raises:
+        InputError: a device is no CPU.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], allocator_kept: bool) -> None:
+        super().__init__(devices)
+        others = [str(device) for device in devices if device.type != "cpu"]
+        if others:
+            raise InputError(
+                f'workers="processes" run on the CPU, not on {others[0]}; use workers="threads", '
+                "which copies between GPUs on streams of their own"
+            )
+        self._allocator_kept = allocator_kept
+        self._pool = ProcessPool(len(devices), lambda: None)
+        self.probe = ProcessProbe(self._pool)
+
+    def wait(self, progress: Progress | None) -> None:
+        """Until they have started, and imported what they need."""
+        what = f"starting {len(self._pool)} worker processes"
+        if progress:
+            progress(0, 1, what)
+        self._pool.run([_idle] * len(self._pool), _TIMEOUT)
+        if progress:
+            progress(1, 1, what)
+
+    def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
+        """Move the model to memory that they share, and send them their stages."""
+        check_separate(model)
+        seconds, kept = self.timeout(plan, timeout), self._allocator_kept
+        return ProcessWorkers(plan, model, self._pool, self.in_order(plan), seconds, kept)
+
+    def close(self) -> None:
+        """Dismiss them."""
+        self._pool.close()
+
+
+@dataclass(frozen=True)
+class ProcessProbe:
+    """Worker processes that have no plan yet; links are measured between the first two."""
+
+    pool: ProcessPool
+    overlaps = False  # the sender copies
+
+    def copies(self, one: torch.device, other: torch.device) -> bool:
+        """Always, into shared memory."""
+        return True
+
+    def one_way(
+        self, one: torch.device, other: torch.device, size: int, rounds: int
+    ) -> Sequence[float]:
+        """Through shared memory."""
+        found: list[float] = self._joined(
+            partial(ping, device=CPU, size=size, rounds=rounds),
+            partial(pong, device=CPU, rounds=rounds),
+        )[0]
+        return found
+
+    def overhead(self, one: torch.device, other: torch.device) -> float:
+        """In two processes."""
+        return float(max(self._joined(_first_overhead, _second_overhead)))
+
+    def _joined(self, first: Callable[[Sink], Any], second: Callable[[Source], Any]) -> list[Any]:
+        """What the first two workers make of the ends of a link between them."""
+        here, there = socket.socketpair()
+        with here, there:
+            grants = self.pool.grant(0, here.fileno()), self.pool.grant(1, there.fileno())
+        jobs: list[Job] = [_AtSink(grants[0], first), _AtSource(grants[1], second)]
+        idle = [_idle] * (len(self.pool) - len(jobs))
+        return self.pool.run(jobs + idle, _TIMEOUT)[: len(jobs)]
+
+
+@dataclass(frozen=True)
+class _AtSink:
+    """Does something with the sending end of a link."""
+
+    grant: int
+    work: Callable[[Sink], Any]
+
+    def __call__(self, site: Site) -> Any:
+        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
+        return self.work(Sink(sender, receiver))
+
+
+@dataclass(frozen=True)
+class _AtSource:
+    """Does something with the receiving end of a link."""
+
+    grant: int
+    work: Callable[[Source], Any]
+
+    def __call__(self, site: Site) -> Any:
+        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
+        return self.work(Source(receiver, sender))
+
+
+def _first_overhead(link: Sink) -> float:
+    return overhead_here(0, link, CPU)
+
+
+def _second_overhead(link: Source) -> float:
+    return overhead_here(1, link, CPU)
+
+
+def _idle(site: Site) -> None:
+    """Nothing to do."""

@@ -1,0 +1,140 @@
+"""The thread of a rank that runs its part of passes, while the script's own goes on."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.errors import WorkerTimeout
+from penstock.links.local import Aborted
+from penstock.links.wire import Wire, spin
+from penstock.workers.pool import Result, Round
+from penstock.workers.threads.pool import Ringing, ThreadPool
+
+_SLICE = 1.0  # seconds that are waited at once
+
+
+class RankThread(ThreadPool):
+    """One thread, which waits for values of neighbours by itself.
+
+    The script's thread listens to the other ranks. If one has failed, it gives up what is under way
+    here, which wakes this thread.
+
+    Args:
+        device: of this rank.
+        threads: intra-op threads, if that is a CPU.
+        reset: called when what was given up has stopped.
+        doing: says what the thread is doing, for the message of a timeout.
+
+    Attributes:
+        bell: a file descriptor that can be read when a pass has ended.
+        round: the number of the operation in which the pass was started that is run.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        threads: int,
+        reset: Callable[[], None],
+        doing: Callable[[], str],
+    ) -> None:
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.round = -1
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._timeout, self._deadline = 0.0, 0.0
+        self._pollers: dict[int, select.poll] = {}
+        self._reset_links = reset
+        self._doing_now = doing
+        super().__init__([device], threads, self._tell, self._clear, lambda worker: doing())
+
+    # -- in the script's thread -------------------------------------------------------------
+
+    def is_done(self, current: Round) -> bool:
+        """Whether a pass has ended; takes note of the bell."""
+        self._drained(self.bell)  # first: whoever rings after this is heard
+        return not current.waits_for
+
+    def close(self, why: str = "close() was called") -> None:
+        """Dismiss the thread; a pass that it is in is given up."""
+        if self._closed_because is None:
+            self._tell()
+        super().close(why)
+
+    def _round(self, number: int) -> Round:
+        return _Belled(number, self.bell)
+
+    def _fault(self, current: Round, late: Sequence[int], why: str | None) -> BaseException:
+        """What was raised; if a neighbour broke a link, other ranks know why."""
+        return current.failures()[0]
+
+    def _tell(self) -> None:
+        os.eventfd_write(self._stop, 1)
+
+    def _clear(self) -> None:
+        self._drained(self._stop)
+        self._reset_links()
+
+    @staticmethod
+    def _drained(event: int) -> bool:
+        """Whether an event had happened; now it has not."""
+        try:
+            return bool(os.eventfd_read(event))
+        except BlockingIOError:
+            return False
+
+    # -- in the thread itself ---------------------------------------------------------------
+
+    def begin(self, number: int, timeout: float) -> None:
+        """A pass begins that was started in this operation, and may take so many seconds."""
+        self.round, self._timeout = number, timeout
+        self._deadline = time.monotonic() + timeout
+
+    def left(self) -> float:
+        """Seconds that the pass may still take."""
+        return max(0.1, self._deadline - time.monotonic())
+
+    def wait_for(self, wire: Wire) -> None:
+        """Wait until something comes over a wire from a neighbour.
+
+        Raises:
+            Aborted: what is under way was given up.
+            WorkerTimeout: nothing came in time.
+        """
+        while not wire.ready():
+            ready = {fd for fd, _ in spin(self._poller(wire.fileno()), min(self.left(), _SLICE))}
+            if self._stop in ready:
+                raise Aborted
+            if not ready and time.monotonic() > self._deadline:
+                raise WorkerTimeout(
+                    f"nothing came within {self._timeout:.0f} s; this rank is {self._doing_now()}. "
+                    "Give Pipeline a larger timeout= if that may take longer"
+                )
+
+    def _poller(self, fd: int) -> select.poll:
+        if fd not in self._pollers:
+            poller = self._pollers[fd] = select.poll()
+            poller.register(fd, select.POLLIN)
+            poller.register(self._stop, select.POLLIN)
+        return self._pollers[fd]
+
+
+class _Belled(Ringing):
+    """A round that also makes a file descriptor readable when it is done.
+
+    Args:
+        number: of the round.
+        bell: the file descriptor.
+    """
+
+    def __init__(self, number: int, bell: int) -> None:
+        super().__init__(number)
+        self._bell = bell
+
+    def report(self, worker: int, result: Result) -> None:
+        """Called by the worker."""
+        super().report(worker, result)
+        os.eventfd_write(self._bell, 1)

@@ -1,0 +1,75 @@
+"""Threads before they have a plan: there are none yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.links.local import LocalLink
+from penstock.plan import Plan
+from penstock.workers.backend import DrivenBackend, Workers
+from penstock.workers.probe import overhead_here, ping, pong
+from penstock.workers.threads.pool import ThreadPool
+from penstock.workers.threads.workers import ThreadWorkers
+
+_TIMEOUT = 10.0  # seconds that measuring a link may take
+
+
+class ThreadBackend(DrivenBackend):
+    """Threads of this process, which start when there is a plan.
+
+    Args:
+        devices: of the workers; they exist.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices)
+        self.probe = ThreadProbe()
+
+    def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
+        """Start them."""
+        return ThreadWorkers(plan, self.in_order(plan), self.threads, self.timeout(plan, timeout))
+
+
+class ThreadProbe:
+    """Threads, which are made for the purpose."""
+
+    overlaps = True
+
+    def copies(self, one: torch.device, other: torch.device) -> bool:
+        """On one device a reference is enough."""
+        return one != other
+
+    def one_way(
+        self, one: torch.device, other: torch.device, size: int, rounds: int
+    ) -> Sequence[float]:
+        """Through a `LocalLink`."""
+        link = LocalLink(one, other)
+        jobs = (partial(ping, link, one, size, rounds), partial(pong, link, other, rounds))
+        found: list[float] = _run((one, other), jobs, link.abort, link.reset)[0]
+        return found
+
+    def overhead(self, one: torch.device, other: torch.device) -> float:
+        """In two threads."""
+        link = LocalLink(one, other)
+        jobs = (partial(overhead_here, 0, link, one), partial(overhead_here, 1, link, other))
+        return float(max(_run((one, other), jobs, link.abort, link.reset)))
+
+
+def _run(
+    devices: Sequence[torch.device],
+    jobs: Sequence[Callable[[], Any]],
+    abort: Callable[[], None],
+    reset: Callable[[], None],
+) -> list[Any]:
+    """Run one job on a worker of each device."""
+    pool = ThreadPool(devices, threads=1, abort=abort, reset=reset)
+    try:
+        return pool.run(jobs, _TIMEOUT)
+    finally:
+        pool.close()
+        pool.join(_TIMEOUT)
