@@ -249,7 +249,7 @@ class Runner:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise
-        self._ways[order.training].agree(m.way for m in order.microbatches)
+        self._ways[order.training].agree([m.way for m in order.microbatches])
         if self._timelines is not None and outcome.events:
             start = min(event.start for event in outcome.events)
             moved = [e._replace(start=e.start - start, end=e.end - start) for e in outcome.events]
