@@ -25,12 +25,18 @@ OWN = ("plain", "torchvision", "timm", "transformers")
 
 OTHERS = {
     "diffusers": "diffusers",
+    "forecasting": "pytorch_forecasting",
+    "graphs": "torch_geometric",
+    "kornia": "kornia",
+    "lightly": "lightly",
     "lucidrains": "local_attention",
     "monai": "monai",
+    "open_clip": "open_clip",
     "peft": "peft",
     "series": "tsai",
     "smp": "segmentation_models_pytorch",
     "vit_pytorch": "vit_pytorch",
+    "x_transformers": "x_transformers",
 }
 """Families of other authors' packages, and a module of each; requirements-zoo.txt installs them."""
 
