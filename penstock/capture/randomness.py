@@ -8,6 +8,7 @@ of stages, the schedule and the kind of worker, and the user's own random stream
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from penstock.capture.trees import flatten
 
@@ -22,6 +24,7 @@ LOSS, METRICS = -1, -2
 """The numbers of what comes behind the calls of a program."""
 
 _MASK = (1 << 64) - 1
+_CHECKS = "__beartype_getrandbits"  # an argument of the functions that beartype makes
 
 # The generators are process-wide, so is what guards them. Reentrant: a closed module that draws
 # may hold a recorded program of its own.
@@ -66,6 +69,37 @@ def python_kept() -> Iterator[None]:
     finally:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+@contextmanager
+def type_checks_apart(model: nn.Module) -> Iterator[None]:
+    """Let beartype draw from a generator of its own in the functions that come with the model.
+
+    It checks one random item of each sequence that an annotated function is given. Nothing that
+    the model does depends on that, but it draws from Python's generator, as the model might.
+    """
+    own = random.Random(0).getrandbits
+    spaces = {id(space): space for space in map(vars, _around(model))}
+    changed = []
+    for function in [value for space in spaces.values() for value in list(space.values())]:
+        defaults = getattr(function, "__kwdefaults__", None)
+        if isinstance(defaults, dict) and _CHECKS in defaults:
+            changed.append((defaults, defaults[_CHECKS]))
+            defaults[_CHECKS] = own
+    try:
+        yield
+    finally:
+        for defaults, original in changed:
+            defaults[_CHECKS] = original
+
+
+def _around(model: nn.Module) -> Iterator[Any]:
+    """The classes of the model's modules, and the Python modules that these are from."""
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+            yield kind
+            if kind.__module__ in sys.modules:
+                yield sys.modules[kind.__module__]
 
 
 def seed_python(seed: int) -> None:

@@ -47,6 +47,7 @@ from penstock.capture.randomness import (
     next_in_python,
     python_kept,
     seed_python,
+    type_checks_apart,
 )
 from penstock.capture.reads import Reading
 from penstock.capture.trees import flatten, map_leaves, unflatten
@@ -100,7 +101,8 @@ def record(
     recorder = Recorder(model, is_open, key, numbers or {})
     known, reading = recorder.known, recorder.reading
     leaves, structure = flatten((tuple(args), kwargs))
-    with put(model, leaves, reading.followed()), intercepted(recorder), python_kept():
+    apart = type_checks_apart(model)
+    with put(model, leaves, reading.followed()), intercepted(recorder), python_kept(), apart:
         args, kwargs = unflatten(structure, leaves)
         trace = recorder.begin(args, kwargs)
         attributes = OpenAttributes(model, is_open)
@@ -243,8 +245,10 @@ class Recorder(TorchFunctionMode):
             self._check_layout(name, leaves)
         if name in STATE:
             self.reading.asked_for_state(name, leaves, self.known.get)
-        if name in METADATA:
+        if name in METADATA or (name == "type" and len(leaves) == 1):
             return func(*args, **kwargs)
+        if name == "type":
+            args, kwargs = (args[0], _dtype(*args, **kwargs)), {}
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return self._without_tensors(func, args, kwargs)
         return self._record(func, func, args, kwargs)
@@ -485,3 +489,16 @@ class Recorder(TorchFunctionMode):
         storage = self.known.storage(tensor)
         shape = tuple(tensor.shape)
         return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
+
+
+def _dtype(tensor: torch.Tensor, dtype: Any, non_blocking: bool = False) -> Any:
+    """The dtype of a kind of tensors such as `"torch.FloatTensor"`, if it has the same device.
+
+    So the program runs on whatever device it is placed.
+    """
+    name = f"{dtype.__module__}.{dtype.__name__}" if isinstance(dtype, type) else dtype
+    if not isinstance(name, str):
+        return dtype
+    device, _, kind = name.rpartition(".")
+    same = device == tensor.type().rpartition(".")[0] and hasattr(torch, kind)
+    return getattr(torch, kind).dtype if same else dtype

@@ -360,3 +360,25 @@ def test_tensors_in_containers_are_read_by_their_places() -> None:
     assert model.pair == (first, 3)
     assert model.tables["scale"] is first
     assert find(model, "anchors.name.0") is None
+
+
+class Cast(nn.Module):
+    """Casts by the names and the classes that stand for dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        wide = h.type(torch.DoubleTensor) * 2
+        return self.last(wide.type(h.type()).type(torch.float64).type(dtype=h.type()))
+
+
+def test_kinds_of_tensors_are_dtypes() -> None:
+    """`x.type()` says nothing of values, and a program is not bound to the kind's device."""
+    model, x = Cast(), torch.randn(4, 4)
+    program = ps.capture(model, (x,))
+    casts = [call.args[1] for call in program.train.calls if call.label == "type()"]
+    assert casts == [torch.float64, torch.float32, torch.float64, torch.float32]
+    assert torch.equal(program(x), model(x))

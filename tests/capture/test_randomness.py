@@ -240,3 +240,38 @@ def test_results_whose_number_random_numbers_decide() -> None:
     for step in range(20):
         key = Key(3, step, 0)
         assert torch.equal(program.replay((X,), {}, key), own_forward(program, (X,), {}, key))
+
+
+def checked(forward: Any) -> Any:
+    """What beartype makes of a function that is given a sequence: it looks at a random item."""
+
+    def wrapper(
+        self: nn.Module,
+        x: torch.Tensor,
+        *,
+        __beartype_getrandbits: Any = random.getrandbits,
+    ) -> torch.Tensor:
+        assert __beartype_getrandbits(32) >= 0
+        result: torch.Tensor = forward(self, x)
+        return result
+
+    return wrapper
+
+
+class Checked(nn.Module):
+    """Its Python draws random numbers on which nothing depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
+
+    @checked
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * 2
+
+
+def test_what_beartype_draws_closes_nothing() -> None:
+    program = ps.capture(Checked(), (X,))
+    assert len(program) == 4
+    wrapper: Any = Checked.forward
+    assert wrapper.__kwdefaults__["__beartype_getrandbits"] == random.getrandbits

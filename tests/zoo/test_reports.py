@@ -42,6 +42,13 @@ class Detached(Small):
         return super().forward(x).detach()
 
 
+class Slots(Small):
+    """Draws random numbers in evaluation, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
 def inputs(rows: int) -> Inputs:
     return (torch.randn(rows, 4),), {}
 
@@ -90,6 +97,10 @@ def test_why_models_do_not_run() -> None:
     assert check(entry(raises(ImportError("no such package")))).status == "cannot be built"
     assert check(Entry("x", "plain", Small, lambda n: ((), {}))).status == "no input form"
     assert check(entry(Detached)).status == "does not train"
+
+
+def test_what_draws_in_evaluation_is_compared_with_the_same_draws() -> None:
+    assert check(entry(Slots), everything=False).status == "exact"
 
 
 def test_a_nan_is_compared_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
