@@ -178,7 +178,7 @@ class Oracle:
             in_python = np.random.get_state(), random.getstate()
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices):
-                    self._seen[training] = copy.deepcopy(self.model)(*args, **kwargs)
+                    self._seen[training] = without_history(self.model)(*args, **kwargs)
             finally:
                 np.random.set_state(in_python[0])
                 random.setstate(in_python[1])
@@ -325,6 +325,17 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(found.append, tree)
     return found
+
+
+def without_history(model: nn.Module) -> nn.Module:
+    """A copy, in which tensors that a forward has left have no history.
+
+    `copy.deepcopy` refuses those with one: also the weights of `torch.nn.utils.weight_norm`, which
+    are computed again in every forward.
+    """
+    held = (t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor))
+    with torch.no_grad():
+        return copy.deepcopy(model, {id(t): t.clone() for t in held if t.grad_fn is not None})
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

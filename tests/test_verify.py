@@ -272,3 +272,15 @@ def test_results_that_are_no_tensors_are_compared() -> None:
     assert compare_leaves("results", [1.5], [2.0]).largest == 0.5
     assert not compare_leaves("results", [1, 2], [1]).ok
     assert compare("results", {"a": torch.ones(1)}, {}).different == ("a",)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_tensors_with_a_history_are_copied_without_it() -> None:
+    """`copy.deepcopy` refuses models with them, before a forward or after one."""
+    normed = nn.utils.weight_norm(nn.Linear(6, 6))
+    model = layered(normed)
+    assert isinstance(normed.weight, torch.Tensor)
+    assert normed.weight.grad_fn is not None
+    assert verify(model).exact
+    model(X).sum().backward()
+    assert verify(model).exact

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +17,7 @@ from penstock.capture.seeding import seeded
 from penstock.devices.cores import use_threads
 from penstock.engine.batchnorm import Norms
 from penstock.errors import WorkerTimeout
-from penstock.oracle import Around, BatchDim, Oracle
+from penstock.oracle import Around, BatchDim, Oracle, without_history
 
 _GRACE = 5.0  # seconds that work which is given up may go on for
 
@@ -84,8 +83,7 @@ def one_device(
 
 def copied(model: nn.Module) -> nn.Module:
     """A copy of its own; without gradients, for what torch.jit compiled would pass them on."""
-    with torch.no_grad():
-        twin = copy.deepcopy(model)
+    twin = without_history(model)
     for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)
     return twin

@@ -35,13 +35,14 @@ OTHERS = {
     "peft": "peft",
     "series": "tsai",
     "smp": "segmentation_models_pytorch",
+    "unseen": "tabm",
     "vit_pytorch": "vit_pytorch",
     "x_transformers": "x_transformers",
 }
 """Families of other authors' packages, and a module of each; requirements-zoo.txt installs them."""
 
 FAMILIES = (*OWN, *OTHERS)
-_SECONDS = 180  # for one model
+_SECONDS = 600  # for one model; a machine that does other work too is much slower
 _TOGETHER = 10  # models that share a process
 _MEMORY = 9 << 30  # bytes that such a process may have
 
