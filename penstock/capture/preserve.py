@@ -107,9 +107,10 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
 
 
 def settle(model: nn.Module, forward: Callable[[], Any]) -> bool:
-    """Run a forward and let the marks stay that a first one makes, if they are flags and hooks.
+    """Run a forward and let the marks stay that a first one makes: flags, classes and hooks.
 
-    Some models install hooks when they are first called, and note that they have. Anything else
+    Some models install hooks when they are first called, and note that they have, or make the
+    class of their results. Anything else
     that this forward has changed is put back, and so are the marks then.
 
     Returns:
@@ -144,7 +145,7 @@ def _items(value: Any) -> dict[Any, Any]:
 
 
 def _only_marks(before: _Attributes, now: _Attributes) -> bool:
-    plain = (bool, int, float, str, type(None))
+    plain = (bool, int, float, str, type(None), type)
     changed = [v for name, v in now[0].items() if name not in before[0] or v is not before[0][name]]
     kept = all(
         _same_items(items, now[1].get(name, {}))

@@ -218,3 +218,25 @@ def test_what_a_first_forward_keeps_in_a_dictionary() -> None:
     for training in (True, False):
         model.train(training)
         assert torch.equal(program(x), model(x))
+
+
+class OwnOutput(nn.Module):
+    """Makes the class of its results when it is first called, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        results = {"hidden": self.first(x)}
+        results["prediction"] = self.last(results["hidden"].tanh())
+        if not hasattr(self, "output_class"):
+            self.output_class = namedtuple("Output", results)  # noqa: PYI024
+        return self.output_class(**results)
+
+
+def test_a_class_that_a_first_forward_makes_does_not_close_the_module() -> None:
+    model, x = OwnOutput(), torch.randn(6, 4)
+    program = ps.capture(model, (x,))
+    assert len(program) == 3
+    assert torch.equal(program(x).prediction, model(x).prediction)
