@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import namedtuple
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,7 +233,7 @@ class OwnOutput(nn.Module):
         results = {"hidden": self.first(x)}
         results["prediction"] = self.last(results["hidden"].tanh())
         if not hasattr(self, "output_class"):
-            self.output_class = namedtuple("Output", results)  # noqa: PYI024
+            self.output_class = namedtuple("Output", results)
         return self.output_class(**results)
 
 
