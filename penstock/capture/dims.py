@@ -103,9 +103,9 @@ class Varying:
         return result
 
     def rows_of(
-        self, leaves: Sequence[Any], sizes: Sizes, counts: Sequence[int], piece: int | None = None
+        self, leaves: Sequence[Any], sizes: Sizes, counts: Sequence[int], pieces: Sequence[int]
     ) -> list[Any]:
-        """Inputs in two pieces of so many rows each, or one of these pieces; always copies.
+        """Of inputs in two pieces of so many rows each, these pieces, one after another; copies.
 
         The rows are the inputs' own, in their order. Where there are too few, the second piece has
         others of them than the first, so that no mean over rows is the same in both, and the order
@@ -119,21 +119,21 @@ class Varying:
             others = [k * k if there > 2 else k // 3 for k in range(second)]
             index = [k % there for k in (*range(first), *others)]
         again = [index[:k].count(row) for k, row in enumerate(index)]
-        chosen = slice(None)
-        if piece is not None:
-            chosen = slice(first, None) if piece else slice(0, first)
+        both = range(first), range(first, first + second)
+        chosen = [k for piece in pieces for k in both[piece]]
         result = []
         resized = self.resized(leaves, {**sizes, ROWS: there})
         for leaf, dim in zip(resized, self.batch_dims, strict=True):
             if dim is not None:
                 axis, per = dim if isinstance(dim, tuple) else (dim, 1)
                 others = [d for d in range(leaf.ndim) if d != axis]
-                rows = [leaf.narrow(axis, k * per, per) for k in index]
+                rows = [leaf.narrow(axis, index[k] * per, per) for k in chosen]
                 if others:
+                    rolls = [again[k] for k in chosen]
                     rows = [
-                        r.roll(n, others[-1]) if n else r for r, n in zip(rows, again, strict=True)
+                        r.roll(n, others[-1]) if n else r for r, n in zip(rows, rolls, strict=True)
                     ]
-                leaf = torch.cat(rows[chosen], axis)
+                leaf = torch.cat(rows, axis)
             result.append(leaf)
         return result
 

@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from penstock.capture.calls import Attribute, Trace
 from penstock.capture.example import check_example
+from penstock.capture.meta import is_on_meta
 from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError
 
@@ -48,6 +49,8 @@ class Opening:
         closed: why it does not look inside these.
         forced: those that it does look inside for what they share.
         saves: whether forwards are recorded with all that their backwards need.
+        without_values: whether forwards may be recorded on shapes alone, which compiled code and
+            hooks are not given.
     """
 
     def __init__(self, model: nn.Module, keep_closed: Iterable[str]) -> None:
@@ -57,6 +60,7 @@ class Opening:
         self.closed: dict[str, str] = {}
         self.forced: set[str] = set()
         self.saves = False
+        self.without_values = not is_on_meta(model) and not any(map(_wants_values, model.modules()))
         if isinstance(keep_closed, str) or not isinstance(keep_closed, Iterable):
             raise InputError(f'keep_closed={keep_closed!r} is no list of names; write ["layer1"]')
         for path in keep_closed:
@@ -115,6 +119,11 @@ class Opening:
         new = {p for p in able if not self.is_open(p)}
         self.forced |= new
         return bool(new)
+
+
+def _wants_values(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return isinstance(module, torch.jit.ScriptModule) or is_compiled(module) or any(hooks)
 
 
 def check_kinds(model: Any, args: Any, kwargs: Any, dynamic: Any) -> None:

@@ -15,7 +15,16 @@ from torch import nn
 
 from penstock.capture.attributes import with_history
 from penstock.capture.blame import hint, where
-from penstock.capture.calls import ROWS, Assigned, Call, Join, Sizes, Trace, Unrecordable
+from penstock.capture.calls import (
+    ROWS,
+    Assigned,
+    Call,
+    Join,
+    Sizes,
+    TensorInfo,
+    Trace,
+    Unrecordable,
+)
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying_of_some
 from penstock.capture.equality import same
 from penstock.capture.graphs import Hollow
@@ -31,6 +40,7 @@ from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
 from penstock.capture.results import joined
+from penstock.capture.shapes import completed
 from penstock.capture.sizes import Undecided, adapted, differs_from, generalise, shown
 from penstock.capture.trees import flatten, unflatten
 from penstock.errors import CaptureError, InputError, PenstockError
@@ -39,6 +49,7 @@ _KEY = Key(0, 0, 0)
 T = TypeVar("T")
 
 _MISSING = object()
+_LARGE = 32 << 20  # bytes of results; smaller models are run sooner than their shapes are known
 _MORE = 32  # recordings where random numbers may decide
 
 
@@ -167,7 +178,7 @@ class _Capturer:
                     continue
                 program = self._program(train, evaluation, points)
                 self._check(program, program.train, points[0], trained, training=True)
-                self._check(program, program.eval, points[-1], evaluated, training=False)
+                self._check(program, program.eval, points[0], evaluated, training=False)
                 program.train.shared = program.eval.shared = (
                     *program.train.shared,
                     *program.eval.shared,
@@ -295,31 +306,55 @@ class _Capturer:
     ) -> None:
         """Record the forward at the size of these inputs, and compare.
 
-        What was captured without weights is not compared: the devices would differ.
+        Nothing is computed for that, if shapes do. What was captured without weights is not
+        compared: the devices would differ.
 
         Raises:
             CaptureError: the model does something else than the trace says.
         """
         if program.was_on_meta:
             return
-        like = program.signatures.of(leaves)
-        sizes = like.varying.sizes(leaves)
-        model, leaves = self._at_home(leaves)
-        other = _Capturer(model, leaves, like.structure, like.varying, self.opening)
-        other.parameters = Parameters(model) if program.written else None
-        other.as_it_is = True
-        passed: list[Where] = [*trace.reads.numbers, *map(Given, trace.reads.given)]
-        other.numbers = {where: found(model, leaves, where) for where in passed}
-        grad = torch.enable_grad() if trace.reads.grad is None else nullcontext()
-        with untouched(model), grad:
-            recorded = other._record(sizes, training, strict=False)[0].pruned()
-        path = differs_from(recorded, trace, sizes)
+        sizes = program.signatures.of(leaves).varying.sizes(leaves)
+        differing = self._differing(program, trace, leaves, training, sizes)
+        if self._by_shapes(trace, sizes, lambda: differing(True) is None):
+            return
+        path = differing(False)
         if path is not None:
             raise CaptureError(
                 f"with {shown(sizes)} the model does something else than with the sizes that it "
                 f"was captured at: {path or 'its own forward'} decides on them. Capture with an "
                 "example of this size" + (f", or with keep_closed=[{path!r}]" if path else "")
             )
+
+    def holds_at(
+        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool, sizes: Sizes
+    ) -> bool:
+        """Whether shapes say that the model does what the trace says on inputs of these sizes."""
+        differing = self._differing(program, trace, leaves, training, sizes)
+        if program.was_on_meta:
+            return False
+        return bool(self._by_shapes(trace, sizes, lambda: differing(True) is None))
+
+    def _differing(
+        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool, sizes: Sizes
+    ) -> Callable[[bool], str | None]:
+        """Records, of shapes alone or not, and says which module does not what the trace says."""
+        like = program.signatures.of(leaves)
+        model, leaves = self._at_home(leaves)
+        other = _Capturer(model, leaves, like.structure, like.varying, self.opening)
+        other.parameters = Parameters(model) if program.written else None
+        other.as_it_is = True
+        passed: list[Where] = [*trace.reads.numbers, *map(Given, trace.reads.given)]
+        other.numbers = {where: found(model, leaves, where) for where in passed}
+
+        def differing(shapes: bool) -> str | None:
+            grad = torch.enable_grad() if trace.reads.grad is None else nullcontext()
+            with untouched(model), grad:
+                recorded = other._record(sizes, training, strict=False, shapes=shapes)[0].pruned()
+            again = completed(recorded, trace) if shapes else recorded
+            return differs_from(again, trace, sizes)
+
+        return differing
 
     def _at_home(self, leaves: Sequence[Any]) -> tuple[nn.Module, list[Any]]:
         """The model and the inputs, on one device: copies if it is placed on several."""
@@ -333,17 +368,43 @@ class _Capturer:
         first = self._record(points[0], training)
         while self.opening.force(first[0].pruned()):
             first = self._record(points[0], training)
-        traces = [first[0]]  # and no results but those of the first: they may be large
-        for k, sizes in enumerate(points[1:], start=1):  # what random numbers decide may show
-            traces.append(self._record(sizes, training, _KEY._replace(microbatch=k))[0])
         try:
-            trace = generalise(traces, points)
+            trace = self._generalised(first[0], points, training)
         except Unrecordable:
             self._check_repeats(first[0], points[0], training)
             raise
         if any(self._may_vary(call) for call in trace.calls):
             self._check_more(first[0], points[0], training)
         return trace, first[1]
+
+    def _generalised(self, first: Trace, points: Sequence[Sizes], training: bool) -> Trace:
+        """A recording at the first point, generalised by others: of shapes alone, if these do."""
+
+        def at(k: int, without: bool) -> Trace:  # what random numbers decide may show
+            key = _KEY._replace(microbatch=k)
+            trace = self._record(points[k], training, key, shapes=without)[0]
+            return completed(trace, first) if without else trace
+
+        others = range(1, len(points))
+        trace = self._by_shapes(
+            first, points[0], lambda: generalise([first, *(at(k, True) for k in others)], points)
+        )
+        return trace or generalise([first, *(at(k, False) for k in others)], points)
+
+    def _by_shapes(self, trace: Trace, sizes: Sizes, shown_by: Callable[[], T | None]) -> T | None:
+        """What recordings of shapes alone give; `None` if they fail, and values are needed.
+
+        So it is where a forward is small, as the trace of one says.
+        """
+        if not self.opening.without_values or _num_bytes(trace, sizes) < _LARGE:
+            return None
+        try:
+            return shown_by()
+        except Unrecordable:  # perhaps for want of values
+            return None
+        except Exception:
+            self.opening.without_values = False
+            return None
 
     def _may_vary(self, call: Call) -> bool:
         """Whether random numbers may decide what a closed module gives: layers that are dropped."""
@@ -375,30 +436,47 @@ class _Capturer:
             )
 
     def _evaluation(self, points: Sequence[Sizes], train: Trace) -> tuple[Trace, list[Any]]:
-        """The same for evaluation, and the leaves of its result at the last point.
+        """The same for evaluation, and the leaves of its result at the first point.
 
         Two recordings are enough where it does what training does: no number that grows with the
         inputs is the same as a constant at both.
         """
-        first = self._record(points[0], training=False)[0]
-        last, expected = self._record(points[-1], training=False)
-        found = adapted(train, first, points[0]), adapted(train, last, points[-1])
-        if found[0] is not None and found[0] == found[1]:
-            return found[0], expected
-        middle = [self._record(sizes, training=False)[0] for sizes in points[1:-1]]
-        return generalise([first, *middle, last], points), expected
+        first, expected = self._record(points[0], training=False)
+        trace = adapted(train, first, points[0])
+        if trace is not None:
+
+            def agrees(without: bool) -> bool:
+                last = self._record(points[-1], training=False, shapes=without)[0]
+                last = completed(last, first) if without else last
+                return adapted(train, last, points[-1]) == trace
+
+            if self._by_shapes(first, points[0], lambda: agrees(True)) or agrees(False):
+                return trace, expected
+        return self._generalised(first, points, training=False), expected
 
     def _record(
-        self, sizes: Sizes, training: bool, key: Key = _KEY, strict: bool = True
+        self,
+        sizes: Sizes,
+        training: bool,
+        key: Key = _KEY,
+        strict: bool = True,
+        shapes: bool = False,
     ) -> tuple[Trace, list[Any]]:
+        """A recording at these sizes, and the leaves of its result.
+
+        With `shapes` nothing that weights enter is computed: what is drawn or written does not
+        show.
+        """
+
         def recorded() -> tuple[Trace, list[Any]]:
             args, kwargs = self._batch(sizes)
             self._set_mode(training)
-            trace, result = record(
-                *(self.model, self.opening.is_open, args, kwargs, key),
-                strict=strict,
-                numbers=self.numbers,
-            )
+            with held_on_meta(self.model) if shapes else nullcontext():
+                trace, result = record(
+                    *(self.model, self.opening.is_open, args, kwargs, key),
+                    strict=strict,
+                    numbers=self.numbers,
+                )
             return trace, [_without_history(leaf) for leaf in flatten(result)[0]]
 
         trace, results = self._without_saving(recorded)
@@ -494,6 +572,12 @@ class _Capturer:
 
 def _without_history(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _num_bytes(trace: Trace, sizes: Sizes) -> int:
+    """The bytes of what its calls give; views count again."""
+    infos = (info for call in trace.calls for info in call.outputs)
+    return sum(info.num_bytes(sizes) for info in infos if isinstance(info, TensorInfo))
 
 
 def _different(left: Sequence[Any], right: Sequence[Any]) -> set[int]:

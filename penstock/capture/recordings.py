@@ -47,6 +47,11 @@ class Source(Protocol):
     ) -> None:
         """Raise unless the model does on these inputs what the trace says."""
 
+    def holds_at(
+        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool, sizes: Sizes
+    ) -> bool:
+        """Whether it is sure without a run that the model does so on inputs of these sizes."""
+
 
 class Recordings:
     """All of them.
@@ -86,8 +91,7 @@ class Recordings:
             as_then = casting in (None, each.casting) and self._holds(each.guards)
             if as_then and each.fits(leaves, sizes):
                 if not each.has_seen(sizes):
-                    self._source.check_at(program, each.trace, leaves, training)
-                    each.see(sizes)
+                    self._compare(each, leaves, training, sizes)
                 return each.trace
         trace = self._way(signature, leaves, training)
         known.append(_Recording(program.model, trace, signature, [sizes]))
@@ -110,6 +114,17 @@ class Recordings:
             )
         check_settled(known[-1].guards, alike)
         return trace
+
+    def _compare(
+        self, recording: _Recording, leaves: Sequence[Any], training: bool, sizes: Sizes
+    ) -> None:
+        """Compare a recording with the model, and also at twice these sizes, if they are new."""
+        program, trace = self._program, recording.trace
+        self._source.check_at(program, trace, leaves, training)
+        ahead = recording.ahead_of(sizes)
+        recording.see(sizes)
+        if ahead and self._source.holds_at(program, trace, leaves, training, ahead):
+            recording.foresee(ahead)
 
     def traces(self) -> Iterator[Trace]:
         """All of both modes."""
@@ -276,6 +291,21 @@ class _Recording:
         with torch.no_grad():
             answers = self._asked(sizes, None, *values)
         return tuple(answers) == self.trace.answers
+
+    def ahead_of(self, sizes: Sizes) -> Sizes | None:
+        """Sizes that are twice as large where these are larger than any that was compared.
+
+        `None` where none is.
+        """
+        largest = [max(known) for known in zip(*self._compared, strict=True)]
+        larger = [n for n, most in zip(self._names, largest, strict=True) if sizes[n] > most]
+        if self._has_floats or not larger:
+            return None
+        return {name: 2 * n if name in larger else n for name, n in sizes.items()}
+
+    def foresee(self, sizes: Sizes) -> None:
+        """It would do what the model does at these, too, so that sizes in between are trusted."""
+        self._compared.add(self._named(sizes))
 
 
 def _divisors(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from penstock.capture.equality import same_tensor
 from penstock.capture.preserve import own_generators, same_state, state_of
 
 _COPIED = 1 << 16  # bytes
-_PART = 1 << 18  # elements
+_PART = 1 << 16  # elements
 _ODD = 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

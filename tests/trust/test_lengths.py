@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.capture import opening
 
 LENGTH: dict[str | int, Any] = {0: {1: "length"}}
 
@@ -96,3 +97,34 @@ def test_floats_that_grow_with_a_length_are_always_compared(
     )
     lengths = [129, 3, *range(5, 30, 2)]
     assert compared(program, monkeypatch, lengths) == lengths
+
+
+def test_large_models_run_no_forward_of_a_length_that_shapes_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opening, "_LARGE", 0)
+    program = ps.capture(Odd(torch.relu), (torch.randn(6, 9, 4),), dynamic=LENGTH)
+    record, real = opening.record, []
+
+    def counted(model: nn.Module, is_open: Any, args: Any, *others: Any, **more: Any) -> Any:
+        real.append(not next(model.parameters()).is_meta)
+        return record(model, is_open, args, *others, **more)
+
+    monkeypatch.setattr(opening, "record", counted)
+    lengths = list(range(11, 51, 2))
+    assert compared(program, monkeypatch, lengths[:2]) == lengths[:2]
+    found = compared(program, monkeypatch, lengths[2:])
+    # The 3rd, the 4th, the 8th and the 16th; and 23 and 47, beyond twice 11 and 23.
+    assert found == [15, 17, 23, 25, 41, 47]
+    assert not any(real)
+    assert len(real) == 11  # with those of 22, 46 and 94, ahead
+
+
+def test_a_length_that_decides_is_found_out_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_LARGE", 0)
+    program = ps.capture(
+        Odd(lambda x: x.tanh() if x.shape[1] > 40 else x), (torch.randn(6, 9, 4),), dynamic=LENGTH
+    )
+    compared(program, monkeypatch, list(range(11, 41, 2)))
+    with pytest.raises(ps.CaptureError, match="does something else"):
+        program(torch.randn(2, 41, 4))

@@ -1,0 +1,54 @@
+"""Counts the bytes of tensors that are alive, which is the same on every machine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Live(TorchDispatchMode):
+    """While open, notes how many bytes the results of operations hold at most at the same time.
+
+    Attributes:
+        now: the bytes of those that are alive.
+        peak: the most that these have been.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen or storage.device.type == "meta":
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def peak(function: Callable[[], Any]) -> int:
+    """The bytes that what a function computes holds at most."""
+    with Live() as live:
+        function()
+    return live.peak
