@@ -86,7 +86,7 @@ def test_an_error_just_when_the_rest_is_begun_leaves_the_rest_alone(
 ) -> None:
     """The thread that finishes the save has the folder then: nobody removes what it commits."""
     run.save(tmp_path)
-    raised, crew, notes = threading.Event(), run.pipe._runner.workers, saver.Saver._notes
+    raised, workers, notes = threading.Event(), run.pipe._runner.workers, saver.Saver._notes
 
     def patient(self: Any, parts: Any) -> Any:
         found = notes(self, parts)
@@ -94,14 +94,14 @@ def test_an_error_just_when_the_rest_is_begun_leaves_the_rest_alone(
         return found
 
     @contextmanager
-    def together(what: str) -> Iterator[None]:
+    def operation(what: str) -> Iterator[None]:
         yield
         if what == "the end of a save":
             raise kind("just now")
 
     with monkeypatch.context() as patch:
         patch.setattr(saver.Saver, "_notes", patient)
-        patch.setattr(crew, "together", together)
+        patch.setattr(workers, "operation", operation)
         with pytest.raises(kind):
             run.save(tmp_path, background=True)
         with pytest.raises(ps.CheckpointError, match=r"another save to .* is under way"):

@@ -164,7 +164,7 @@ def test_where_it_is_ignored_it_stays_so() -> None:
 
 
 WITHOUT_MESSAGES = re.compile(
-    r"penstock/(pipeline|forwarding|streaming|runner|workers/(rounds|crew|threads|process_crew))\.py$"
+    r"penstock/(pipeline|passes|runner|workers/(pool|(threads|processes)/workers|threads/pool))\.py$"
 )
 
 
@@ -267,4 +267,4 @@ def test_interrupted_at_many_moments_of_a_map(kind: Any, every: int) -> None:
         for moment in range(1, interrupter.moments, every):
             interrupter.run(work, moment)
             assert torch.equal(work(), expected), moment
-            assert not pipe._runner.workers._workers.under_way  # type: ignore[attr-defined]
+            assert not pipe._runner.workers._pool.under_way  # type: ignore[attr-defined]
