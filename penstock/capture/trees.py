@@ -31,9 +31,12 @@ class Structure:
             or `None` where only flattening reaches it.
         children: their structures; `None` marks a leaf.
         kind: the container's type.
+        same_kind: what structures that are alike share: the type, or what a named tuple's says of
+            itself, for there are models that make it anew at every call.
     """
 
-    kind: type
+    kind: type = dataclasses.field(compare=False)
+    same_kind: Any = dataclasses.field(repr=False)
     keys: tuple[tuple[str, Any] | None, ...]
     children: tuple[Structure | None, ...]
     build: Callable[[list[Any]], Any] = dataclasses.field(compare=False, repr=False)
@@ -126,7 +129,16 @@ def _flatten(tree: Any, leaves: list[Any]) -> Structure | None:
         leaves.append(tree)
         return None
     children, keys, build = level
-    return Structure(build.kind, keys, tuple(_flatten(c, leaves) for c in children), build)
+    inner = tuple(_flatten(c, leaves) for c in children)
+    return Structure(build.kind, _said_of(build.kind), keys, inner, build)
+
+
+def _said_of(kind: type) -> Any:
+    """A named tuple's name, fields and bases; of any other type itself."""
+    if not issubclass(kind, tuple) or not hasattr(kind, "_fields"):
+        return kind
+    bases = tuple(_said_of(base) for base in kind.__bases__)
+    return kind.__module__, kind.__qualname__, kind._fields, bases
 
 
 def unflatten(structure: Structure | None, leaves: Sequence[Any]) -> Any:

@@ -237,8 +237,20 @@ class OwnOutput(nn.Module):
         return self.output_class(**results)
 
 
-def test_a_class_that_a_first_forward_makes_does_not_close_the_module() -> None:
-    model, x = OwnOutput(), torch.randn(6, 4)
+class NewOutput(OwnOutput):
+    """Makes the class anew at every call."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x)
+        return namedtuple("Output", ["hidden", "prediction"])(hidden, self.last(hidden))
+
+
+@pytest.mark.parametrize("kind", [OwnOutput, NewOutput])
+def test_classes_of_results_that_a_forward_makes_close_nothing(kind: type[nn.Module]) -> None:
+    model, x = kind(), torch.randn(6, 4)
     program = ps.capture(model, (x,))
-    assert len(program) == 3
-    assert torch.equal(program(x).prediction, model(x).prediction)
+    assert len(program) in (2, 3)
+    assert not program.closed
+    for rows in (2, 9):
+        x = torch.randn(rows, 4)
+        assert torch.equal(program(x).prediction, model(x).prediction)
