@@ -6,10 +6,9 @@ import importlib
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from tests.zoo.entry import Entry, Inputs
+from tests.zoo.entry import Entry
 from tests.zoo.forms import Form, images, named, table, words
 
 _UNTRAINED = {"pretrained": False}
@@ -40,13 +39,6 @@ _SAM = {
     "window_size": 2,
     "global_attn_indexes": (1,),
 }
-
-
-def _pairs(rows: int) -> Inputs:
-    """A dictionary of two images, as LoFTR takes it."""
-    return ({name: torch.rand(rows, 1, 32, 32) for name in ("image0", "image1")},), {}
-
-
 _FEATURES: dict[str, tuple[dict[str, Any], Form]] = {
     "feature.HardNet": (_UNTRAINED, _PATCHES),
     "feature.HardNet8": (_UNTRAINED, _PATCHES),
@@ -60,7 +52,6 @@ _FEATURES: dict[str, tuple[dict[str, Any], Form]] = {
         {"in_features": 3, "size": 5, "down": [8, 8, 8], "up": [8, 9]},
         images(),
     ),
-    "feature.LoFTR": ({"pretrained": None}, _pairs),
 }
 _NETWORKS: dict[str, tuple[dict[str, Any], Form]] = {
     "models.dexined.DexiNed": (_UNTRAINED, images(64)),
