@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from tests import shares
+from tests.support import shares
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", help="a share of the tests, such as 3/8; see tests/shares.py")
+    parser.addoption("--share", help="a share of the slow tests, such as 3/8")
 
 
 def pytest_configure() -> None:

@@ -20,7 +20,7 @@ from penstock.bench.figures import save_bars, save_sweep
 from penstock.bench.measure import Contestant, machine, take_turns, warm_up
 from penstock.bench.toy import run_toy
 from penstock.units import show_seconds
-from tests.models import mlp
+from tests.support.models import mlp
 
 TWO = ("cpu", "cpu")
 

@@ -13,7 +13,7 @@ from penstock.bench.measure import Contestant
 from penstock.bench.rpc import RpcSettings, run_rpc
 from penstock.bench.rpc_report import PLAIN, STEPPED, TUTORIAL, RpcReport
 from tests.bench.test_bench import png_size
-from tests.pool import pooled
+from tests.support.pool import pooled
 
 COUNTS = (1, 2, 4)
 

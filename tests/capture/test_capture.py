@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.capture import Attribute, Key, Size
 from penstock.capture.attributes import find, put
 from penstock.capture.trees import flatten
-from tests.models import Case, UNet, cases, gpt2, mlp, own_forward
+from tests.support.models import Case, UNet, cases, gpt2, mlp, own_forward
 from tests.zoo.crossing import HeldTensors
 
 KEY = Key(1, 2, 3)

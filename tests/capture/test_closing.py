@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.capture import Key
-from tests.models import mlp
+from tests.support.models import mlp
 
 X = torch.randn(6, 4)
 

@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.capture import Key
 from penstock.capture.trees import flatten
 from penstock.verification import run_with_threads
-from tests.models import gpt2, own_forward
+from tests.support.models import gpt2, own_forward
 
 KEY = Key(1, 2, 3)
 LENGTH = {"input_ids": {1: "length"}}

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 from penstock.capture import Key
 from penstock.capture.trees import flatten
-from tests.models import Case, cases, own_forward
+from tests.support.models import Case, cases, own_forward
 
 KEY = Key(3, 2, 1)
 X = torch.randn(6, 4)

@@ -15,7 +15,7 @@ from penstock.capture import Key
 from penstock.capture.halves import Deferral, run_halved, run_pending
 from penstock.capture.lowering import lower
 from penstock.capture.stage import Stage
-from tests.models import gpt2, vision_transformer
+from tests.support.models import gpt2, vision_transformer
 
 ROWS = 4
 

@@ -13,7 +13,7 @@ from torch import nn
 import penstock as ps
 from penstock.capture import Key
 from penstock.planning.tuning import mean_square
-from tests.models import own_forward
+from tests.support.models import own_forward
 
 X = torch.randn(6, 4)
 

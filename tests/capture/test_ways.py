@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.verification import run_with_threads
-from tests.models import uniform_plan
+from tests.support.models import uniform_plan
 
 
 class Masked(nn.Module):

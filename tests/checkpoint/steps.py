@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 import penstock as ps
-from tests.models import uniform_plan
-from tests.torchrun.steps import X, small
+from tests.support.models import uniform_plan
+from tests.workers.ranks.steps import X, small
 
 GROUPS = [{"params": "*.weight", "weight_decay": 0.1}, {"params": "*", "weight_decay": 0.0}]
 

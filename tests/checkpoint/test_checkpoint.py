@@ -18,10 +18,10 @@ import penstock as ps
 from penstock.checkpoint.checkpoint import Checkpoint
 from penstock.storage.folder import INDEX
 from tests.checkpoint.steps import Run, uninterrupted
-from tests.models import mlp, uniform_plan
-from tests.pool import pooled
-from tests.torchrun.steps import X, small
-from tests.torchrun.test_torchrun import assert_equal
+from tests.support.models import mlp, uniform_plan
+from tests.support.pool import pooled
+from tests.workers.ranks.steps import X, small
+from tests.workers.ranks.test_torchrun import assert_equal
 
 CPUS = {stages: ["cpu"] * stages for stages in (2, 3)}
 

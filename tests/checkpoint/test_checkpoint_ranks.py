@@ -9,8 +9,8 @@ import pytest
 import penstock as ps
 from penstock.storage.folder import SAVING
 from tests.checkpoint.steps import Run, uninterrupted
-from tests.torchrun.launching import Launcher
-from tests.torchrun.test_torchrun import assert_equal, launcher
+from tests.workers.ranks.launching import Launcher
+from tests.workers.ranks.test_torchrun import assert_equal, launcher
 
 __all__ = ["launcher"]  # a fixture
 

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 import penstock as ps
-from tests.models import cases, uniform_plan
-from tests.torchrun.steps import X, small
+from tests.support.models import cases, uniform_plan
+from tests.workers.ranks.steps import X, small
 
 DOCS = Path(ps.__file__).parents[1] / "docs" / "checkpoints.md"
 

@@ -13,7 +13,7 @@ import torch
 
 import penstock as ps
 from tests.checkpoint.steps import Run, uninterrupted
-from tests.torchrun.test_torchrun import assert_equal
+from tests.workers.ranks.test_torchrun import assert_equal
 
 
 def limit_files(pids: list[int], size: int) -> None:

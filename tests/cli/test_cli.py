@@ -23,7 +23,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.cli.arguments import _as_inputs, device_list
 from penstock.cli.options import show
-from tests.models import mlp
+from tests.support.models import mlp
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def lonely() -> nn.Module:
 
 def unstable() -> nn.Module:
     """A model that no split can reproduce."""
-    from tests.test_exactness import Counting
+    from tests.pipeline.test_exactness import Counting
 
     return nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 4))
 

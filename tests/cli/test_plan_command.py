@@ -14,8 +14,8 @@ import penstock as ps
 from penstock.cli import main
 from penstock.plan.cutting import RECOMPUTE
 from penstock.schedule import SCHEDULES
-from tests.models import mlp
-from tests.pool import pooled
+from tests.support.models import mlp
+from tests.support.pool import pooled
 
 HERE = "tests.cli.test_plan_command"
 SMALL = [f"{HERE}:small", "--input", "6x4"]

@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.profile import measure
 from penstock.profile.timing import Timing
-from tests.models import mlp
+from tests.support.models import mlp
 
 HERE = "tests.cli.test_profile_command"
 

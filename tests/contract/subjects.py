@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import gradients_of, one_device, run_with_threads
-from tests.models import ROWS, Case, gpt2, language_loss, uniform_plan
+from tests.support.models import ROWS, Case, gpt2, language_loss, uniform_plan
 
 STEPS = 2
 SEED = 5

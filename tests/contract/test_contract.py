@@ -29,10 +29,10 @@ from tests.contract.subjects import (
     sampled,
     subjects,
 )
-from tests.models import uniform_plan
-from tests.pool import pooled
-from tests.torchrun.launching import Launcher
-from tests.torchrun.test_torchrun import launcher
+from tests.support.models import uniform_plan
+from tests.support.pool import pooled
+from tests.workers.ranks.launching import Launcher
+from tests.workers.ranks.test_torchrun import launcher
 
 __all__ = ["launcher"]  # a fixture
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import penstock as ps
 from tests.faults import traps
 from tests.faults.traps import Loss, Touchy, Trap, build
-from tests.models import uniform_plan
+from tests.support.models import uniform_plan
 
 OPERATIONS = ("step", "step", "update", "zero", "forward", "backward", "update", "zero")
 SOON = 5.0  # seconds in which an error must be there

@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.plan.asked import Cut, positions
-from tests.models import mlp
+from tests.support.models import mlp
 
 LABELS = ("conv1", "relu()", "layer1.0.conv", "layer1.0.add()", "layer2", "layer10.a", "head")
 

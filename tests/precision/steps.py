@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from tests.models import uniform_plan
+from tests.support.models import uniform_plan
 
 Found = dict[str, Any]
 """Losses and results, gradients by name, states."""

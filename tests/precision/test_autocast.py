@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import one_device, run_with_threads
-from tests.models import cases, uniform_plan
-from tests.pool import pooled
 from tests.precision.steps import X, Y, gradients, island, pipe_of
+from tests.support.models import cases, uniform_plan
+from tests.support.pool import pooled
 
 DTYPES = [torch.bfloat16, torch.float16]
 CPUS = ["cpu"] * 2

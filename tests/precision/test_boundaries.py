@@ -16,8 +16,8 @@ import penstock as ps
 from penstock.links.casting import narrowed, widened
 from penstock.profile.data import Link
 from penstock.verification import run_with_threads
-from tests.models import cases, costs, mlp, uniform_plan
 from tests.precision.steps import X, Y
+from tests.support.models import cases, costs, mlp, uniform_plan
 
 CPUS = ["cpu"] * 2
 

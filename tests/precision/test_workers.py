@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.pool import pooled
 from tests.precision.steps import SCALE, STEPS, Found, everything
-from tests.torchrun.test_torchrun import assert_equal, launcher
+from tests.support.pool import pooled
+from tests.workers.ranks.test_torchrun import assert_equal, launcher
 
 __all__ = ["launcher"]  # a fixture
 

@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.errors import InputError
 from penstock.profile import cache as cache_module
 from penstock.profile.cache import ProfileCache, cache_directory, cache_key, cached_profile
-from tests.models import mlp
+from tests.support.models import mlp
 
 X = torch.randn(8, 4)
 

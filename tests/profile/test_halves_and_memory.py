@@ -17,7 +17,7 @@ from penstock.profile.halving import halving_seconds, weight_share
 from penstock.profile.saving import Saved
 from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _is_steady, _Pace
 from penstock.profile.timing import Timing, spread
-from tests.models import cases
+from tests.support.models import cases
 
 X = torch.randn(8, 4)
 

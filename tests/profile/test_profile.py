@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.profile import measure
 from penstock.profile.halving import launch_and_rate
 from penstock.profile.timing import Timing
-from tests.models import cases, mlp
+from tests.support.models import cases, mlp
 
 
 def test_every_call_has_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:

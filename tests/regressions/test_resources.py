@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.schedule import check
-from tests.models import mlp, uniform_plan
-from tests.pool import pooled
-from tests.test_process_memory import Seen, Watch, ask
+from tests.support.models import mlp, uniform_plan
+from tests.support.pool import pooled
+from tests.workers.processes.test_process_memory import Seen, Watch, ask
 
 X, Y = torch.randn(24, 8), torch.randn(24, 8)
 M = 24
@@ -122,7 +122,7 @@ class Fails(nn.Module):
 @pytest.mark.parametrize("where", [0, 2])
 def test_the_peer_of_a_failed_rank_blocking(workers: str, where: int) -> None:
     """It waited for 30 minutes for what would never come; it hears at once. Of ranks, see
-    `tests/torchrun/test_torchrun.py`, `test_a_killed_rank`.
+    `tests/workers/ranks/test_torchrun.py`, `test_a_killed_rank`.
     """
     layers: list[nn.Module] = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
     layers.insert(where, Fails())

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
 from penstock.schedule import SCHEDULES
-from tests.models import mlp, uniform_plan, workers_for
-from tests.pool import pooled
+from tests.support.models import mlp, uniform_plan, workers_for
+from tests.support.pool import pooled
 
 X, Y = torch.randn(10, 8), torch.randn(10, 8)
 KINDS = pytest.mark.parametrize("workers", ["threads", "processes"])

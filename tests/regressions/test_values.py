@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.capture.trees import flatten, unflatten
 from penstock.comparison.reference import run_with_threads
-from tests.models import uniform_plan
-from tests.pool import pooled
+from tests.support.models import uniform_plan
+from tests.support.pool import pooled
 
 X, Y = torch.randn(10, 8), torch.randn(10, 8)
 TOKENS = torch.randint(16, (10, 5))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import penstock as ps
-from tests.models import cases, uniform_plan
+from tests.support.models import cases, uniform_plan
 
 STEPS = 12
 EVERY = 2  # steps between two checkpoints; every other is written in the background

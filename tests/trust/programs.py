@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.trees import flatten, map_leaves
-from tests.models import uniform_plan
+from tests.support.models import uniform_plan
 
 WIDTH = 6
 SEED = 1234

@@ -11,7 +11,7 @@ import torch
 import penstock as ps
 from penstock.plan.shown import advice
 from penstock.planning import planner as planning
-from tests.models import mlp, uniform_plan
+from tests.support.models import mlp, uniform_plan
 
 X = torch.randn(8, 6)
 

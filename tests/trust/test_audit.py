@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 
 import penstock as ps
 from penstock.audit.pace import Pace
-from tests.models import uniform_plan
-from tests.pool import pooled
+from tests.support.models import uniform_plan
+from tests.support.pool import pooled
 
 pytestmark = pytest.mark.filterwarnings("ignore::penstock.RowsWarning")
 

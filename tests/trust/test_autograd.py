@@ -17,8 +17,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
-from tests.models import uniform_plan
-from tests.pool import pooled
+from tests.support.models import uniform_plan
+from tests.support.pool import pooled
 
 Tensors = list[torch.Tensor | None]
 Call = Callable[..., tuple[torch.Tensor, torch.Tensor]]

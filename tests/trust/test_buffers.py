@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.engine.state import _copied, values_saved
-from tests.pool import pooled
+from tests.support.pool import pooled
 
 M = 4
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))

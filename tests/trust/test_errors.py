@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.engine.calling import callable_as
-from tests.models import uniform_plan
+from tests.support.models import uniform_plan
 
 X, Y = torch.randn(8, 6), torch.randint(0, 4, (8,))
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.capture.trees import flatten
 from penstock.links.pickling import from_bytes, to_bytes
-from tests.pool import pooled
+from tests.support.pool import pooled
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 X = torch.randn(7, 3, generator=torch.Generator().manual_seed(1))

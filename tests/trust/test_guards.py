@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import penstock as ps
 from penstock.capture import guards
-from tests.models import uniform_plan
-from tests.pool import pooled
+from tests.support.models import uniform_plan
+from tests.support.pool import pooled
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), torch.zeros(8, 4)
 MICROBATCHES = 4

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.workers.ranks.process_group import attempt_of
 from penstock.workers.ranks.rendezvous import _LAUNCHERS
-from tests.models import mlp, uniform_plan
-from tests.pool import pooled
-from tests.torchrun import restarting
-from tests.torchrun.launching import ROOT, Launcher, environment
-from tests.torchrun.test_torchrun import assert_equal, launcher
+from tests.support.models import mlp, uniform_plan
+from tests.support.pool import pooled
+from tests.workers.ranks import restarting
+from tests.workers.ranks.launching import ROOT, Launcher, environment
+from tests.workers.ranks.test_torchrun import assert_equal, launcher
 
 __all__ = ["launcher"]  # a fixture
 
@@ -139,7 +139,12 @@ def test_a_killed_rank_is_restarted_once(tmp_path: Path, victim: int, ranks: int
     """The first restart goes on from the checkpoint, and ends with the bits of a run of threads."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
     command += ["--monitor-interval", "0.1", "--nproc-per-node", str(ranks)]
-    command += [str(ROOT / "tests/torchrun/restarting.py"), str(tmp_path), str(victim), str(ranks)]
+    command += [
+        str(ROOT / "tests/workers/ranks/restarting.py"),
+        str(tmp_path),
+        str(victim),
+        str(ranks),
+    ]
     found = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=200, check=False
     )

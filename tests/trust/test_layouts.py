@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from tests.pool import pooled
+from tests.support.pool import pooled
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
 TURNED = X.t().contiguous().t()

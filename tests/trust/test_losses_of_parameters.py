@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
-from tests.models import uniform_plan
-from tests.pool import pooled
+from tests.support.models import uniform_plan
+from tests.support.pool import pooled
 
 X, Y = torch.randn(9, 6), torch.randn(9, 6)
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

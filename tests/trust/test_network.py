@@ -14,8 +14,8 @@ import penstock as ps
 from penstock.links.handshake import Meeting
 from penstock.workers.ranks import rendezvous as joining
 from penstock.workers.ranks.rendezvous import Entry
-from tests.torchrun.launching import Launcher
-from tests.torchrun.test_torchrun import launcher
+from tests.workers.ranks.launching import Launcher
+from tests.workers.ranks.test_torchrun import launcher
 
 __all__ = ["launcher"]  # a fixture
 

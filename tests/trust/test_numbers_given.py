@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from tests.pool import pooled
+from tests.support.pool import pooled
 
 X, Y = torch.randn(6, 6, generator=torch.Generator().manual_seed(3)), torch.zeros(6, 4)
 

@@ -17,7 +17,7 @@ from penstock.comparison.reference import one_device
 from penstock.comparison.rows import rows_in_order
 from penstock.oracle import Oracle, row_dim
 from penstock.passes import Passes
-from tests.models import uniform_plan
+from tests.support.models import uniform_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::penstock.RowsWarning")
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from tests.models import uniform_plan
-from tests.pool import pooled
+from tests.support.models import uniform_plan
+from tests.support.pool import pooled
 
 X, Y = torch.randn(7, 6), torch.randn(7, 6)
 KINDS = pytest.mark.parametrize("workers", ["threads", "processes"])

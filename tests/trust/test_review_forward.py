@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import penstock as ps
-from tests.models import uniform_plan
-from tests.pool import pooled
+from tests.support.models import uniform_plan
+from tests.support.pool import pooled
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), torch.zeros(8, 4)
 

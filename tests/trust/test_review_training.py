@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from tests.pool import pooled
+from tests.support.pool import pooled
 
 pytestmark = pytest.mark.filterwarnings("ignore::penstock.RowsWarning")
 

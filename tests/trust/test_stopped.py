@@ -21,8 +21,8 @@ from penstock.links.wire import Wire
 from penstock.workers import heartbeat as pulse
 from penstock.workers.heartbeat import Beats, Pulse
 from penstock.workers.processes.pool import ProcessPool
-from tests.models import mlp, uniform_plan
-from tests.pool import lend
+from tests.support.models import mlp, uniform_plan
+from tests.support.pool import lend
 
 X = torch.randn(6, 8)
 FOREVER = 3600.0  # the tests end long before

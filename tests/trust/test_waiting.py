@@ -12,7 +12,7 @@ import torch
 
 import penstock as ps
 from penstock.display import line as waiting
-from tests.models import mlp
+from tests.support.models import mlp
 
 X = torch.randn(8, 6)
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.links.wire import Wire, interrupts_wait
-from tests.models import mlp
+from tests.support.models import mlp
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)
 

@@ -10,8 +10,8 @@ import penstock as ps
 from penstock.workers.ranks.backend import RankBackend
 from penstock.workers.ranks.groups import backend_for
 from penstock.workers.ranks.rendezvous import is_torchrun
-from tests.models import mlp
-from tests.pool import pooled
+from tests.support.models import mlp
+from tests.support.pool import pooled
 
 X = torch.randn(6, 4)
 

@@ -25,7 +25,7 @@ from penstock.links.handshake import Meeting, call, new_secret
 from penstock.links.segment import Segment
 from penstock.links.wire import Message
 from penstock.workers.processes.pool import ProcessPool
-from tests.models import mlp
+from tests.support.models import mlp
 
 X = torch.randn(6, 4)
 

@@ -22,7 +22,7 @@ from penstock.capture.trees import flatten, unflatten
 from penstock.planning.tuning import mean_square
 from penstock.schedule import SCHEDULES
 from penstock.verification import copied, run_with_threads
-from tests.models import own_forward, workers_for
+from tests.support.models import own_forward, workers_for
 from tests.zoo.entry import Entry, Inputs
 
 STAGES = (2, 4)

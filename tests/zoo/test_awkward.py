@@ -16,7 +16,7 @@ from torch.utils import _pytree
 import penstock as ps
 from penstock.schedule import SCHEDULES
 from penstock.verification import run_with_threads
-from tests.models import uniform_plan, workers_for
+from tests.support.models import uniform_plan, workers_for
 from tests.zoo.awkward import Zoo, outputs_loss
 from tests.zoo.crossing import ZOO
 

@@ -1,0 +1,131 @@
+"""A batch goes down the house once, and up once: no layer calls one that is above it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import penstock as ps
+from tests.house.test_house import HEIGHT, ROOT
+from tests.support.models import mlp
+from tests.support.pool import pooled
+
+X, Y = torch.randn(6, 6), torch.randn(6, 6)
+DESIGN = ROOT.parent / "docs" / "design.md"
+Place = tuple[str, str]
+"""A file below `penstock/` and the qualified name of a function in it."""
+
+
+@contextmanager
+def watched() -> Iterator[list[tuple[Place, Place]]]:
+    """Every call from one of our functions to another, in all threads, in order."""
+    found: list[tuple[Place, Place]] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or (callee := place(frame)) is None:
+            return
+        above = frame.f_back
+        while above is not None and place(above) is None:
+            above = above.f_back
+        if above is not None:
+            found.append((place(above), callee))  # type: ignore[arg-type]
+        else:
+            found.append((("", ""), callee))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def place(frame: FrameType) -> Place | None:
+    """Where a frame is, if it is in Penstock."""
+    file = frame.f_code.co_filename
+    if not file.startswith(f"{ROOT}/"):
+        return None
+    return file.removeprefix(f"{ROOT}/"), frame.f_code.co_qualname
+
+
+def height(where: Place) -> int:
+    return HEIGHT[where[0].split("/")[0].removesuffix(".py")]
+
+
+def steps(pipe: ps.Pipeline) -> list[Callable[[], Any]]:
+    """What users do with batches."""
+    return [
+        lambda: pipe.train_step(X, target=Y, loss_fn=F.mse_loss),
+        lambda: pipe(X).sum().backward(),
+        lambda: pipe.eval_step(X, target=Y, loss_fn=F.mse_loss, outputs=True),
+        lambda: list(pipe.map([X, X])),
+        lambda: pipe.train_microbatches([(X,), (X,)], targets=[Y, Y], loss_fn=F.mse_loss),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_no_call_goes_up(kind: str) -> None:
+    upward: set[str] = set()
+    with pooled(), watched() as calls, pipeline(kind) as pipe:
+        for step in steps(pipe):
+            step()
+            calls.clear()
+            step()
+            upward |= {
+                f"{a[0]}:{a[1]} calls {b[0]}:{b[1]}"
+                for a, b in calls
+                if a != ("", "") and height(b) > height(a)
+            }
+    assert not upward, "\n".join(sorted(upward))
+
+
+def pipeline(kind: str) -> ps.Pipeline:
+    return ps.Pipeline(
+        mlp(6, 6, 6), (X,), devices=["cpu"] * 2, workers=kind, num_microbatches=2, audit=None
+    )
+
+
+def hops(title: str, text: str) -> dict[int, Place]:
+    """The table under this title: files and functions, by number."""
+    after = text.partition(f"\n{title}")[2].partition("\n\n|")[2]
+    row = re.compile(r"^\|? ?(\d+) \| `(.+?)` \| `(.+?)` \|", re.M)
+    rows = row.findall(after.partition("\n\n")[0])
+    return {int(number): (file, function) for number, file, function in rows}
+
+
+def test_the_way_of_a_batch_is_as_design_says() -> None:
+    text = DESIGN.read_text()
+    way = hops("Threads:", text)
+    assert sorted(way) == list(range(1, 13))
+    with watched() as calls, pipeline("threads") as pipe:
+        step = steps(pipe)[0]
+        step()
+        calls.clear()
+        step()
+        first: dict[Place, int] = {}
+        for number, (_, callee) in enumerate(calls):
+            first.setdefault(callee, number)
+    found = [first.get(way[number], -1) for number in (*range(1, 11), 12)]
+    assert found == sorted(found), [way[k] for k in way]
+    assert found[0] >= 0, found
+    assert way[11] in first
+
+
+@pytest.mark.parametrize("title", ["Processes:", "Ranks:"])
+def test_what_other_kinds_do_instead_exists(title: str) -> None:
+    instead = hops(title, DESIGN.read_text())
+    assert sorted(instead) == [7, 8, 11]
+    for file, function in instead.values():
+        owner, name = function.split(".")
+        code = (ROOT / file).read_text()
+        assert re.search(rf"^class {owner}\b.*?^    def {name}\(", code, re.M | re.S), function
