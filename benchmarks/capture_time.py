@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.bench.measure import machine
+from penstock.bench.turns import machine
 from penstock.loading import tolerate_missing_torchvision_operators
 
 DEPTHS = (4, 12, 24, 48)

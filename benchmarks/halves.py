@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.bench.measure import machine
+from penstock.bench.turns import machine
 from penstock.capture import ROWS, Key
 from penstock.capture.halves import Deferral, run_pending
 from penstock.capture.lowering import lower

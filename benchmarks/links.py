@@ -33,9 +33,9 @@ from torch import Tensor, nn
 import penstock as ps
 from benchmarks.flat import uniform_plan
 from benchmarks.peers.torch_pipelining import torch_pipelining_of
-from penstock.bench.measure import machine
 from penstock.bench.peers.models import Given, loss_function
 from penstock.bench.peers.processes import Crew, Place
+from penstock.bench.turns import machine
 from penstock.devices.cores import use_threads
 from penstock.display.tables import aligned
 from penstock.links.shared_memory import Sink, Source
@@ -43,7 +43,7 @@ from penstock.links.wire import Wire
 from penstock.units import show_bytes
 from penstock.workers.processes.jobs import Modes
 from penstock.workers.processes.pool import ProcessPool
-from penstock.workers.processes.site import Site
+from penstock.workers.processes.worker_state import Site
 
 KIB = 1 << 10
 SIZES = tuple(KIB << k for k in range(0, 17, 2))  # 1 KiB to 64 MiB

@@ -24,9 +24,9 @@ from torch import nn
 
 import penstock as ps
 from examples.train_gpt2 import Text, build_model, language_loss
-from penstock.bench.measure import machine
+from penstock.bench.turns import machine
 from penstock.comparison.reference import one_device, run_with_threads
-from penstock.comparison.report import Comparison, VerifyReport, compare
+from penstock.comparison.verify_report import Comparison, VerifyReport, compare
 from penstock.display.figures import bare, canvas, require_matplotlib, save
 from penstock.display.progress import Progress
 

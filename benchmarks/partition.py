@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.measure import machine
-from penstock.plan.orders import partition_any_order
+from penstock.bench.turns import machine
+from penstock.plan.device_order import partition_any_order
 from penstock.plan.partition import Partition, Variant, partition, shortfall
 
 Case = Callable[[], Partition]

@@ -34,9 +34,9 @@ from benchmarks.compare import IN_TURNS, Cut, fastest, scout, take_turns
 from benchmarks.flat import uniform_plan
 from benchmarks.peers.torch_pipelining import LOOPED, torch_pipelining_of
 from benchmarks.subjects import Subject, subjects
-from penstock.bench.measure import machine
 from penstock.bench.peers.peer import Peer
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
+from penstock.bench.turns import machine
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.display.tables import aligned

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.measure import machine
+from penstock.bench.turns import machine
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs/data"

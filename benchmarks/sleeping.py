@@ -28,8 +28,8 @@ from torch import nn
 
 import penstock as ps
 from benchmarks.flat import uniform_plan
-from benchmarks.naps import NAP, WIDTH, Sleeper, wake_in_time
-from penstock.bench.measure import machine
+from benchmarks.sleeps import SLEEP, WIDTH, Sleeper, wake_in_time
+from penstock.bench.turns import machine
 from penstock.display.tables import aligned
 from penstock.schedule import SCHEDULES, StagesPerWorker
 from penstock.units import show_seconds
@@ -49,15 +49,15 @@ def formula(name: str, workers: int, per_worker: int, count: int) -> float:
         per_worker: stages of each.
         count: of micro-batches.
     """
-    whole, p, m, v = 3 * NAP, workers, count, per_worker
+    whole, p, m, v = 3 * SLEEP, workers, count, per_worker
     if name == "naive":
         return m * p * whole
     if name in ("interleaved", "breadth-first"):
         return ((v - 1) * max(m, p) + m + p - 1) * whole
     if name == "zero-bubble":
-        return m * whole + (p - 1) * NAP
+        return m * whole + (p - 1) * SLEEP
     if name == "zero-bubble-v":
-        return 2 * m * whole + (p - 1) * NAP
+        return 2 * m * whole + (p - 1) * SLEEP
     return (m + p - 1) * whole  # gpipe, 1f1b, eager-1f1b, fitted
 
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         results.append(measure(name, options.workers, options.microbatches, options.rounds))
         print(*show(results[-1:])[1 if len(results) > 1 else 0 :], sep="\n", flush=True)
     overslept = _overslept()
-    print(f"time.sleep alone oversleeps by {100 * overslept / NAP:.1f} %", machine(), sep="\n")
+    print(f"time.sleep alone oversleeps by {100 * overslept / SLEEP:.1f} %", machine(), sep="\n")
     report = {"results": results, "oversleeps_seconds": overslept, "machine": machine()}
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -142,13 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _overslept() -> float:
-    """By how many seconds a nap is too long, on this machine."""
+    """By how many seconds a sleep is too long, on this machine."""
     wake_in_time()
     taken = []
     for _ in range(50):
         start = time.perf_counter()
-        time.sleep(NAP)
-        taken.append(time.perf_counter() - start - NAP)
+        time.sleep(SLEEP)
+        taken.append(time.perf_counter() - start - SLEEP)
     return statistics.median(taken)
 
 

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.bench.measure import machine
+from penstock.bench.turns import machine
 from penstock.capture import ROWS
 from penstock.devices.allocator import keep_freed_memory
 from penstock.display.progress import callback

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.capture import Program, capture
     from penstock.checkpoint.checkpoint import Checkpoint, load
-    from penstock.comparison.report import VerifyReport
+    from penstock.comparison.verify_report import VerifyReport
     from penstock.errors import (
         AuditError,
         CaptureError,
@@ -55,7 +55,7 @@ _HOMES = {
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
     "StepResult": "penstock.training.result",
-    "VerifyReport": "penstock.comparison.report",
+    "VerifyReport": "penstock.comparison.verify_report",
     "WorkerDied": "penstock.errors",
     "WorkerError": "penstock.errors",
     "WorkerTimeout": "penstock.errors",

@@ -20,7 +20,7 @@ from penstock.capture.options import CaptureOptions
 from penstock.checkpoint.saver import Save, Saver
 from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices
-from penstock.display.line import shown
+from penstock.display.terminal import shown
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.microbatch import Merge, check_merge
@@ -30,16 +30,16 @@ from penstock.errors import InputError
 from penstock.links.casting import in_words, name_of
 from penstock.passes import Passes
 from penstock.plan import Plan
-from penstock.plan.asked import Cut
+from penstock.plan.by_name import Cut
 from penstock.plan.request import Recompute, Request
 from penstock.planning.planner import given_or_planned
 from penstock.profile.measure import Progress
 from penstock.runner import Runner
 from penstock.schedule import Timeline
-from penstock.training.groups import parameter_groups
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.module_like import evaluating
 from penstock.training.optimizer import PipelineOptimizer
+from penstock.training.parameter_groups import parameter_groups
 from penstock.training.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
 from penstock.workers.backend import Kind
@@ -386,7 +386,7 @@ class Pipeline:
             kind: a class of `torch.optim`.
             params: parameters or parameter groups; all of the model's by default. The `"params"`
                 of groups may also be patterns of names, or functions of a name and a parameter,
-                see `penstock.training.groups`.
+                see `penstock.training.parameter_groups`.
             **options: the class's arguments, `lr` and so on; and `master_weights=True` to update
                 parameters in half precision by float32 copies (`penstock.training.masters`).
 

@@ -25,7 +25,8 @@ from penstock.comparison.reference import (
     one_device,
     run_with_threads,
 )
-from penstock.comparison.report import (
+from penstock.comparison.rows import rows_in_order
+from penstock.comparison.verify_report import (
     Comparison,
     Place,
     VerifyReport,
@@ -33,7 +34,6 @@ from penstock.comparison.report import (
     compare_leaves,
     compare_results,
 )
-from penstock.comparison.rows import rows_in_order
 from penstock.devices.choice import Devices, threads_per_worker
 from penstock.engine.batch import Weight
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
@@ -41,7 +41,7 @@ from penstock.errors import InputError
 from penstock.oracle import Oracle, tensors
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
-from penstock.plan.asked import Cut
+from penstock.plan.by_name import Cut
 from penstock.plan.request import Recompute
 from penstock.profile.measure import Progress
 

@@ -21,7 +21,7 @@ from benchmarks.contract.trainers import (
     Trainer,
 )
 from penstock.bench.peers.processes import Crew
-from penstock.comparison.report import gap
+from penstock.comparison.verify_report import gap
 
 OURS = ("Penstock", "Penstock, processes")
 OTHERS = ("torch.distributed.pipelining", "data parallelism")

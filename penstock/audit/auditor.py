@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.audit.blame import difference
+from penstock.audit.divergence import difference
 from penstock.audit.pace import Pace, Setting
 from penstock.capture import Program, Ref, Trace, untouched
 from penstock.capture.calls import TensorInfo, ambient
 from penstock.capture.seeding import seeded
 from penstock.capture.trees import flatten, unflatten
 from penstock.comparison.reference import run_with_threads
-from penstock.comparison.report import Comparison, compare, compare_results
+from penstock.comparison.verify_report import Comparison, compare, compare_results
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome

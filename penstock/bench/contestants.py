@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from penstock.bench.measure import Contestant
 from penstock.bench.tasks import Task
+from penstock.bench.turns import Contestant
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.trees import flatten, unflatten
 from penstock.devices.choice import existing_devices, threads_per_worker

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import nn
 
-from penstock.bench import memory, tasks
+from penstock.bench import process_memory, tasks
+from penstock.bench.charts import save_bars, save_sweep
 from penstock.bench.contestants import Field
-from penstock.bench.figures import save_bars, save_sweep
-from penstock.bench.measure import Contestant, Ticker, machine, take_turns, warm_up
 from penstock.bench.report import BenchReport
 from penstock.bench.toy import run_toy
+from penstock.bench.turns import Contestant, Ticker, machine, take_turns, warm_up
 from penstock.display.figures import require_matplotlib
 from penstock.errors import InputError
 from penstock.profile.measure import Progress
@@ -92,7 +92,7 @@ def run_bench(
         settings.output.mkdir(parents=True, exist_ok=True)
     end = time.perf_counter() + _QUICK_SECONDS
     progress, talk = progress or (lambda *_: None), talk or (lambda _: None)
-    allocator = memory.prepare(len(settings.devices))
+    allocator = process_memory.prepare(len(settings.devices))
     talk(f"allocator: {allocator}")
     progress(0, 1, "capturing")
     with ExitStack() as stack:

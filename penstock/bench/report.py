@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.bench.measure import Contestant
 from penstock.bench.toy import ToyResult
+from penstock.bench.turns import Contestant
 from penstock.display.tables import aligned
 from penstock.units import show_seconds
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.bench.figures import save_counts
-from penstock.bench.measure import Contestant, Ticker, machine, take_turns, warm_up
+from penstock.bench.charts import save_counts
 from penstock.bench.peers.models import Task, resnet50, tutorial_cut
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
 from penstock.bench.rpc_report import PLAIN, STEPPED, TUTORIAL, RpcReport
+from penstock.bench.turns import Contestant, Ticker, machine, take_turns, warm_up
 from penstock.capture import capture
 from penstock.devices.allocator import keep_freed_memory
 from penstock.display.figures import require_matplotlib

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.bench.measure import Contestant
+from penstock.bench.turns import Contestant
 from penstock.display.tables import aligned
 from penstock.units import show_seconds
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.bench.contestants import RATE
-from penstock.bench.measure import Contestant, take_turns, warm_up
+from penstock.bench.turns import Contestant, take_turns, warm_up
 from penstock.pipeline import Pipeline
 from penstock.workers.threads.pool import ThreadPool
 

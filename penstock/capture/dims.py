@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.capture.calls import ROWS, Sizes
-from penstock.capture.layout import laid_out_like
+from penstock.capture.memory_layout import laid_out_like
 from penstock.capture.trees import flatten
 from penstock.errors import InputError
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, find
-from penstock.capture.layout import layout
+from penstock.capture.memory_layout import layout
 from penstock.capture.numbers import Given, come_out, name_of
 from penstock.capture.places import (
     MISSING,

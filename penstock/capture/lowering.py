@@ -32,7 +32,7 @@ from penstock.capture.calls import (
 from penstock.capture.halves import Deferral, Half, may_be_halved, run_halved
 from penstock.capture.numbers import Number, at
 from penstock.capture.randomness import draw, draw_in_python
-from penstock.capture.stage import Stage
+from penstock.capture.stage_module import Stage
 from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
 
 _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot

@@ -28,8 +28,8 @@ from penstock.capture.calls import (
 from penstock.capture.dims import BatchDim, Dynamic, Varying, varying_of_some
 from penstock.capture.equality import same
 from penstock.capture.graphs import Hollow
-from penstock.capture.layout import asked_of
 from penstock.capture.looking_inside import Opening, check_kinds
+from penstock.capture.memory_layout import asked_of
 from penstock.capture.meta import META, held_on_meta, is_on_meta
 from penstock.capture.numbers import Given, Where, found
 from penstock.capture.objects import Objects, shared, uncompiled

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES
-from penstock.capture.layout import asked_of, layout
+from penstock.capture.memory_layout import asked_of, layout
 from penstock.capture.numbers import (
     Followed,
     Given,
@@ -72,7 +72,7 @@ class Reads:
         requires_grad: of parameters and other tensors of the model, by name.
         layouts: how some of them lie in memory, by name.
         inputs: what was asked of them, by their number and what it was, see
-            `penstock.capture.layout.asked_of`.
+            `penstock.capture.memory_layout.asked_of`.
         numbers: the places whose number is passed in.
         given: the leaves of the inputs that are numbers which are passed in.
         outcomes: comparisons of those with others.

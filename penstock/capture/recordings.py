@@ -13,8 +13,8 @@ from penstock.capture.calls import ROWS, Ref, Size, Sizes, Trace, ambient
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.guards import MOST_WAYS, Guards, check_settled
-from penstock.capture.layout import asked_of
 from penstock.capture.lowering import lower
+from penstock.capture.memory_layout import asked_of
 from penstock.capture.numbers import come_out
 from penstock.capture.places import Place
 from penstock.capture.signatures import Signature

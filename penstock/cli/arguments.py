@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.cli.options import recompute_asked
+from penstock.cli.common import recompute_asked
 from penstock.cli.usage import microbatch_count
 from penstock.errors import InputError, PenstockError
 from penstock.loading import load, load_model, parse_input

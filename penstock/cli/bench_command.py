@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from penstock.cli.options import (
+from penstock.cli.common import (
     devices_option,
     example_options,
     make_directory,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from penstock.cli.options import empty_option, model_options, reported, show, width_of_stdout
+from penstock.cli.common import empty_option, model_options, reported, show, width_of_stdout
 
 _ROWS = 4  # enough to see where the time goes
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import (
+from penstock.cli.common import (
     empty_option,
     figure_option,
     make_directory,
@@ -78,8 +78,8 @@ def command(
 
     from penstock.cli.arguments import asked, load_example
     from penstock.display.figures import require_figure
+    from penstock.plan.describe import winner
     from penstock.plan.request import Request
-    from penstock.plan.shown import winner
 
     request = Request(**asked(**pipeline), optimizer_state=optimizer_state, any_order=any_order)
     if figure is not None:
@@ -175,7 +175,7 @@ def _measured(seconds: float, plan: Plan) -> str:
 def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     """What wins, the stages, the step, and what was considered."""
     from penstock.observe.timeline import as_text, legend
-    from penstock.plan.shown import advice, considered, prediction, stages, verdict
+    from penstock.plan.describe import advice, considered, prediction, stages, verdict
     from penstock.schedule import draw
 
     timeline, width = found.timeline(), width_of_stdout()
@@ -202,7 +202,7 @@ def _write(found: Plan, costs: Profile, output: Path) -> None:
 
 def _draw(found: Plan, model: str, path: Path) -> None:
     from penstock.observe.timeline import save_figure
-    from penstock.plan.shown import prediction
+    from penstock.plan.describe import prediction
 
     save_figure(found.timeline(), path, f"{model.rpartition(':')[2]}: {prediction(found)}")
     talk(f"drew {path}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli.options import (
+from penstock.cli.common import (
     devices_option,
     empty_option,
     make_directory,

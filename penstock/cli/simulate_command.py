@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli.options import (
+from penstock.cli.common import (
     figure_option,
     make_directory,
     memory_option,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import click
 
-from penstock.cli.options import (
+from penstock.cli.common import (
     model_options,
     pipeline_options,
     reported,

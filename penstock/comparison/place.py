@@ -14,7 +14,7 @@ from penstock.capture import Attribute, Key, Program, Trace
 from penstock.capture.equality import same_tensor
 from penstock.capture.listening import forward_heard, replay_heard
 from penstock.comparison.reference import copied, run_with_threads
-from penstock.comparison.report import Comparison, Place, gap
+from penstock.comparison.verify_report import Comparison, Place, gap
 from penstock.devices.choice import threads_per_worker
 from penstock.oracle import Oracle
 from penstock.plan import Plan

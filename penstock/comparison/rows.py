@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock.comparison.report import Comparison
+from penstock.comparison.verify_report import Comparison
 from penstock.oracle import tensors
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from msgspec.structs import replace as replace_fields
 
 from penstock.errors import PlanError
+from penstock.plan.candidates import in_flight
 from penstock.plan.cutting import Cutter
 from penstock.plan.layout import Layout
-from penstock.plan.options import in_flight
 from penstock.plan.partition import CapacityError
 from penstock.plan.request import Request
 from penstock.profile.data import Profile

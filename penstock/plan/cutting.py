@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.plan.costs import Floats
+from penstock.plan.call_costs import Floats
 from penstock.plan.layout import Layout, Memory, Span, Stretch
 from penstock.plan.partition import Variant, partition
 from penstock.plan.recompute import Segment, choose_recomputed

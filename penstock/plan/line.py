@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.costs import Floats, Terms, Variant, checked
+from penstock.plan.call_costs import Floats, Terms, Variant, checked
 
 
 class Step(NamedTuple):

@@ -1,7 +1,7 @@
 """The best contiguous partition of a list of calls over an ordered list of devices.
 
 Exact, for unequal devices, memory caps, link costs, forbidden cuts and several variants of every
-stage. How is in `penstock.plan.sweep`; devices in any order are in `penstock.plan.orders`.
+stage. How is in `penstock.plan.solver`; devices in any order are in `penstock.plan.device_order`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.plan.costs import (
+from penstock.plan.call_costs import (
     Allowed,
     Costs,
     Floats,
@@ -24,7 +24,7 @@ from penstock.plan.costs import (
     checked_caps,
 )
 from penstock.plan.line import Line, Route, Step
-from penstock.plan.sweep import TOLERANCE, least_limit, lightest_route
+from penstock.plan.solver import TOLERANCE, least_limit, lightest_route
 from penstock.units import show_bytes
 
 __all__ = ["CapacityError", "Partition", "Shortfall", "Variant", "partition", "shortfall"]

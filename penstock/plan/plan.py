@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.errors import PlanError
 from penstock.files import read_whole, readable, save_whole, version_of, what_is
-from penstock.plan.shown import describe, summarise
+from penstock.plan.describe import describe, summarise
 from penstock.schedule import SCHEDULES, Costs, Rules, Schedule, Timeline, build
 from penstock.simulate import Network, simulate
 

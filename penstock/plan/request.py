@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import InputError
-from penstock.plan.asked import Cut, check_modules, positions, spans
+from penstock.plan.by_name import Cut, check_modules, positions, spans
 from penstock.plan.cutting import RECOMPUTE
 from penstock.plan.layout import Memory, Span
 from penstock.plan.plan import HALF

@@ -17,17 +17,17 @@ from msgspec.structs import replace as replace_fields
 from penstock.errors import PlanError
 from penstock.plan.advice import nothing_fits
 from penstock.plan.alternatives import alternatives
-from penstock.plan.asked import Cut
-from penstock.plan.cutting import Cutter
-from penstock.plan.layout import Layout
-from penstock.plan.options import (
+from penstock.plan.by_name import Cut
+from penstock.plan.candidates import (
     PREFERENCE,
     STAGES_PER_WORKER,
     Option,
     cutter_for,
     fastest,
 )
-from penstock.plan.orders import partition_any_order
+from penstock.plan.cutting import Cutter
+from penstock.plan.device_order import partition_any_order
+from penstock.plan.layout import Layout
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Candidate, Plan
 from penstock.plan.request import Auto, Recompute, Request

@@ -15,8 +15,8 @@ import msgspec
 from penstock.errors import InputError, PlanError
 from penstock.plan.alternatives import ring_seconds
 from penstock.plan.bound import schedule_bound
+from penstock.plan.candidates import STAGES_PER_WORKER, Option, cutter_for, fastest
 from penstock.plan.layout import Layout, Memory
-from penstock.plan.options import STAGES_PER_WORKER, Option, cutter_for, fastest
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Plan
 from penstock.plan.request import Recompute, Request

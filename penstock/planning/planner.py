@@ -14,8 +14,8 @@ from msgspec.structs import replace as replace_fields
 from penstock.capture import Program
 from penstock.devices.choice import threads_per_worker
 from penstock.plan import Plan, plans
+from penstock.plan.describe import advice
 from penstock.plan.request import Request
-from penstock.plan.shown import advice
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profile

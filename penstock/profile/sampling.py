@@ -19,7 +19,7 @@ from penstock.capture.calls import INPUTS
 from penstock.capture.lowering import lower
 from penstock.capture.trees import flatten
 from penstock.profile.halving import halved_calls, trained_weights, weight_share
-from penstock.profile.saving import Saved, address
+from penstock.profile.saved_memory import Saved, address
 from penstock.profile.shadow import shadow
 from penstock.profile.stepping import KEY
 from penstock.profile.timing import Timing, now, timed_backward

@@ -14,7 +14,7 @@ from penstock.capture.halves import Deferral
 from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
 from penstock.profile.halving import halved_calls, trained_weights, weight_share
-from penstock.profile.saving import Saved
+from penstock.profile.saved_memory import Saved
 from penstock.profile.timing import Timing, now, timed_backward
 
 KEY = Key(0, 0, 0)

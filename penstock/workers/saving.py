@@ -14,7 +14,7 @@ from penstock.errors import InputError
 from penstock.storage.part import Part
 from penstock.workers.optimizer_parts import Parts
 from penstock.workers.processes.shared_model import SharedModel
-from penstock.workers.processes.site import Site
+from penstock.workers.processes.worker_state import Site
 
 TIMEOUT = 3600.0  # seconds that the writing of a checkpoint may take
 

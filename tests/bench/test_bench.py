@@ -14,11 +14,11 @@ from torch import nn
 
 import penstock as ps
 from penstock.bench import tasks
+from penstock.bench.charts import save_bars, save_sweep
 from penstock.bench.contestants import Field
 from penstock.bench.experiments import BenchSettings, run_bench, thinned
-from penstock.bench.figures import save_bars, save_sweep
-from penstock.bench.measure import Contestant, machine, take_turns, warm_up
 from penstock.bench.toy import run_toy
+from penstock.bench.turns import Contestant, machine, take_turns, warm_up
 from penstock.units import show_seconds
 from tests.support.models import mlp
 

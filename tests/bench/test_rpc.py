@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.bench.measure import Contestant
 from penstock.bench.rpc import RpcSettings, run_rpc
 from penstock.bench.rpc_report import PLAIN, STEPPED, TUTORIAL, RpcReport
+from penstock.bench.turns import Contestant
 from tests.bench.test_bench import png_size
 from tests.support.pool import pooled
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import links, naps, processes, sleeping
+from benchmarks import links, processes, sleeping, sleeps
 from benchmarks.subjects import subjects
 from penstock.schedule import SCHEDULES, Costs, build
 from penstock.simulate import simulate
@@ -18,7 +18,7 @@ from penstock.simulate import simulate
 def test_formulas_are_what_the_simulator_finds(name: str) -> None:
     each, workers, count = sleeping.stages_each(name), 4, 12
     stages = each * workers
-    costs = Costs.equal(stages, naps.NAP, naps.NAP, naps.NAP)
+    costs = Costs.equal(stages, sleeps.SLEEP, sleeps.SLEEP, sleeps.SLEEP)
     found = simulate(build(name, stages, count, num_workers=workers), costs.seconds).seconds
     assert sleeping.formula(name, workers, each, count) == pytest.approx(found, rel=1e-9)
 

@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.capture import Key
 from penstock.capture.halves import Deferral, run_halved, run_pending
 from penstock.capture.lowering import lower
-from penstock.capture.stage import Stage
+from penstock.capture.stage_module import Stage
 from tests.support.models import gpt2, vision_transformer
 
 ROWS = 4

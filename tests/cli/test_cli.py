@@ -22,7 +22,7 @@ from torch import nn
 import penstock as ps
 from penstock.cli import main
 from penstock.cli.arguments import _as_inputs, device_list
-from penstock.cli.options import show
+from penstock.cli.common import show
 from tests.support.models import mlp
 
 PENSTOCK = Path(sys.executable).with_name("penstock")

@@ -19,7 +19,7 @@ import penstock as ps
 from penstock.comparison.reference import one_device, run_with_threads
 from penstock.engine.span import Recipe
 from penstock.engine.stage import Stage
-from penstock.plan.asked import spans
+from penstock.plan.by_name import spans
 from tests.plan.test_limits import hungry
 from tests.support.models import uniform_plan
 from tests.support.pool import pooled

@@ -30,7 +30,7 @@ import torch
 
 from penstock.workers.processes import backend
 from penstock.workers.processes.pool import ProcessPool
-from penstock.workers.processes.site import Site
+from penstock.workers.processes.worker_state import Site
 
 _LOANS = 40  # of the same workers
 _PATIENCE = 60.0  # seconds that a worker may take to import torch, or to empty itself

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.workers.ranks.process_group import attempt_of
+from penstock.workers.ranks.default_group import attempt_of
 from penstock.workers.ranks.rendezvous import _LAUNCHERS
 from tests.support.models import mlp, uniform_plan
 from tests.support.pool import pooled

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.display import line as waiting
+from penstock.display import terminal as waiting
 from tests.support.models import mlp
 
 X = torch.randn(8, 6)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.comparison.report import compare, compare_leaves
+from penstock.comparison.verify_report import compare, compare_leaves
 from tests.support.models import cases, mlp
 
 # Of models that give something else at every call nobody knows whether their rows meet.

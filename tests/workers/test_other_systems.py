@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.bench import memory
+from penstock.bench import process_memory
 from penstock.devices.allocator import keep_freed_memory
 from penstock.errors import WorkerDied
 from penstock.links.handshake import Meeting, call, new_secret
@@ -41,7 +41,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_the_allocator_is_left_alone(elsewhere: pytest.MonkeyPatch) -> None:
     assert keep_freed_memory() is False
-    assert "cannot be told" in memory.prepare(2)
+    assert "cannot be told" in process_memory.prepare(2)
     with ps.Pipeline(mlp(4, 4, 4), (X,), devices=["cpu"] * 2, num_microbatches=2) as pipe:
         assert pipe.allocator_kept is False
 

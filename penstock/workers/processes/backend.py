@@ -21,7 +21,7 @@ from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import overhead_here, ping, pong
 from penstock.workers.processes.pool import ProcessPool
-from penstock.workers.processes.site import CPU, Site
+from penstock.workers.processes.worker_state import CPU, Site
 from penstock.workers.processes.workers import ProcessWorkers
 
 _TIMEOUT = 120.0  # seconds; most of it for starting

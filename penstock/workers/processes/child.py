@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.workers.processes.site import Site
+    from penstock.workers.processes.worker_state import Site
 
 JOB, ABORT, GRANT = range(3)
 """What the driver sends: work; that a round is given up; a file descriptor for later jobs."""
@@ -75,7 +75,7 @@ def _wait_for_end(lifeline: int) -> None:
 def _live(worker: int, workers: int, control: int, board: int) -> None:
     from penstock.links.segment import Segment
     from penstock.links.wire import Gone, Wire
-    from penstock.workers.processes.site import Site
+    from penstock.workers.processes.worker_state import Site
 
     position = Segment(8 * workers, board).integers()[worker : worker + 1]
     site = Site(worker, Wire(socket.socket(fileno=control)), position)

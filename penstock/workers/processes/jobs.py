@@ -29,7 +29,7 @@ from penstock.workers.assembly import STARTING, UPDATING, Assembly
 from penstock.workers.optimizer_parts import use_settings
 from penstock.workers.processes.following import News, follow
 from penstock.workers.processes.shared_model import Gradients, Package
-from penstock.workers.processes.site import CPU, Site, loading
+from penstock.workers.processes.worker_state import CPU, Site, loading
 from penstock.workers.ways import modules_of
 
 End = tuple[Literal["sink", "source", "local"], int]

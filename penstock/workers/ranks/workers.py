@@ -45,7 +45,7 @@ from penstock.workers.optimizer_parts import (
 )
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Round
-from penstock.workers.ranks.groups import Groups as ProcessGroups
+from penstock.workers.ranks.link_groups import Groups as ProcessGroups
 from penstock.workers.ranks.rendezvous import Launch
 from penstock.workers.ranks.stale import StaleCopy
 from penstock.workers.ranks.thread import RankThread

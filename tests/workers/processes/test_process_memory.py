@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.schedule import check
-from penstock.workers.processes.site import Site
+from penstock.workers.processes.worker_state import Site
 from penstock.workers.processes.workers import ProcessWorkers
 from tests.support.models import mlp, uniform_plan
 from tests.support.pool import pooled

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.costs import Floats
+from penstock.plan.call_costs import Floats
 from penstock.plan.line import Line, Route, Step, Way
 
 Positions = NDArray[np.intp]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.plan.asked import Cut, positions
+from penstock.plan.by_name import Cut, positions
 from tests.support.models import mlp
 
 LABELS = ("conv1", "relu()", "layer1.0.conv", "layer1.0.add()", "layer2", "layer10.a", "head")

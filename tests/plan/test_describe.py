@@ -7,7 +7,7 @@ import pytest
 
 import penstock as ps
 from penstock.plan import Plan
-from penstock.plan.shown import considered, describe, stages, summarise, verdict, winner
+from penstock.plan.describe import considered, describe, stages, summarise, verdict, winner
 from tests.plan.test_plan import profile
 
 

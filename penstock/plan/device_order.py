@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.errors import InputError, PlanError
-from penstock.plan.costs import (
+from penstock.plan.call_costs import (
     Allowed,
     Costs,
     Floats,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.training.groups import parameter_groups
+from penstock.training.parameter_groups import parameter_groups
 
 
 @pytest.fixture

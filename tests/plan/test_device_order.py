@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InputError, PlanError
-from penstock.plan.orders import partition_any_order
+from penstock.plan.device_order import partition_any_order
 from penstock.plan.partition import CapacityError, Partition, Variant, partition
 from tests.plan.brute_force import Numbers, Option, Problem
 

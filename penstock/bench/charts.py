@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.measure import Contestant
 from penstock.bench.rpc_report import Line
+from penstock.bench.turns import Contestant
 from penstock.display.figures import bare, canvas, save
 from penstock.units import show_seconds
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NAP = 5e-3  # seconds of every half of an action
+SLEEP = 5e-3  # seconds of every half of an action
 WIDTH = 4
 _PR_SET_TIMERSLACK = 29
 
@@ -29,12 +29,12 @@ class Clock:
             wake_in_time()
         self._began[thread] = time.perf_counter()
 
-    def sleep(self, naps: int) -> None:
-        """Sleep until the action has taken so many naps; or for one, if it began long ago."""
+    def sleep(self, sleeps: int) -> None:
+        """Sleep until the action has taken so many sleeps; or for one, if it began long ago."""
         now = time.perf_counter()
-        stop = self._began[threading.get_ident()] + naps * NAP
-        if not now < stop <= now + NAP:
-            stop = now + NAP
+        stop = self._began[threading.get_ident()] + sleeps * SLEEP
+        if not now < stop <= now + SLEEP:
+            stop = now + SLEEP
         time.sleep(max(0.0, stop - now))
 
 
@@ -56,7 +56,7 @@ class Begin(nn.Module):
         return x.view_as(x)
 
 
-class Nap(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
     """The identity, that sleeps in its forward, and in the input half of its backward."""
 
     @staticmethod
@@ -74,11 +74,11 @@ class Nap(torch.autograd.Function):
 
 
 class End(nn.Module):
-    """`Nap` as a module, where a stage ends."""
+    """`Sleep` as a module, where a stage ends."""
 
     def forward(self, x: Tensor) -> Tensor:
         """What it is given."""
-        result: Tensor = Nap.apply(x)
+        result: Tensor = Sleep.apply(x)
         return result
 
 
@@ -98,5 +98,5 @@ class Sleeper(nn.Module):
 
 
 def _sleep(gradient: Tensor) -> None:
-    """Sleep for the weight half: the second nap of a whole backward, or one of its own."""
+    """Sleep for the weight half: the second sleep of a whole backward, or one of its own."""
     CLOCK.sleep(2)
