@@ -43,7 +43,7 @@ from penstock.links.wire import Wire
 from penstock.units import show_bytes
 from penstock.workers.processes.jobs import Modes
 from penstock.workers.processes.pool import ProcessPool
-from penstock.workers.processes.worker_state import Site
+from penstock.workers.processes.worker_state import WorkerState
 
 KIB = 1 << 10
 SIZES = tuple(KIB << k for k in range(0, 17, 2))  # 1 KiB to 64 MiB
@@ -69,10 +69,10 @@ class Join:
     grant: int
     first: bool
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, own: WorkerState) -> None:
         """As `penstock.workers.processes.jobs.Build` does for a pipeline."""
-        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
-        site.links[0] = Sink(sender, receiver) if self.first else Source(receiver, sender)
+        sender, receiver = own.ends(Wire(socket.socket(fileno=own.granted(self.grant))))
+        own.links[0] = Sink(sender, receiver) if self.first else Source(receiver, sender)
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Exchange:
     size: int
     times: int
 
-    def __call__(self, site: Site) -> list[float]:
+    def __call__(self, own: WorkerState) -> list[float]:
         """The seconds of each, where it began."""
-        link, taken = site.links[0], []
+        link, taken = own.links[0], []
         payload = torch.zeros(self.size, dtype=torch.uint8)
         for _ in range(WARM_UPS + self.times):
             start = time.perf_counter()

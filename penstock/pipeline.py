@@ -20,7 +20,7 @@ from penstock.capture.options import CaptureOptions
 from penstock.checkpoint.saver import Save, Saver
 from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices
-from penstock.display.terminal import shown
+from penstock.display.terminal import showing
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.microbatch import Merge, check_merge
@@ -180,7 +180,7 @@ class Pipeline:
         self.allocator_kept = chosen.keep_freed_memory()
         backend = chosen.backend(self.allocator_kept)
         self.threads_per_worker = backend.threads
-        with shown(progress) as report, ExitStack() as stack:
+        with showing(progress) as report, ExitStack() as stack:
             stack.callback(backend.close)
             if report:
                 report(0, 1, f"recording what {type(model).__name__} does")

@@ -20,7 +20,7 @@ _PATIENCE = 2.0  # seconds that nobody minds
 
 
 @contextmanager
-def shown(progress: Progress | Literal["auto"] | None) -> Iterator[Progress | None]:
+def showing(progress: Progress | Literal["auto"] | None) -> Iterator[Progress | None]:
     """Whom to tell of progress while this is open.
 
     Args:

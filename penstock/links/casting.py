@@ -10,7 +10,7 @@ import torch
 from penstock.links.link import Gradients, Roots, Values, edges
 
 
-class Narrow:
+class Cast:
     """Between two stages: what is wider than `dtype` is rounded to it on its way, and back.
 
     So are the gradients, on their way back. Whatever carries them has half of the bytes to carry,

@@ -1,7 +1,7 @@
 """Where processes that know each other's address and a secret connect to each other.
 
-On one machine they meet at a Unix socket, which carries file descriptors, between machines over
-TCP, where only ranks with peers on other machines listen, and on one address.
+On one machine they connect over a Unix socket, which carries file descriptors; between machines,
+over TCP, where only ranks with peers on other machines listen, and on one address.
 
 Either side proves that it knows the secret, without saying it, before anything else is read:
 
@@ -77,8 +77,8 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-class Meeting:
-    """The place where other processes connect to this one.
+class Listener:
+    """The socket, or two, at which other processes connect to this one.
 
     Args:
         host: the address to listen on for other machines; `None` if there are none.
@@ -124,7 +124,7 @@ class Meeting:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"rank {missing[0][0]} did not connect within {timeout:.0f} s; a firewall "
-                        f"between the machines?{door.told()}"
+                        f"between the machines?{door.refusals()}"
                     )
                 for numbers, sock in door.entered(deadline):
                     if numbers not in expected:
@@ -213,7 +213,7 @@ class _Door:
         for fd in list(self._strangers):
             self._turn_away(fd)
 
-    def told(self) -> str:
+    def refusals(self) -> str:
         """How many were no ranks, for messages."""
         return f" ({self._refused} others were turned away)" if self._refused else ""
 

@@ -38,10 +38,10 @@ class Sink(Protocol):
         """The gradient of each root; waits for them."""
 
 
-class InRound(Protocol):
+class InDispatch(Protocol):
     """Whoever sends or receives, in the jobs of this number; messages of earlier ones are stale."""
 
-    round: int
+    dispatch: int
 
 
 def edges(results: Values) -> Roots:

@@ -25,7 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from penstock.links.link import InRound, Values
+from penstock.links.link import InDispatch, Values
 from penstock.links.segment import Place
 from penstock.links.shared_memory import PLAIN, Layout, laid_out
 from penstock.links.wire import Gone, Message, Wire
@@ -67,7 +67,7 @@ class Line:
         self,
         wire: Wire,
         peer: Peer,
-        owner: InRound,
+        owner: InDispatch,
         device: torch.device,
         wait: Callable[[], None],
         left: Callable[[], float],
@@ -117,7 +117,7 @@ class Line:
         plain = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
         if news is not None or plain:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b""))
-        signal = Message(self._owner.round, SIGNAL, self._agreed, number, payload, size=size)
+        signal = Message(self._owner.dispatch, SIGNAL, self._agreed, number, payload, size=size)
         self._wire.send(signal, self._left())
         if size or awaited:
             buffer = self._packed(layout, values, max(size, awaited))
@@ -161,7 +161,7 @@ class Line:
                 self._hear()
             message = self._signals.popleft()
             values = self._received(message)
-            if message.round >= self._owner.round:
+            if message.dispatch >= self._owner.dispatch:
                 return values
 
     def _hear(self) -> None:
@@ -182,7 +182,7 @@ class Line:
         base = self._content(message.size)
         if message.slot:  # the size of what is next
             self._posted = self._post(self._buffer(message.slot))
-        self._wire.send(Message(self._owner.round, HAVE), self._left())
+        self._wire.send(Message(self._owner.dispatch, HAVE), self._left())
         layout = self._layouts[message.layout]
         values: list[Any] = [None] * len(layout)
         remaining = iter(pickle.loads(plain)) if plain else iter(())

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import cloudpickle
 import torch
 
-from penstock.links.link import Gradients, InRound, Roots, Values, edges
+from penstock.links.link import Gradients, InDispatch, Roots, Values, edges
 from penstock.links.segment import ALIGNMENT, Place, Segment, Target, place_of
 from penstock.links.wire import Message, Wire
 
@@ -61,7 +61,9 @@ class Sender:
         wait: called before a message is sent; returns when there is room for one.
     """
 
-    def __init__(self, wire: Wire, owner: InRound, wait: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, wire: Wire, owner: InDispatch, wait: Callable[[], None] = lambda: None
+    ) -> None:
         self._wire = wire
         self._owner = owner
         self._wait = wait
@@ -122,7 +124,7 @@ class Sender:
         if news is not None or plain or payload:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
         self._wait()
-        message = Message(self._owner.round, kind, slot, known.number, payload, fd, capacity)
+        message = Message(self._owner.dispatch, kind, slot, known.number, payload, fd, capacity)
         self._wire.send(message, timeout)
         self._told.add(known.number)  # only now: what was not sent is not known there
         if segment is not None:
@@ -178,7 +180,7 @@ class Receiver:
     def __init__(
         self,
         wire: Wire,
-        owner: InRound,
+        owner: InDispatch,
         device: torch.device,
         wait: Callable[[], None] = lambda: None,
     ) -> None:
@@ -200,7 +202,7 @@ class Receiver:
             self._wait()
             message = self._wire.receive()
             values, _ = self.opened(message)
-            if message.round >= self._owner.round:
+            if message.dispatch >= self._owner.dispatch:
                 return values
 
     def opened(self, message: Message) -> tuple[Values, bytes]:

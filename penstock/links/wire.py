@@ -34,7 +34,7 @@ class Message(NamedTuple):
     """What is sent at once.
 
     Attributes:
-        round: of jobs, to which it belongs.
+        dispatch: of jobs, to which it belongs.
         kind: what the receiver makes of it.
         slot: the segment that it speaks of.
         layout: how the segment is laid out.
@@ -43,7 +43,7 @@ class Message(NamedTuple):
         size: of that segment.
     """
 
-    round: int
+    dispatch: int
     kind: int = 0
     slot: int = 0
     layout: int = 0
@@ -92,7 +92,7 @@ class Wire:
         """
         if self.busy:  # this one would be taken for the rest of the other
             raise Gone("a message was interrupted")
-        numbers = (message.round, message.kind, message.slot, message.layout, message.size)
+        numbers = (message.dispatch, message.kind, message.slot, message.layout, message.size)
         data = _HEADER.pack(*numbers, len(message.payload)) + message.payload
         fds = [] if message.fd < 0 else [message.fd]
         self.begun += 1
@@ -130,14 +130,14 @@ class Wire:
         try:
             if len(data) < _HEADER.size:
                 data += self._rest(_HEADER.size - len(data), timeout)
-            round, kind, slot, layout, size, length = _HEADER.unpack(data)
+            dispatch, kind, slot, layout, size, length = _HEADER.unpack(data)
             payload = self._rest(length, timeout) if length else b""
         except BaseException:
             if fd >= 0:
                 os.close(fd)
             raise
         self.busy = False
-        return Message(round, kind, slot, layout, payload, fd, size)
+        return Message(dispatch, kind, slot, layout, payload, fd, size)
 
     def _begin(self, timeout: float | None) -> tuple[bytes, int]:
         """The beginning of the next message, and the file descriptor that came along, or -1."""

@@ -17,7 +17,7 @@ from penstock.engine.ends import Feed, LossFailed, Outlet
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import Held, Stage
 from penstock.errors import WorkerError, WorkerTimeout
-from penstock.links.casting import Narrow
+from penstock.links.casting import Cast
 from penstock.links.link import Sink, Source
 from penstock.links.local import Aborted
 from penstock.plan import Plan
@@ -168,7 +168,7 @@ class Assembly:
 
 def _as_planned(link: Any, plan: Plan) -> Any:
     """The end of a link, in the precision that the plan has for boundaries."""
-    return Narrow(link, getattr(torch, plan.boundary_dtype)) if plan.boundary_dtype else link
+    return Cast(link, getattr(torch, plan.boundary_dtype)) if plan.boundary_dtype else link
 
 
 def code(action: Action, waits: bool) -> int:

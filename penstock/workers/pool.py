@@ -27,11 +27,11 @@ class Result(NamedTuple):
     error: BaseException | None
 
 
-class Round:
+class Dispatch:
     """One job for each worker, and what has become of them so far.
 
     Attributes:
-        number: rounds are counted from 0.
+        number: dispatches are counted from 0.
         timeout: seconds that a worker may take to read its job; `None` if there is no limit.
         whole: whether the jobs belong together so that none may be left out.
         given: the workers that have their job.
@@ -62,7 +62,7 @@ class Pool(ABC):
 
     Args:
         count: how many.
-        grace: seconds that they have to stop when a round is given up.
+        grace: seconds that they have to stop when a dispatch is given up.
         reset: called when all have stopped after that, before the next jobs.
     """
 
@@ -72,8 +72,8 @@ class Pool(ABC):
         self._count = count
         self._grace = grace
         self._reset = reset
-        self._rounds = 0
-        self._open: list[Round] = []
+        self._dispatches = 0
+        self._open: list[Dispatch] = []
         self._closed_because: str | None = None
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class Pool(ABC):
 
     def start(
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
-    ) -> Round:
+    ) -> Dispatch:
         """Give each worker one more job, after those that it has.
 
         Args:
@@ -121,9 +121,9 @@ class Pool(ABC):
             WorkerTimeout: one does not read its job.
         """
         self.check_open()
-        current = self._round(self._rounds)
+        current = self._dispatch(self._dispatches)
         current.timeout, current.whole = timeout, whole
-        self._rounds += 1
+        self._dispatches += 1
         try:
             self._open.append(current)
             for worker, job in enumerate(jobs):
@@ -139,8 +139,8 @@ class Pool(ABC):
             raise
         return current
 
-    def finish(self, current: Round, timeout: float | None = None) -> list[Any]:
-        """Wait for the jobs of a round.
+    def finish(self, current: Dispatch, timeout: float | None = None) -> list[Any]:
+        """Wait for the jobs of a dispatch.
 
         Returns:
             the results, by worker.
@@ -148,7 +148,7 @@ class Pool(ABC):
         Raises:
             WorkerTimeout: one did not finish within `timeout` seconds.
             Exception: what the first job that failed raised. All the others have stopped, those
-                of rounds that were started after it as well, and the workers can be used again,
+                of dispatches that were started after it as well, and the workers can be used again,
                 unless one is gone or did not stop.
         """
         self.check_under_way(current)
@@ -169,11 +169,13 @@ class Pool(ABC):
         self._open.remove(current)
         return [current.results[worker].value for worker in range(self._count)]
 
-    def _collect(self, rounds: Sequence[Round], timeout: float | None, hasty: bool = False) -> None:
+    def _collect(
+        self, dispatches: Sequence[Dispatch], timeout: float | None, hasty: bool = False
+    ) -> None:
         """Wait until every worker has done its jobs; at the first failure wake the others.
 
         Args:
-            rounds: whose jobs.
+            dispatches: whose jobs.
             timeout: seconds in all. Time in which this process itself was stopped does not count.
             hasty: whether to wait for no more when one has failed.
 
@@ -181,7 +183,7 @@ class Pool(ABC):
             Late: it took longer, or would, as a worker is stopped.
         """
         left = timeout
-        for current in rounds:
+        for current in dispatches:
             while current.waits_for and not (hasty and current.failures()):
                 begun = time.monotonic()
                 try:
@@ -194,7 +196,7 @@ class Pool(ABC):
                 if current.failures() and not hasty:
                     self._abort()
 
-    def _late(self, current: Round, timeout: float) -> WorkerTimeout:
+    def _late(self, current: Dispatch, timeout: float) -> WorkerTimeout:
         """The error for workers that are late."""
         late, stopped = current.waits_for, self._stopped()
         busy = [worker for worker in late if not self._waits(worker)]
@@ -211,11 +213,11 @@ class Pool(ABC):
         lines = [first, *(f"worker {worker} is {what}" for worker, what in details.items())]
         return WorkerTimeout("\n".join(lines), culprit, *where)
 
-    def _fault(self, current: Round, late: Sequence[int], why: str | None) -> BaseException:
-        """What is to be raised for a round that failed.
+    def _fault(self, current: Dispatch, late: Sequence[int], why: str | None) -> BaseException:
+        """What is to be raised for a dispatch that failed.
 
         Args:
-            current: the round.
+            current: the dispatch.
             late: the workers that had not answered when that was noticed.
             why: why the workers had been closed by then, by another thread, if they had.
         """
@@ -227,11 +229,11 @@ class Pool(ABC):
             error = WorkerTimeout(f"the link to worker {numbers} broke, and it did not say why")
         return error
 
-    def check_under_way(self, current: Round) -> None:
-        """Raise if the jobs of a round were given up.
+    def check_under_way(self, current: Dispatch) -> None:
+        """Raise if the jobs of a dispatch were given up.
 
         Raises:
-            ClosedError: they were, as another round failed.
+            ClosedError: they were, as another dispatch failed.
         """
         if current not in self._open:
             raise ClosedError("a pass that was started with this one has failed")
@@ -241,17 +243,17 @@ class Pool(ABC):
         if self._open:
             self._give_up(why)
 
-    def _recall(self, current: Round) -> None:
+    def _recall(self, current: Dispatch) -> None:
         """Whoever gave out jobs was interrupted: see to it that none is waited for in vain."""
         return
 
     def _give_up(self, why: BaseException) -> None:
         """Wake everybody and wait a little; what still runs then closes the workers."""
-        rounds, self._open = self._open, []
+        dispatches, self._open = self._open, []
         try:
-            if not any(current.whole for current in rounds):
+            if not any(current.whole for current in dispatches):
                 self._abort()
-            self._collect(rounds, self._grace)
+            self._collect(dispatches, self._grace)
         except Late:
             self.close(f"a worker was still busy {self._grace:.0f} s after {type(why).__name__}")
         except BaseException as again:  # an impatient user
@@ -273,16 +275,16 @@ class Pool(ABC):
             self._closed_because = why
             self._dismiss()
 
-    def _round(self, number: int) -> Round:
-        """A new round."""
-        return Round(number)
+    def _dispatch(self, number: int) -> Dispatch:
+        """A new dispatch."""
+        return Dispatch(number)
 
     @abstractmethod
-    def _give(self, worker: int, job: Job, current: Round) -> None:
+    def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         """Give a worker its job."""
 
     @abstractmethod
-    def _await_report(self, current: Round, seconds: float | None) -> None:
+    def _await_report(self, current: Dispatch, seconds: float | None) -> None:
         """Wait until some worker reports, and note what it does; raises `Late` if none does."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from penstock.errors import InputError
 from penstock.storage.part import Part
 from penstock.workers.optimizer_parts import Parts
 from penstock.workers.processes.shared_model import SharedModel
-from penstock.workers.processes.worker_state import Site
+from penstock.workers.processes.worker_state import WorkerState
 
 TIMEOUT = 3600.0  # seconds that the writing of a checkpoint may take
 
@@ -95,14 +95,14 @@ class WritePart:
     optimizers: Mapping[str, int]
     background: bool
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, own: WorkerState) -> None:
         """Write it."""
-        known = {id(site.tensors[number]): name for number, name in self.parameters.items()}
+        known = {id(own.tensors[number]): name for number, name in self.parameters.items()}
         states = {
-            label: {known.get(id(k), k): v for k, v in site.optimizers[number].state.items()}
+            label: {known.get(id(k), k): v for k, v in own.optimizers[number].state.items()}
             for label, number in self.optimizers.items()
         }
-        tensors = {name: site.tensors[number] for name, number in self.tensors.items()}
+        tensors = {name: own.tensors[number] for name, number in self.tensors.items()}
         self.part.save(tensors, states, self.background)
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from penstock.links import handshake as meeting
-from penstock.links.handshake import Address, Meeting, call, new_secret, route_to
+from penstock.links import handshake
+from penstock.links.handshake import Address, Listener, call, new_secret, route_to
 from penstock.links.wire import Message, Wire
 
 LOOPBACK = ["127.0.0.1"]
 
 
 @pytest.fixture
-def place() -> Iterator[Meeting]:
-    found = Meeting("127.0.0.1")
+def place() -> Iterator[Listener]:
+    found = Listener("127.0.0.1")
     yield found
     found.close()
 
@@ -56,7 +56,7 @@ def apart(address: Address) -> Address:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_both_ways_to_meet(place: Meeting, far: bool) -> None:
+def test_both_ways_to_meet(place: Listener, far: bool) -> None:
     secret = new_secret()
     calling = calls(apart(place.address) if far else place.address, (3, 7), secret)
     here = place.accept([(3, 7)], secret, 5)[3, 7]
@@ -68,7 +68,7 @@ def test_both_ways_to_meet(place: Meeting, far: bool) -> None:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_who_does_not_know_the_secret_is_turned_away(place: Meeting, far: bool) -> None:
+def test_who_does_not_know_the_secret_is_turned_away(place: Listener, far: bool) -> None:
     secret, address = new_secret(), apart(place.address) if far else place.address
     wrong = calls(address, (1, 0), new_secret(), 0.5)
     unexpected = calls(address, (2, 0), secret)
@@ -76,7 +76,7 @@ def test_who_does_not_know_the_secret_is_turned_away(place: Meeting, far: bool) 
     found = place.accept([(1, 0)], secret, 5)
     assert list(found) == [(1, 0)]
     found[1, 0].send(Message(4))
-    assert right.result().receive(5).round == 4
+    assert right.result().receive(5).dispatch == 4
     place.close()
     with pytest.raises(TimeoutError, match="cannot be reached within"):
         wrong.result()
@@ -84,7 +84,7 @@ def test_who_does_not_know_the_secret_is_turned_away(place: Meeting, far: bool) 
         assert unexpected.result().ready()  # it is closed
 
 
-def test_who_listens_must_know_the_secret_too(place: Meeting) -> None:
+def test_who_listens_must_know_the_secret_too(place: Listener) -> None:
     calling = calls(place.address, (1, 0), new_secret(), 0.5)
     with pytest.raises(TimeoutError, match=r"did not connect within .*others were turned away"):
         place.accept([(1, 0)], new_secret(), 1)
@@ -119,10 +119,10 @@ def test_something_else_listens_there(answer: str | bytes) -> None:
 
 
 def test_two_dozen_silent_strangers_and_some_that_talk(
-    place: Meeting, monkeypatch: pytest.MonkeyPatch
+    place: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of them keeps anybody waiting, though each of them may take a minute."""
-    monkeypatch.setattr(meeting, "_GREETING_TIMEOUT", 60.0)
+    monkeypatch.setattr(handshake, "_GREETING_TIMEOUT", 60.0)
     here = ("127.0.0.1", place.address.port)
     with contextlib.ExitStack() as stack:
         for k in range(40):
@@ -137,13 +137,13 @@ def test_two_dozen_silent_strangers_and_some_that_talk(
         found = place.accept([(k, 0) for k in range(3)], "secret", 30)
         for k, one in enumerate(calling):
             found[k, 0].send(Message(k))
-            assert one.result().receive(5).round == k
+            assert one.result().receive(5).dispatch == k
 
 
 def test_the_oldest_of_too_many_strangers_goes(
-    place: Meeting, monkeypatch: pytest.MonkeyPatch
+    place: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(handshake, "_MOST_STRANGERS", 3)
     here = ("127.0.0.1", place.address.port)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(here)) for _ in range(5)]
@@ -157,9 +157,9 @@ def test_the_oldest_of_too_many_strangers_goes(
 
 
 def test_silent_strangers_are_turned_away_in_time(
-    place: Meeting, monkeypatch: pytest.MonkeyPatch
+    place: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_GREETING_TIMEOUT", 0.1)
+    monkeypatch.setattr(handshake, "_GREETING_TIMEOUT", 0.1)
     with socket.create_connection(("127.0.0.1", place.address.port)) as stranger:
         with pytest.raises(TimeoutError, match=r"\(1 others were turned away\)"):
             place.accept([(1, 0)], "secret", 0.5)
@@ -167,7 +167,7 @@ def test_silent_strangers_are_turned_away_in_time(
         assert stranger.recv(100) == b""
 
 
-def test_one_that_calls_again_is_heard(place: Meeting) -> None:
+def test_one_that_calls_again_is_heard(place: Listener) -> None:
     """It may have given up the first call just when that was accepted."""
 
     def thrice() -> list[Wire]:
@@ -178,10 +178,10 @@ def test_one_that_calls_again_is_heard(place: Meeting) -> None:
     first, second, _ = calling.result()
     assert first.ready()  # it is closed
     found[1, 0].send(Message(4))
-    assert second.receive(5).round == 4
+    assert second.receive(5).dispatch == 4
 
 
-def test_nobody_comes(place: Meeting) -> None:
+def test_nobody_comes(place: Listener) -> None:
     with pytest.raises(TimeoutError, match="rank 5 did not connect"):
         place.accept([(5, 0)], new_secret(), 0.1)
 
@@ -195,20 +195,20 @@ def test_nobody_is_there() -> None:
 
 
 def test_a_machine_is_told_from_another() -> None:
-    assert meeting.this_machine() == meeting.this_machine() != ""
+    assert handshake.this_machine() == handshake.this_machine() != ""
 
 
 def test_only_other_machines_need_a_port() -> None:
-    place = Meeting()
+    place = Listener()
     assert place.address.port == 0
     assert place._far is None
     place.close()
-    place = Meeting("127.0.0.1")
+    place = Listener("127.0.0.1")
     assert place._far is not None
     assert place._far.getsockname()[0] == "127.0.0.1"
     place.close()
     with pytest.raises(OSError, match="assign"):
-        Meeting("192.0.2.1")  # an address for documentation, which no machine has
+        Listener("192.0.2.1")  # an address for documentation, which no machine has
 
 
 def test_the_way_to_another_machine() -> None:

@@ -64,7 +64,7 @@ class Ends:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.round = 0
+        self.dispatch = 0
         here, there = socket.socketpair()
         self.near = self.line(here, Peer(1, "there", "back", CPU))  # type: ignore[arg-type]
         self.far = self.line(there, Peer(0, "back", "there", CPU))  # type: ignore[arg-type]
@@ -138,10 +138,10 @@ def test_both_directions_at_once_and_the_sender_lets_go(ends: Ends) -> None:
     assert len(ends.near._under_way) == 1  # the others have been acknowledged
 
 
-def test_messages_of_a_round_that_was_given_up_are_thrown_away(ends: Ends) -> None:
+def test_messages_of_a_dispatch_that_was_given_up_are_thrown_away(ends: Ends) -> None:
     ends.near.put((torch.zeros(8),))
     ends.near.put((torch.zeros(16),))
-    ends.round = 1
+    ends.dispatch = 1
     assert torch.equal(ends.across(torch.ones(4))[0], torch.ones(4))
     assert torch.equal(ends.across(torch.ones(40))[0], torch.ones(40))
 

@@ -24,7 +24,7 @@ class Ends:
 
     def __init__(self) -> None:
         here, there = socket.socketpair()
-        self.round = 0
+        self.dispatch = 0
         self.wires = Wire(here), Wire(there)
         self.sender = Sender(self.wires[0], self)
         self.receiver = Receiver(self.wires[1], self, CPU)
@@ -137,9 +137,9 @@ def test_a_steady_state_sends_no_layout(ends: Ends, monkeypatch: pytest.MonkeyPa
     assert [m.fd >= 0 for m in sent] == [True, False, False]
 
 
-def test_messages_of_a_round_that_was_given_up_are_thrown_away(ends: Ends) -> None:
+def test_messages_of_a_dispatch_that_was_given_up_are_thrown_away(ends: Ends) -> None:
     ends.sender.put((torch.zeros(10),))
-    ends.round = 1
+    ends.dispatch = 1
     assert torch.equal(ends.across(torch.ones(10))[0], torch.ones(10))
     assert not any(slot.lent for slot in ends.sender._slots._slots[:1])
 

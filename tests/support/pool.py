@@ -5,7 +5,7 @@ really do end, and leave nothing, is tested in tests/workers/processes/test_proc
 (`fresh`), tests/support/test_pool.py (`test_without_the_pool_closing_really_closes`), and
 tests/faults, none of whose pipelines take theirs from here.
 
-Workers are lent again only if they are as new: their sites hold nothing of an earlier pipeline, no
+Workers are lent again only if they are as new: their states hold nothing of an earlier pipeline, no
 more files and threads are open than at the beginning, and torch's settings and generators are
 those of a new process. Others are really closed, and so are those that have been lent often: the
 memory that they have shared, and the sockets to other workers, are theirs as long as they live.
@@ -30,7 +30,7 @@ import torch
 
 from penstock.workers.processes import backend
 from penstock.workers.processes.pool import ProcessPool
-from penstock.workers.processes.worker_state import Site
+from penstock.workers.processes.worker_state import WorkerState
 
 _LOANS = 40  # of the same workers
 _PATIENCE = 60.0  # seconds that a worker may take to import torch, or to empty itself
@@ -41,7 +41,7 @@ class State:
     """What a worker's process is like between two pipelines.
 
     Attributes:
-        held: names of what its site has.
+        held: names of what its `WorkerState` has.
         files: that are open, apart from shared memory and sockets.
         threads: of Python.
         settings: of torch.
@@ -62,8 +62,8 @@ class Renewed:
     threads: int = 1
     directory: str = ""
 
-    def __call__(self, site: Site) -> State:
-        site.empty()
+    def __call__(self, own: WorkerState) -> State:
+        own.empty()
         gc.collect()
         torch.manual_seed(0)
         random.seed(0)
@@ -76,7 +76,7 @@ class Renewed:
             os.chdir(self.directory)
         held = {"assemblies", "tensors", "links", "slots", "modules", "optimizers"}
         return State(
-            tuple(sorted(name for name in held if getattr(site, name))),
+            tuple(sorted(name for name in held if getattr(own, name))),
             sum(not name.startswith(("socket:", "/memfd:")) for name in open_files()),
             threading.active_count(),
             (torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),

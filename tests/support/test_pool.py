@@ -51,21 +51,21 @@ def test_the_next_test_gets_the_same_processes_and_finds_nothing_in_them() -> No
     workers = lend(2, lambda: None)
     assert workers.pids == first
 
-    def left(site: Any) -> list[str]:
-        return [n for n in ("assemblies", "tensors", "links", "modules") if getattr(site, n)]
+    def left(own: Any) -> list[str]:
+        return [n for n in ("assemblies", "tensors", "links", "modules") if getattr(own, n)]
 
     assert workers.run([left] * 2, 60.0) == [[], []]
     workers.close()
 
 
-def changes_settings(site: Any) -> None:
+def changes_settings(own: Any) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(99)
     os.chdir("/")
 
 
 def test_settings_are_put_back() -> None:
-    def look(site: Any) -> tuple[Any, ...]:
+    def look(own: Any) -> tuple[Any, ...]:
         return torch.get_default_dtype(), torch.initial_seed(), os.getcwd()
 
     workers = lend(2, lambda: None)
@@ -78,11 +78,11 @@ def test_settings_are_put_back() -> None:
     again.close()
 
 
-def leaves_a_file(site: Any) -> None:
-    site.forgotten = os.open("/dev/null", os.O_RDONLY)
+def leaves_a_file(own: Any) -> None:
+    own.forgotten = os.open("/dev/null", os.O_RDONLY)
 
 
-def leaves_a_thread(site: Any) -> None:
+def leaves_a_thread(own: Any) -> None:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
@@ -113,6 +113,6 @@ def test_without_the_pool_closing_really_closes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(backend, "ProcessPool", ProcessPool)
     with pipeline() as pipe:
         pids = pids_of(pipe)
-        assert ask(pipe, lambda site: os.getpid()) == pids
+        assert ask(pipe, lambda own: os.getpid()) == pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert POOL == pool.POOL or not any(set(w.pids) & set(pids) for w in POOL)

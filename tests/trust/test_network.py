@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.links.handshake import Meeting
-from penstock.workers.ranks import rendezvous as joining
+from penstock.links.handshake import Listener
+from penstock.workers.ranks import rendezvous
 from penstock.workers.ranks.rendezvous import Entry
 from tests.workers.ranks.launching import Launcher
 from tests.workers.ranks.test_torchrun import launcher
@@ -42,24 +42,24 @@ def on_all(ranks: list[Entry], work: Callable[[int], Any], patch: pytest.MonkeyP
         except Exception as error:
             return error
 
-    patch.setattr(joining, "_gathered", gathered)
+    patch.setattr(rendezvous, "_gathered", gathered)
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(run, range(len(ranks))))
 
 
 def listening(ranks: list[Entry], patch: pytest.MonkeyPatch) -> list[Any]:
     """Where each of them listens to other machines."""
-    kept: list[Meeting] = []
+    kept: list[Listener] = []
 
     def work(rank: int) -> Any:
-        meeting, addresses = joining._listening(rank, ranks, ["master"], None)  # type: ignore
-        kept.append(meeting)
-        far = meeting._far
+        listener, addresses = rendezvous._listening(rank, ranks, ["master"], None)  # type: ignore
+        kept.append(listener)
+        far = listener._far
         return (far and far.getsockname()[0]), addresses
 
     found = on_all(ranks, work, patch)
-    for meeting in kept:
-        meeting.close()
+    for listener in kept:
+        listener.close()
     return found
 
 
@@ -76,7 +76,7 @@ def test_ranks_listen_on_the_address_by_which_others_know_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0's machine on that of `MASTER_ADDR`, others on their own on the way there."""
-    monkeypatch.setattr(joining, "route_to", lambda hosts: ("127.0.0.2", "127.0.0.3"))
+    monkeypatch.setattr(rendezvous, "route_to", lambda hosts: ("127.0.0.2", "127.0.0.3"))
     found = listening(entries("a", "a", "b"), monkeypatch)
     assert [bound for bound, _ in found] == ["127.0.0.2", "127.0.0.2", "127.0.0.3"]
     assert [address.host for address in found[0][1]] == [bound for bound, _ in found]
@@ -84,7 +84,7 @@ def test_ranks_listen_on_the_address_by_which_others_know_them(
 
 
 def test_all_addresses_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "route_to", lambda hosts: ("127.0.0.2", "127.0.0.3"))
+    monkeypatch.setattr(rendezvous, "route_to", lambda hosts: ("127.0.0.2", "127.0.0.3"))
     monkeypatch.setenv("PENSTOCK_LISTEN", "0.0.0.0")
     found = listening(entries("a", "b"), monkeypatch)
     assert [bound for bound, _ in found] == ["0.0.0.0", "0.0.0.0"]
@@ -94,7 +94,7 @@ def test_all_addresses_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("route", ["192.0.2.1", ""])
 def test_an_address_that_a_machine_has_not(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
     """Behind a router, say; or there is no way at all. Every rank is told."""
-    monkeypatch.setattr(joining, "route_to", lambda hosts: (route, "127.0.0.3"))
+    monkeypatch.setattr(rendezvous, "route_to", lambda hosts: (route, "127.0.0.3"))
     for error in listening(entries("a", "b"), monkeypatch):
         assert isinstance(error, ps.InputError)
         assert "rank 0 cannot listen on" in str(error)

@@ -31,7 +31,7 @@ FOREVER = 3600.0  # the tests end long before
 @pytest.fixture
 def team() -> Iterator[ProcessPool]:
     found = ProcessPool(2, lambda: None)
-    found.run([lambda site: None] * 2)
+    found.run([lambda own: None] * 2)
     yield found
     found.close()
 
@@ -68,15 +68,15 @@ def test_a_stopped_worker_does_not_read_what_is_sent(team: ProcessPool) -> None:
     data = os.urandom(3_000_000)
     os.kill(team.pids[1], signal.SIGSTOP)
     with pytest.raises(WorkerTimeout, match="stopped by a signal"):
-        team.run([lambda site: len(data)] * 2, FOREVER)
+        team.run([lambda own: len(data)] * 2, FOREVER)
 
 
 def test_a_worker_that_goes_on_soon_or_is_busy_is_waited_for() -> None:
     team = lend(2, lambda: None)
-    team.run([lambda site: None] * 2)  # it has started
+    team.run([lambda own: None] * 2)  # it has started
     os.kill(team.pids[0], signal.SIGSTOP)
     threading.Timer(1.5, os.kill, [team.pids[0], signal.SIGCONT]).start()
-    assert team.run([lambda site: time.sleep(site.worker * 4.0) or site.worker] * 2, 60) == [0, 1]
+    assert team.run([lambda own: time.sleep(own.worker * 4.0) or own.worker] * 2, 60) == [0, 1]
     team.close()
 
 

@@ -45,7 +45,7 @@ def test_building_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_takes_no_time_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = looked_at(monkeypatch)
     monkeypatch.setattr(waiting, "_PATIENCE", 60.0)
-    with waiting.shown("auto") as told:
+    with waiting.showing("auto") as told:
         assert told is not None
         told(1, 2, "a moment")
     assert screen.getvalue() == ""
@@ -54,7 +54,7 @@ def test_what_takes_no_time_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_says_nothing_for_long_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = looked_at(monkeypatch)
     monkeypatch.setattr(waiting, "_PATIENCE", 0.1)
-    with waiting.shown("auto") as told:
+    with waiting.showing("auto") as told:
         assert told is not None
         told(1, 20, "thinking")
         deadline = time.monotonic() + 20
@@ -66,13 +66,13 @@ def test_what_says_nothing_for_long_is_shown(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at(monkeypatch)
-    with waiting.shown(None) as told:
+    with waiting.showing(None) as told:
         assert told is None
     monkeypatch.setenv("RANK", "1")
     assert not waiting.is_watched()
     monkeypatch.delenv("RANK")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with waiting.shown("auto") as told:
+    with waiting.showing("auto") as told:
         assert told is None
 
 

@@ -21,7 +21,7 @@ import penstock as ps
 from penstock.bench import process_memory
 from penstock.devices.allocator import keep_freed_memory
 from penstock.errors import WorkerDied
-from penstock.links.handshake import Meeting, call, new_secret
+from penstock.links.handshake import Listener, call, new_secret
 from penstock.links.segment import Segment
 from penstock.links.wire import Message
 from penstock.workers.processes.pool import ProcessPool
@@ -58,32 +58,32 @@ def test_memory_without_a_name(elsewhere: pytest.MonkeyPatch) -> None:
 
 
 def test_a_socket_that_is_a_file_is_removed(elsewhere: pytest.MonkeyPatch) -> None:
-    meeting, secret = Meeting(), new_secret()
-    path = Path(meeting.address.path)
+    listener, secret = Listener(), new_secret()
+    path = Path(listener.address.path)
     assert path.is_socket()
     with ThreadPoolExecutor(1) as beside:  # each proves to the other that it knows the secret
-        called = beside.submit(call, meeting.address, [], (1, 0), secret, 60)
-        here = meeting.accept([(1, 0)], secret, 60)[1, 0]
+        called = beside.submit(call, listener.address, [], (1, 0), secret, 60)
+        here = listener.accept([(1, 0)], secret, 60)[1, 0]
         there = called.result(60)
     there.send(Message(3))
-    assert here.receive(60).round == 3
+    assert here.receive(60).dispatch == 3
     here.close()
     there.close()
-    meeting.close()
+    listener.close()
     assert not path.exists()
 
 
 def test_a_dead_worker_is_noticed_without_pidfd(elsewhere: pytest.MonkeyPatch) -> None:
     workers = ProcessPool(2, lambda: None)
     try:
-        assert workers.run([lambda site: site.worker] * 2, 60.0) == [0, 1]
+        assert workers.run([lambda own: own.worker] * 2, 60.0) == [0, 1]
 
-        def wait(site: Any) -> None:
+        def wait(own: Any) -> None:
             time.sleep(600)
 
         threading.Timer(0.2, os.kill, [workers.pids[1], signal.SIGKILL]).start()
         with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
-            workers.run([lambda site: 1, wait], 600.0)
+            workers.run([lambda own: 1, wait], 600.0)
     finally:
         workers.close()
 

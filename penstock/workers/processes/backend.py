@@ -21,7 +21,7 @@ from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import overhead_here, ping, pong
 from penstock.workers.processes.pool import ProcessPool
-from penstock.workers.processes.worker_state import CPU, Site
+from penstock.workers.processes.worker_state import CPU, WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
 
 _TIMEOUT = 120.0  # seconds; most of it for starting
@@ -112,8 +112,8 @@ class _AtSink:
     grant: int
     work: Callable[[Sink], Any]
 
-    def __call__(self, site: Site) -> Any:
-        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
+    def __call__(self, own: WorkerState) -> Any:
+        sender, receiver = own.ends(Wire(socket.socket(fileno=own.granted(self.grant))))
         return self.work(Sink(sender, receiver))
 
 
@@ -124,8 +124,8 @@ class _AtSource:
     grant: int
     work: Callable[[Source], Any]
 
-    def __call__(self, site: Site) -> Any:
-        sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(self.grant))))
+    def __call__(self, own: WorkerState) -> Any:
+        sender, receiver = own.ends(Wire(socket.socket(fileno=own.granted(self.grant))))
         return self.work(Source(receiver, sender))
 
 
@@ -137,5 +137,5 @@ def _second_overhead(link: Source) -> float:
     return overhead_here(1, link, CPU)
 
 
-def _idle(site: Site) -> None:
+def _idle(own: WorkerState) -> None:
     """Nothing to do."""

@@ -12,10 +12,10 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.workers.processes.worker_state import Site
+    from penstock.workers.processes.worker_state import WorkerState
 
 JOB, ABORT, GRANT = range(3)
-"""What the driver sends: work; that a round is given up; a file descriptor for later jobs."""
+"""What the driver sends: work; that a dispatch is given up; a file descriptor for later jobs."""
 
 VALUE, ERROR = range(2)
 """What a worker sends: what its job returned, or raised."""
@@ -75,38 +75,38 @@ def _wait_for_end(lifeline: int) -> None:
 def _live(worker: int, workers: int, control: int, board: int) -> None:
     from penstock.links.segment import Segment
     from penstock.links.wire import Gone, Wire
-    from penstock.workers.processes.worker_state import Site
+    from penstock.workers.processes.worker_state import WorkerState
 
     position = Segment(8 * workers, board).integers()[worker : worker + 1]
-    site = Site(worker, Wire(socket.socket(fileno=control)), position)
+    own = WorkerState(worker, Wire(socket.socket(fileno=control)), position)
     try:
         while True:
-            _serve(site)
+            _serve(own)
     except Gone:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # whatever the user's modules have started does not hold it up
 
 
-def _serve(site: Site) -> None:
+def _serve(own: WorkerState) -> None:
     """Do the next job, and report."""
     from penstock.links.wire import Gone
 
-    job = site.next_job()
-    site.position[0] = position = getattr(job, "position", 0)
+    job = own.next_job()
+    own.position[0] = position = getattr(job, "position", 0)
     try:
-        value, kind = job(site), VALUE
+        value, kind = job(own), VALUE
     except BaseException as error:
-        value, kind = portable(_named(error, site.worker, position)), ERROR
+        value, kind = portable(_named(error, own.worker, position)), ERROR
         del error
     del job
-    site.position[0] = 0
+    own.position[0] = 0
     try:
-        site.report(kind, value)
+        own.report(kind, value)
     except Gone:
         raise
     except Exception as error:  # what cannot be pickled has not been sent in part
-        site.report(ERROR, portable(_unsent(error, site.worker)))
+        own.report(ERROR, portable(_unsent(error, own.worker)))
 
 
 def _named(error: BaseException, worker: int, position: int) -> BaseException:

@@ -1,4 +1,4 @@
-"""What a driver has its worker processes do. Each job is data, and is called with the `Site`."""
+"""What a driver has its worker processes do. Each job is data, called with the `WorkerState`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.workers.assembly import STARTING, UPDATING, Assembly
 from penstock.workers.optimizer_parts import use_settings
 from penstock.workers.processes.following import News, follow
 from penstock.workers.processes.shared_model import Gradients, Package
-from penstock.workers.processes.worker_state import CPU, Site, loading
+from penstock.workers.processes.worker_state import CPU, WorkerState, loading
 from penstock.workers.ways import modules_of
 
 End = tuple[Literal["sink", "source", "local"], int]
@@ -80,10 +80,10 @@ class Modes:
             tolerates_missing_torchvision_operators(),
         )
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, own: WorkerState) -> None:
         """Have them here, too."""
         use_threads(self.threads)
-        site.patience = 0.0 if self.crowded else SPIN
+        own.patience = 0.0 if self.crowded else SPIN
         if self.keep_freed_memory:
             keep_freed_memory()
         torch.set_default_dtype(self.dtype)
@@ -110,20 +110,20 @@ class Build:
     workers: int
     ends: Mapping[int, End]
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, own: WorkerState) -> None:
         """Build them; whatever was here before is gone."""
-        site.empty()
+        own.empty()
         links: dict[int, Any] = {}
         for k, (kind, grant) in self.ends.items():
             if kind == "local":
                 links[k] = LocalLink(CPU, CPU)
                 continue
-            sender, receiver = site.ends(Wire(socket.socket(fileno=site.granted(grant))))
+            sender, receiver = own.ends(Wire(socket.socket(fileno=own.granted(grant))))
             links[k] = Sink(sender, receiver) if kind == "sink" else Source(receiver, sender)
-        site.links = links
+        own.links = links
         devices = [CPU] * self.workers
         for training in (True, False):
-            site.assemblies[training] = Assembly(self.plan, devices, links, [site.worker])
+            own.assemblies[training] = Assembly(self.plan, devices, links, [own.worker])
 
 
 @dataclass(frozen=True)
@@ -140,26 +140,26 @@ class AddWay:
     packages: Sequence[Package]
     way: bytes
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, own: WorkerState) -> None:
         """Unpack it."""
-        take(site, self.packages)
+        take(own, self.packages)
         with loading():
-            way, modules = site.inbox.unpack(self.way)
-        site.modules += modules
-        site.watch(modules)
-        site.assemblies[way.training].add(way)
+            way, modules = own.inbox.unpack(self.way)
+        own.modules += modules
+        own.watch(modules)
+        own.assemblies[way.training].add(way)
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not look at it every time
 
 
-def take(site: Site, packages: Sequence[Package]) -> None:
+def take(own: WorkerState, packages: Sequence[Package]) -> None:
     """Map the tensors of some packages."""
     for package in packages:
-        segment = site.segment(package.grant, package.size)
+        segment = own.segment(package.grant, package.size)
         places = [shared.place for shared in package.tensors]
         for shared, memory in zip(package.tensors, segment.tensors(places), strict=True):
-            site.tensors[shared.number] = shared.tensor(memory)
-        site.slots.clear()
+            own.tensors[shared.number] = shared.tensor(memory)
+        own.slots.clear()
 
 
 @dataclass(frozen=True)
@@ -182,40 +182,40 @@ class RunPass:
     forgotten: Sequence[tuple[bool, int]]
     wanted: Sequence[int] | None = None
 
-    def __call__(self, site: Site) -> tuple[Outcome, list[int]]:
+    def __call__(self, own: WorkerState) -> tuple[Outcome, list[int]]:
         """What has come of it, and which parameters have gradients now."""
         for mode, number in self.forgotten:
-            site.assemblies[mode].forget(number)
+            own.assemblies[mode].forget(number)
         if self.training is not None:
-            for module, training in zip(site.modules, self.training, strict=True):
+            for module, training in zip(own.modules, self.training, strict=True):
                 module.training = training
-        follow(site.modules, self.attributes)
+        follow(own.modules, self.attributes)
         if self.gradients is not None:
-            site.begin(self.gradients)
-        assembly = site.assemblies[self.order.training]
-        order = replace(self.order, wanted=site.parameters(self.wanted))
+            own.begin(self.gradients)
+        assembly = own.assemblies[self.order.training]
+        order = replace(self.order, wanted=own.parameters(self.wanted))
         try:
-            with _leaving_no_trace(site, assembly) if self.order.trial else nullcontext():
-                outcome = assembly.run(site.worker, order, site.position)
+            with _leaving_no_trace(own, assembly) if self.order.trial else nullcontext():
+                outcome = assembly.run(own.worker, order, own.position)
         except BaseException:
             assembly.clear()
-            site.clear()
+            own.clear()
             raise
         finally:
             torch.clear_autocast_cache()  # of weights that change with the next step
         if self.order.loss is not None:
             outcome.buffers = self.order.loss.buffers
         if self.order.what != "forward":  # whose graph may still need what there was before
-            site.put_buffers_back()
+            own.put_buffers_back()
         backward = self.order.what in ("train", "backward")
-        return outcome, site.end() if backward else []
+        return outcome, own.end() if backward else []
 
 
 @contextmanager
-def _leaving_no_trace(site: Site, assembly: Assembly) -> Iterator[None]:
+def _leaving_no_trace(own: WorkerState, assembly: Assembly) -> Iterator[None]:
     """Around a trial, on whatever its stages run."""
     spans = [s for stage in assembly.stages.values() for way in stage.ways for s in way]
-    modules = dict.fromkeys([*site.modules, *modules_of(spans)])
+    modules = dict.fromkeys([*own.modules, *modules_of(spans)])
     buffers = {id(b): b for module in modules for b in module.buffers(recurse=False)}
     with silenced(modules), kept(modules, buffers.values()):
         yield
@@ -237,13 +237,13 @@ class MakePart:
     part: bytes
     used: Sequence[int] = ()
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, own: WorkerState) -> None:
         """Make it."""
-        take(site, self.packages)
-        site.optimizers = {k: part for k, part in site.optimizers.items() if k in self.used}
+        take(own, self.packages)
+        own.optimizers = {k: part for k, part in own.optimizers.items() if k in self.used}
         with loading():
-            kind, groups, options = site.inbox.unpack(self.part)
-        site.optimizers[self.number] = kind(groups, **options)
+            kind, groups, options = own.inbox.unpack(self.part)
+        own.optimizers[self.number] = kind(groups, **options)
 
 
 @dataclass(frozen=True)
@@ -262,11 +262,11 @@ class Step:
     settings: Sequence[Mapping[str, Any]]
     gradients: Gradients
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, own: WorkerState) -> None:
         """Do it."""
-        part = site.optimizers[self.number]
+        part = own.optimizers[self.number]
         use_settings(part, self.settings)
-        site.begin(self.gradients)
+        own.begin(self.gradients)
         part.step()
 
 
@@ -276,10 +276,10 @@ class FetchState:
 
     number: int
 
-    def __call__(self, site: Site) -> dict[Any, Any]:
+    def __call__(self, own: WorkerState) -> dict[Any, Any]:
         """Give it, and under other keys what is no parameter's."""
-        numbers: dict[int, Any] = {id(tensor): number for number, tensor in site.tensors.items()}
-        state = site.optimizers[self.number].state
+        numbers: dict[int, Any] = {id(tensor): number for number, tensor in own.tensors.items()}
+        state = own.optimizers[self.number].state
         return {numbers.get(id(key), key): value for key, value in state.items()}
 
 
@@ -295,12 +295,12 @@ class LoadState:
     number: int
     state: Mapping[int, Mapping[str, Any]]
 
-    def __call__(self, site: Site) -> None:
+    def __call__(self, own: WorkerState) -> None:
         """Copy it, as it came in memory that is only lent."""
-        part = site.optimizers[self.number]
+        part = own.optimizers[self.number]
         part.state.clear()
         for number, values in self.state.items():
-            part.state[site.tensors[number]] = {k: _owned(v) for k, v in values.items()}
+            part.state[own.tensors[number]] = {k: _owned(v) for k, v in values.items()}
 
 
 def _owned(value: Any) -> Any:

@@ -26,7 +26,7 @@ from penstock.links.shared_memory import Receiver, Sender
 from penstock.links.wire import Gone, Message, Wire, interrupts_wait
 from penstock.workers.assembly import STARTING, decode, doing, waits
 from penstock.workers.heartbeat import Pulse
-from penstock.workers.pool import Job, Late, Pool, Result, Round
+from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 from penstock.workers.processes.child import ABORT, COMMAND, ERROR, GRANT, JOB
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
@@ -39,9 +39,9 @@ _CPU = torch.device("cpu")
 
 
 class _Any:
-    """Whoever hears messages of all rounds."""
+    """Whoever hears messages of all dispatches."""
 
-    round: int = 0
+    dispatch: int = 0
 
 
 class _Process:
@@ -66,7 +66,7 @@ class _Process:
         self.end = os.pidfd_open(self.popen.pid) if hasattr(os, "pidfd_open") else -1
         self.pulse = Pulse(self.popen.pid)
         self.wire = Wire(here, self._check_runs)
-        self.round = 0
+        self.dispatch = 0
         self.timeout: float | None = None
         self.lost = False  # whether somebody was interrupted between reading and noting a report
         self.sender = Sender(self.wire, self)
@@ -135,8 +135,8 @@ class _Process:
             self.end = -1
 
 
-class _Sent(Round):
-    """A round that knows how many messages each worker had been sent before it."""
+class _Sent(Dispatch):
+    """A dispatch that knows how many messages each worker had been sent before it."""
 
     def __init__(self, number: int, begun: Sequence[int]) -> None:
         super().__init__(number)
@@ -144,7 +144,7 @@ class _Sent(Round):
 
 
 class ProcessPool(Pool):
-    """A process per device. Jobs are pickled, and called with the process's `Site`.
+    """A process per device. Jobs are pickled, and called with the process's `WorkerState`.
 
     Args:
         count: how many.
@@ -195,19 +195,19 @@ class ProcessPool(Pool):
         """Send a worker a file descriptor; returns the number under which it has it."""
         process = self._processes[worker]
         process.grants += 1
-        self._send(worker, Message(self._rounds, GRANT, process.grants, fd=fd))
+        self._send(worker, Message(self._dispatches, GRANT, process.grants, fd=fd))
         return process.grants
 
-    def _round(self, number: int) -> Round:
+    def _dispatch(self, number: int) -> Dispatch:
         return _Sent(number, [process.wire.begun for process in self._processes])
 
-    def _recall(self, current: Round) -> None:
+    def _recall(self, current: Dispatch) -> None:
         assert isinstance(current, _Sent)
         for worker in current.waits_for:
             if self._processes[worker].wire.begun == current.begun[worker]:
                 current.given.discard(worker)  # nothing of its job has come there
 
-    def _give(self, worker: int, job: Job, current: Round) -> None:
+    def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         if self._closed_because:  # by another thread
             raise closed(self._closed_because)
         process = self._processes[worker]
@@ -218,7 +218,7 @@ class ProcessPool(Pool):
                 f"worker {worker} is another process, and what it needs cannot be sent there: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
-        process.round = current.number
+        process.dispatch = current.number
         try:
             with interrupts_wait():
                 process.sender.put(tensors, JOB, data, current.timeout)
@@ -236,7 +236,7 @@ class ProcessPool(Pool):
 
     # -- reports --------------------------------------------------------------------------
 
-    def _await_report(self, current: Round, seconds: float | None) -> None:
+    def _await_report(self, current: Dispatch, seconds: float | None) -> None:
         poller = select.poll()
         numbers = {}
         for worker in current.waits_for:
@@ -255,9 +255,9 @@ class ProcessPool(Pool):
             with interrupts_wait():
                 self._hear(worker, current)
 
-    def _hear(self, worker: int, current: Round) -> None:
+    def _hear(self, worker: int, current: Dispatch) -> None:
         """Read one report, or notice that there will be none."""
-        process, rounds = self._processes[worker], (*self._open, current)
+        process, dispatches = self._processes[worker], (*self._open, current)
         process.lost = True
         try:
             if not process.wire.ready():  # its end may be held open by what it has started
@@ -266,14 +266,14 @@ class ProcessPool(Pool):
         except Gone:
             why = self._closed_because  # by another thread
             error = closed(why) if why else None
-            self._note(worker, Result(None, error or self._died(worker)), rounds)
+            self._note(worker, Result(None, error or self._died(worker)), dispatches)
         except TimeoutError:
             details = self._describe([worker])[worker]
             words = f"worker {worker} stopped in the midst of a report; it is {details}"
-            self._note(worker, Result(None, WorkerTimeout(words, worker)), rounds)
+            self._note(worker, Result(None, WorkerTimeout(words, worker)), dispatches)
         else:
             result = self._opened(worker, message)
-            self._note(worker, result, [r for r in rounds if r.number == message.round])
+            self._note(worker, result, [r for r in dispatches if r.number == message.dispatch])
         process.lost = False
 
     def _opened(self, worker: int, message: Message) -> Result:
@@ -287,8 +287,8 @@ class ProcessPool(Pool):
             return Result(None, error)
         return Result(None, value) if message.kind == ERROR else Result(value, None)
 
-    def _note(self, worker: int, result: Result, rounds: Sequence[Round]) -> None:
-        for each in rounds:
+    def _note(self, worker: int, result: Result, dispatches: Sequence[Dispatch]) -> None:
+        for each in dispatches:
             each.results.setdefault(worker, result)
 
     def _died(self, worker: int) -> WorkerDied:
@@ -315,7 +315,7 @@ class ProcessPool(Pool):
     def _abort(self) -> None:
         for worker, process in enumerate(self._processes):
             if not process.wire.busy:
-                self._send(worker, Message(self._rounds - 1, ABORT))
+                self._send(worker, Message(self._dispatches - 1, ABORT))
 
     def _broken(self) -> str | None:
         if any(process.has_ended() for process in self._processes):

@@ -25,7 +25,7 @@ from penstock.workers.processes.shared_model import Gradients
 CPU = torch.device("cpu")
 
 
-class Site:
+class WorkerState:
     """The process of one worker, from the inside. Jobs are called with it.
 
     Args:
@@ -50,11 +50,11 @@ class Site:
         self.worker = worker
         self.position = position
         self.patience = SPIN
-        self.round, self._given_up = 0, -1
+        self.dispatch, self._given_up = 0, -1
         self._control = wire
         self._orders = Receiver(wire, self, CPU)
         self._reports = Sender(wire, self)
-        self._jobs: deque[tuple[int, Callable[[Site], Any]]] = deque()
+        self._jobs: deque[tuple[int, Callable[[WorkerState], Any]]] = deque()
         self._grants: dict[int, int] = {}
         self.empty()
 
@@ -71,7 +71,7 @@ class Site:
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._counted, self._found = 0, list[nn.Parameter]()
 
-    def next_job(self) -> Callable[[Site], Any]:
+    def next_job(self) -> Callable[[WorkerState], Any]:
         """The next job that the driver gives; waits for it.
 
         Raises:
@@ -79,17 +79,17 @@ class Site:
         """
         while not self._jobs:
             self._hear()
-        self.round, job = self._jobs.popleft()
-        return _give_up if self.round <= self._given_up else job
+        self.dispatch, job = self._jobs.popleft()
+        return _give_up if self.dispatch <= self._given_up else job
 
     def _hear(self) -> None:
         """Read one message of the driver."""
         message = self._control.receive()
         if message.kind == JOB:
             tensors, payload = self._orders.opened(message)
-            self._jobs.append((message.round, _unpacked(payload, tensors)))
+            self._jobs.append((message.dispatch, _unpacked(payload, tensors)))
         elif message.kind == ABORT:
-            self._given_up = message.round
+            self._given_up = message.dispatch
         elif message.kind == GRANT:
             self._grants[message.slot] = message.fd
 
@@ -225,7 +225,7 @@ class Site:
             ready = {fd for fd, _ in spin(poller, None, self.patience)}
             if self._control.fileno() in ready:
                 self._hear()
-                if self.round <= self._given_up:
+                if self.dispatch <= self._given_up:
                     raise Aborted
             if fd in ready:
                 return
@@ -248,19 +248,19 @@ def loading() -> Iterator[None]:
         ) from error
 
 
-def _give_up(site: Site) -> None:
+def _give_up(own: WorkerState) -> None:
     raise Aborted
 
 
-def _unpacked(payload: bytes, tensors: Any) -> Callable[[Site], Any]:
+def _unpacked(payload: bytes, tensors: Any) -> Callable[[WorkerState], Any]:
     """The job; or one that says why it cannot be unpacked."""
     try:
         with loading():
-            job: Callable[[Site], Any] = unpack(payload, tensors)
+            job: Callable[[WorkerState], Any] = unpack(payload, tensors)
     except Exception as error:
         failure = error
 
-        def job(site: Site) -> Any:
+        def job(own: WorkerState) -> Any:
             raise failure
 
     return job

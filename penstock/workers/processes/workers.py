@@ -36,7 +36,7 @@ from penstock.workers.optimizer_parts import (
     warn_of_no_gradients,
 )
 from penstock.workers.ownership import Ownership
-from penstock.workers.pool import Job, Round
+from penstock.workers.pool import Dispatch, Job
 from penstock.workers.processes.following import Following, News
 from penstock.workers.processes.jobs import (
     AddWay,
@@ -177,7 +177,7 @@ class ProcessWorkers(Workers):
 
     # -- passes ---------------------------------------------------------------------------
 
-    def start(self, order: Order) -> tuple[Order, Round]:
+    def start(self, order: Order) -> tuple[Order, Dispatch]:
         """Tell all workers to run a pass."""
         self._pool.check_open()
         if order.loss is not None:
@@ -224,7 +224,7 @@ class ProcessWorkers(Workers):
             _check_sent(f"what was changed ({', '.join(names)})", news)
         return news
 
-    def finish(self, ticket: tuple[Order, Round]) -> Outcome:
+    def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass."""
         order, current = ticket
         backward = order.what in ("train", "backward")

@@ -14,7 +14,7 @@ from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.workers.backend import TIMEOUTS, Backend, Workers, order_of
 from penstock.workers.placement import check_separate
-from penstock.workers.ranks.rendezvous import join
+from penstock.workers.ranks.rendezvous import rendezvous
 from penstock.workers.ranks.workers import RankWorkers
 from penstock.workers.threads.backend import ThreadProbe
 
@@ -34,7 +34,7 @@ class RankBackend(Backend):
     """
 
     def __init__(self, devices: Devices | None) -> None:
-        self._launch = join(devices)
+        self._launch = rendezvous(devices)
         entries = self._launch.entries
         self._names = [entry.device for entry in entries]
         shares = []  # of the cores of a machine that ranks on its CPU have
@@ -87,4 +87,4 @@ class RankBackend(Backend):
 
     def close(self) -> None:
         """Listen no more; ranks go when their scripts end."""
-        self._launch.others.meeting.close()
+        self._launch.others.listener.close()

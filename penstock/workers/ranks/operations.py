@@ -266,7 +266,7 @@ class Ranks:
             return
         if message.kind == LEAVE:
             self._lost(rank, "closed its pipeline")
-        elif message.round != self.number:
+        elif message.dispatch != self.number:
             pass  # of an operation that is over
         elif message.kind == WORD:
             self._word = message.payload

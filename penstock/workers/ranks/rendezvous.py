@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from penstock.devices.choice import Devices, existing_devices
 from penstock.errors import InputError, WorkerError
-from penstock.links.handshake import Address, Meeting, call, new_secret, route_to, this_machine
+from penstock.links.handshake import Address, Listener, call, new_secret, route_to, this_machine
 from penstock.links.wire import Wire
 from penstock.workers.heartbeat import Beats, HasStopped, Pulse, started_at
 from penstock.workers.ranks.default_group import init_process_group
@@ -67,14 +67,14 @@ class Others(NamedTuple):
 
     Attributes:
         rank: this one.
-        meeting: where others connect to it.
+        listener: where others connect to it.
         entries: of all ranks.
         addresses: where each can be reached.
         master: names of the machine of rank 0.
     """
 
     rank: int
-    meeting: Meeting
+    listener: Listener
     entries: Sequence[Entry]
     addresses: Sequence[Address]
     master: Sequence[str]
@@ -96,7 +96,7 @@ class Others(NamedTuple):
         found = {n: self._call(peer, n) for n, peer in calling.items()}
         expected = [(peer, n) for n, peer in peers.items() if n not in calling]
         secret = self.entries[0].secret
-        accepted = self.meeting.accept(expected, secret, _TIMEOUT)
+        accepted = self.listener.accept(expected, secret, _TIMEOUT)
         return found | {n: wire for (_, n), wire in accepted.items()}
 
     def _call(self, peer: int, number: int) -> Wire:
@@ -133,7 +133,7 @@ class Launch(NamedTuple):
         return torch.device(self.entries[self.ranks.rank].device)
 
 
-def join(devices: Devices | None) -> Launch:
+def rendezvous(devices: Devices | None) -> Launch:
     """Find the other ranks.
 
     Args:
@@ -160,7 +160,7 @@ def join(devices: Devices | None) -> Launch:
     try:
         return _found(rank, count, mine)
     except (RuntimeError, OSError) as error:
-        raise WorkerError(None, None, "joining", error) from error
+        raise WorkerError(None, None, "rendezvous", error) from error
 
 
 class _Listens(NamedTuple):
@@ -185,7 +185,7 @@ def _found(rank: int, count: int, mine: Entry) -> Launch:
             ranks.end(None)
         return Launch(ranks, others)
     except BaseException:
-        others.meeting.close()
+        others.listener.close()
         raise
 
 
@@ -197,8 +197,8 @@ def _introduced(rank: int, mine: Entry) -> Others:
     try:
         entries = _gathered(mine, everybody)
         master = [os.environ.get("MASTER_ADDR", "localhost"), entries[0].host]
-        meeting, addresses = _listening(rank, entries, master, everybody)
-        return Others(rank, meeting, entries, addresses, master)
+        listener, addresses = _listening(rank, entries, master, everybody)
+        return Others(rank, listener, entries, addresses, master)
     finally:
         dist.destroy_process_group(everybody)
 
@@ -227,7 +227,7 @@ def _pulses(
 
 def _listening(
     rank: int, entries: Sequence[Entry], master: Sequence[str], group: dist.ProcessGroup
-) -> tuple[Meeting, Sequence[Address]]:
+) -> tuple[Listener, Sequence[Address]]:
     """Listen to the other ranks; to those of other machines on the address by which they know us.
 
     Returns:
@@ -243,21 +243,21 @@ def _listening(
         routes = _gathered(route_to(master) if rank in elsewhere else ("", ""), group)
         host = routes[rank][1] if rank in elsewhere else routes[elsewhere[0]][0]
     try:
-        meeting = Meeting(os.environ.get(LISTEN, host) if elsewhere else None)
+        listener = Listener(os.environ.get(LISTEN, host) if elsewhere else None)
     except OSError as error:
-        meeting = Meeting()
+        listener = Listener()
         problem = (
             f"rank {rank} cannot listen on {os.environ.get(LISTEN, host)!r}, by which other "
             f"machines seem to know its own: {error}. Set MASTER_ADDR to an address of the "
             f"machine of rank 0 that all others can reach, or {LISTEN} to one of this rank's "
             "machine (0.0.0.0 for all that it has)"
         )
-    address = meeting.address._replace(host=host or "")
+    address = listener.address._replace(host=host or "")
     found = _gathered(_Listens(address, problem), group)
     if problems := [listens.problem for listens in found if listens.problem]:
-        meeting.close()
+        listener.close()
         raise InputError(problems[0])
-    return meeting, [listens.address for listens in found]
+    return listener, [listens.address for listens in found]
 
 
 def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:

@@ -12,7 +12,7 @@ import torch
 from penstock.errors import WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire, spin
-from penstock.workers.pool import Result, Round
+from penstock.workers.pool import Dispatch, Result
 from penstock.workers.threads.pool import Ringing, ThreadPool
 
 _SLICE = 1.0  # seconds that are waited at once
@@ -32,7 +32,7 @@ class RankThread(ThreadPool):
 
     Attributes:
         bell: a file descriptor that can be read when a pass has ended.
-        round: the number of the operation in which the pass was started that is run.
+        dispatch: the number of the operation in which the pass was started that is run.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RankThread(ThreadPool):
         doing: Callable[[], str],
     ) -> None:
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.round = -1
+        self.dispatch = -1
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timeout, self._deadline = 0.0, 0.0
         self._pollers: dict[int, select.poll] = {}
@@ -53,7 +53,7 @@ class RankThread(ThreadPool):
 
     # -- in the script's thread -------------------------------------------------------------
 
-    def is_done(self, current: Round) -> bool:
+    def is_done(self, current: Dispatch) -> bool:
         """Whether a pass has ended; takes note of the bell."""
         self._drained(self.bell)  # first: whoever rings after this is heard
         return not current.waits_for
@@ -64,10 +64,10 @@ class RankThread(ThreadPool):
             self._tell()
         super().close(why)
 
-    def _round(self, number: int) -> Round:
+    def _dispatch(self, number: int) -> Dispatch:
         return _Belled(number, self.bell)
 
-    def _fault(self, current: Round, late: Sequence[int], why: str | None) -> BaseException:
+    def _fault(self, current: Dispatch, late: Sequence[int], why: str | None) -> BaseException:
         """What was raised; if a neighbour broke a link, other ranks know why."""
         return current.failures()[0]
 
@@ -90,7 +90,7 @@ class RankThread(ThreadPool):
 
     def begin(self, number: int, timeout: float) -> None:
         """A pass begins that was started in this operation, and may take so many seconds."""
-        self.round, self._timeout = number, timeout
+        self.dispatch, self._timeout = number, timeout
         self._deadline = time.monotonic() + timeout
 
     def left(self) -> float:
@@ -123,10 +123,10 @@ class RankThread(ThreadPool):
 
 
 class _Belled(Ringing):
-    """A round that also makes a file descriptor readable when it is done.
+    """A dispatch that also makes a file descriptor readable when it is done.
 
     Args:
-        number: of the round.
+        number: of the dispatch.
         bell: the file descriptor.
     """
 

@@ -44,7 +44,7 @@ from penstock.workers.optimizer_parts import (
     warn_of_no_gradients,
 )
 from penstock.workers.ownership import Ownership
-from penstock.workers.pool import Round
+from penstock.workers.pool import Dispatch
 from penstock.workers.ranks.link_groups import Groups as ProcessGroups
 from penstock.workers.ranks.rendezvous import Launch
 from penstock.workers.ranks.stale import StaleCopy
@@ -58,11 +58,11 @@ T = TypeVar("T")
 
 
 class _Ticket(NamedTuple):
-    """A pass that was started: its order, the operation in which it was, and the thread's round."""
+    """A pass that was started: its order, the operation it began in, the thread's dispatch."""
 
     order: Order
     number: int
-    round: Round
+    dispatch: Dispatch
 
 
 class RankWorkers(Workers):
@@ -135,7 +135,7 @@ class RankWorkers(Workers):
         mine = {k: pair for k, pair in enumerate(pairs) if me in pair and pair[0] != pair[1]}
         others = {k: b if a == me else a for k, (a, b) in mine.items()}
         wires = self._launch.others.connect(others)
-        self._launch.others.meeting.close()  # nobody else is to come
+        self._launch.others.listener.close()  # nobody else is to come
         far = {k: pair for k, pair in enumerate(pairs) if not near(*pair)}
         names = [torch.device(entry.device) for entry in self._launch.entries]
         groups = ProcessGroups(far, names, me)
@@ -212,7 +212,7 @@ class RankWorkers(Workers):
         """Wait for this rank's part of a pass, and hear what has come of all."""
         try:
             with self.operation(_WHAT[ticket.order.what]):
-                own = self._own(ticket.round)
+                own = self._own(ticket.dispatch)
                 parts = self._ranks.end(_for_others(own))
         except BaseException as error:
             self.give_up(error)
@@ -222,7 +222,7 @@ class RankWorkers(Workers):
         whole.gradients = own.gradients
         return whole
 
-    def _own(self, current: Round) -> Outcome:
+    def _own(self, current: Dispatch) -> Outcome:
         """What has come of this rank's part of a pass; meanwhile other ranks are listened to."""
         try:
             done = partial(self._thread.is_done, current)
@@ -349,7 +349,7 @@ class RankWorkers(Workers):
         self._ranks.close()
         self._thread.close()
         self._copy.close()
-        self._launch.others.meeting.close()
+        self._launch.others.listener.close()
         for wire in self._wires:
             wire.close()
 

@@ -17,14 +17,14 @@ import torch
 from penstock.devices.cores import use_threads
 from penstock.errors import IN_A_FORK
 from penstock.links.local import Aborted
-from penstock.workers.pool import Job, Late, Pool, Result, Round
+from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 
 _GRACE = 5.0  # seconds that workers have to notice that a step was given up
 _FRAMES = 4  # of the stack of a worker that is late
 
 
-class Ringing(Round):
-    """A round whose workers ring when they are done.
+class Ringing(Dispatch):
+    """A dispatch whose workers ring when they are done.
 
     The results do not travel through the queue: a Ctrl-C that arrives just as the queue gives
     something out would lose it. The queue only rings.
@@ -92,17 +92,17 @@ class ThreadPool(Pool):
         self._threads.clear()
         self._closed_because = self._closed_because or IN_A_FORK
 
-    def _round(self, number: int) -> Round:
+    def _dispatch(self, number: int) -> Dispatch:
         return Ringing(number)
 
-    def _give(self, worker: int, job: Job, current: Round) -> None:
+    def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         self._inboxes[worker].put((job, current))  # type: ignore[arg-type]
 
-    def _recall(self, current: Round) -> None:
+    def _recall(self, current: Dispatch) -> None:
         for worker in current.waits_for:  # after its job, if it has got that
             self._inboxes[worker].put((_never_given, current))  # type: ignore[arg-type]
 
-    def _await_report(self, current: Round, seconds: float | None) -> None:
+    def _await_report(self, current: Dispatch, seconds: float | None) -> None:
         try:
             current.bell.get(timeout=seconds)  # type: ignore[attr-defined]
         except Empty:

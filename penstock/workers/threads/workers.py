@@ -21,7 +21,7 @@ from penstock.workers.assembly import Assembly, doing
 from penstock.workers.backend import Workers
 from penstock.workers.optimizer_parts import Groups, LocalParts, Parts
 from penstock.workers.ownership import Ownership
-from penstock.workers.pool import Round
+from penstock.workers.pool import Dispatch
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.threads.pool import ThreadPool
 from penstock.workers.ways import NewWay
@@ -60,7 +60,7 @@ class ThreadWorkers(Workers):
         self._assemblies[way.training].add(way)
         self.ownership.add(way)
 
-    def start(self, order: Order) -> tuple[Order, Round]:
+    def start(self, order: Order) -> tuple[Order, Dispatch]:
         """Tell all workers to run a pass."""
         jobs = [partial(self._pass, worker, order) for worker in range(len(self.devices))]
         self._forget_casts()
@@ -82,7 +82,7 @@ class ThreadWorkers(Workers):
         part = replace(order, wanted=self.ownership.own(worker, order.wanted))
         return assembly.run(worker, part, self._positions[worker])
 
-    def finish(self, ticket: tuple[Order, Round]) -> Outcome:
+    def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass."""
         order, current = ticket
         self._pool.check_under_way(current)

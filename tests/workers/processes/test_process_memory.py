@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.schedule import check
-from penstock.workers.processes.worker_state import Site
+from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
 from tests.support.models import mlp, uniform_plan
 from tests.support.pool import pooled
@@ -56,16 +56,16 @@ def ask(pipe: ps.Pipeline, job: Any) -> list[Any]:
 class Watch:
     """Count what stages hold, after every forward."""
 
-    def __call__(self, site: Site) -> None:
-        site.most = {}  # type: ignore[attr-defined]
-        for stage in site.assemblies[True].stages.values():
-            stage.forward = partial(self.forward, site, stage, stage.forward)  # type: ignore
+    def __call__(self, own: WorkerState) -> None:
+        own.most = {}  # type: ignore[attr-defined]
+        for stage in own.assemblies[True].stages.values():
+            stage.forward = partial(self.forward, own, stage, stage.forward)  # type: ignore
 
     @staticmethod
-    def forward(site: Any, stage: Any, forward: Any, microbatch: int) -> None:
+    def forward(own: Any, stage: Any, forward: Any, microbatch: int) -> None:
         forward(microbatch)
         held = {*stage.held, *stage.deferred}
-        site.most[stage.index] = max(site.most.get(stage.index, 0), len(held))
+        own.most[stage.index] = max(own.most.get(stage.index, 0), len(held))
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Seen:
     And how many of these are still in use.
     """
 
-    def __call__(self, site: Site) -> tuple[dict[int, int], dict[int, int], int]:
+    def __call__(self, own: WorkerState) -> tuple[dict[int, int], dict[int, int], int]:
         slots, lent = {}, 0
-        for k, link in site.links.items():
+        for k, link in own.links.items():
             if hasattr(link, "_out"):  # values to the next stage
                 slots[k] = len(link._out._slots._slots)
                 lent += sum(slot.lent for slot in link._out._slots._slots)
-        return site.most, slots, lent  # type: ignore[attr-defined]
+        return own.most, slots, lent  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_stages_hold_what_the_schedule_promises(schedule: str, stages: int) -> N
 class Size:
     """The resident memory of a worker's process, in bytes, and how many files it has open."""
 
-    def __call__(self, site: Site) -> tuple[int, int]:
+    def __call__(self, own: WorkerState) -> tuple[int, int]:
         return size()
 
 

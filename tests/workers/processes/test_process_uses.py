@@ -384,8 +384,8 @@ def test_workers_forget_optimizers_that_are_gone() -> None:
         kept.step()
 
 
-def _optimizers(site: Any) -> list[int]:
-    return list(site.optimizers)
+def _optimizers(own: Any) -> list[int]:
+    return list(own.optimizers)
 
 
 def test_options_of_an_optimizer_that_cannot_be_sent_leave_the_pipeline_open() -> None:

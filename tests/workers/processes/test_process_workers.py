@@ -18,7 +18,7 @@ import torch
 from penstock.errors import ClosedError, InputError, WorkerDied, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire
-from penstock.workers import pool as rounds
+from penstock.workers import pool as worker_pool
 from penstock.workers.processes import pool as processes
 from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.threads.pool import ThreadPool
@@ -49,7 +49,7 @@ def fresh() -> Iterator[ProcessPool]:
 
 
 def returning(value: Any) -> list[Callable[[Any], Any]]:
-    return [lambda site: (site.worker, value)] * 2
+    return [lambda own: (own.worker, value)] * 2
 
 
 def assert_usable(team: ProcessPool) -> None:
@@ -62,8 +62,8 @@ def waiting(team: ProcessPool) -> tuple[Callable[[Any], Any], socket.socket]:
     number = team.grant(1, there.fileno())
     there.close()
 
-    def wait(site: Any) -> None:
-        _, receiver = site.ends(Wire(socket.socket(fileno=site.granted(number))))
+    def wait(own: Any) -> None:
+        _, receiver = own.ends(Wire(socket.socket(fileno=own.granted(number))))
         receiver.get()
 
     return wait, here
@@ -79,7 +79,7 @@ def test_results_come_by_worker(team: ProcessPool) -> None:
 
 
 def test_an_error_wakes_the_others(team: ProcessPool) -> None:
-    def fail(site: Any) -> None:
+    def fail(own: Any) -> None:
         raise KeyError("mine")
 
     wait, other = waiting(team)
@@ -92,14 +92,14 @@ def test_an_error_wakes_the_others(team: ProcessPool) -> None:
 
 def test_what_a_worker_cannot_send(team: ProcessPool) -> None:
     with pytest.raises(InputError, match=r"result of worker 0 cannot be sent.*pickle"):
-        team.run([lambda site: threading.Lock(), returning(0)[1]], 20.0)
+        team.run([lambda own: threading.Lock(), returning(0)[1]], 20.0)
     assert_usable(team)
 
 
 def test_what_cannot_be_sent_to_a_worker(team: ProcessPool) -> None:
     lock = threading.Lock()
     with pytest.raises(InputError, match="worker 1 is another process"):
-        team.run([returning(0)[0], lambda site: lock], LONG)
+        team.run([returning(0)[0], lambda own: lock], LONG)
     assert_usable(team)
 
 
@@ -110,12 +110,12 @@ def test_what_a_worker_cannot_load(team: ProcessPool) -> None:
 
     picky = Picky()
     with pytest.raises(InputError, match="No module named 'nowhere_to_be_found'"):
-        team.run([returning(0)[0], lambda site: picky], 20.0)
+        team.run([returning(0)[0], lambda own: picky], 20.0)
     assert_usable(team)
 
 
 def test_what_the_driver_cannot_load(team: ProcessPool) -> None:
-    def job(site: Any) -> Any:
+    def job(own: Any) -> Any:
         class Here:
             def __reduce__(self) -> Any:
                 return eval, (f"1 / (os.getpid() == {os.getpid()})", {"os": os})
@@ -136,9 +136,9 @@ def test_much_that_is_sent_both_ways(team: ProcessPool) -> None:
 def test_jobs_that_belong_together_are_done_in_spite_of_ctrl_c(
     team: ProcessPool, tmp_path: Path
 ) -> None:
-    def job(site: Any) -> None:
+    def job(own: Any) -> None:
         time.sleep(0.4)
-        (tmp_path / str(site.worker)).touch()
+        (tmp_path / str(own.worker)).touch()
 
     interrupted_after(0.1)
     with pytest.raises(KeyboardInterrupt):
@@ -154,7 +154,7 @@ class _Interrupted:
         raise KeyboardInterrupt
 
 
-def _breaks_off(site: Any) -> None:
+def _breaks_off(own: Any) -> None:
     raise Aborted
 
 
@@ -212,7 +212,7 @@ def test_an_interrupt_as_a_report_is_noted(
 
     monkeypatch.setattr(fresh, "_opened", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fresh.run([lambda site: None, lambda site: time.sleep(0.2)], LONG)
+        fresh.run([lambda own: None, lambda own: time.sleep(0.2)], LONG)
     with pytest.raises(ClosedError, match="in the midst of a message"):
         fresh.run(returning(0), 20.0)
 
@@ -220,12 +220,12 @@ def test_an_interrupt_as_a_report_is_noted(
 def test_a_worker_that_takes_long_to_notice_a_failure_is_killed(
     fresh: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(site: Any) -> None:
+    def fail(own: Any) -> None:
         raise KeyError("mine")
 
     monkeypatch.setattr(fresh, "_grace", 0.2)
     with pytest.raises(KeyError, match="mine"):
-        fresh.run([fail, lambda site: time.sleep(LONG)], LONG)
+        fresh.run([fail, lambda own: time.sleep(LONG)], LONG)
     with pytest.raises(ClosedError, match=r"still busy.*KeyError"):
         fresh.run(returning(0), 20.0)
 
@@ -243,7 +243,7 @@ def test_what_a_worker_leaves_behind_is_killed_with_it(fresh: ProcessPool, tmp_p
     """It holds the worker's files open, so their end is no sign of the worker's."""
     file = tmp_path / "pid"
 
-    def job(site: Any) -> None:
+    def job(own: Any) -> None:
         child = os.fork()
         if child == 0:
             time.sleep(LONG)
@@ -283,7 +283,7 @@ def test_time_in_which_the_driver_was_stopped_does_not_count(
         clock[0] += 100.0
         wait(current, seconds)
 
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(workers, "_await_report", stopped)
     assert workers.run([lambda: time.sleep(1.5) or 5], 10.0) == [5]
     workers.close()

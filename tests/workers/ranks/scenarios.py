@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.links import handshake as meeting
+from penstock.links import handshake
 from penstock.links.process_group import SIGNAL
 from penstock.links.wire import Message, Wire
 from penstock.loading import tolerate_missing_torchvision_operators
@@ -116,7 +116,7 @@ def contract_product(rank: int, name: str) -> Any:
 
 def apart(rank: int) -> None:
     """Let this rank take itself for one on a machine of its own."""
-    for module in (meeting, rendezvous):
+    for module in (handshake, rendezvous):
         module.this_machine = lambda: f"machine {rank}"
 
 
