@@ -34,7 +34,7 @@ import penstock as ps
 from benchmarks.flat import uniform_plan
 from benchmarks.peers.torch_pipelining import torch_pipelining_of
 from penstock.bench.peers.models import Given, loss_function
-from penstock.bench.peers.processes import Crew, Place
+from penstock.bench.peers.processes import PeerProcesses, Place
 from penstock.bench.turns import machine
 from penstock.devices.cores import use_threads
 from penstock.display.tables import aligned
@@ -157,16 +157,16 @@ class Gloo:
     name = "gloo"
 
     def __init__(self) -> None:
-        self._crew = Crew("gloo", [GlooRank] * 2, timeout=TIMEOUT)
+        self._processes = PeerProcesses("gloo", [GlooRank] * 2, timeout=TIMEOUT)
 
     def exchange(self, size: int, times: int) -> list[float]:
         """The seconds of each exchange."""
-        seconds: list[float] = self._crew.call("exchange", size, times)[0]
+        seconds: list[float] = self._processes.call("exchange", size, times)[0]
         return seconds
 
     def close(self) -> None:
         """End the processes."""
-        self._crew.close()
+        self._processes.close()
 
 
 def measure_links(sizes: Sequence[int], rounds: int, quick: bool) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from benchmarks.contract.trainers import (
     PenstockProcesses,
     Trainer,
 )
-from penstock.bench.peers.processes import Crew
+from penstock.bench.peers.processes import PeerProcesses
 from penstock.comparison.verify_report import gap
 
 OURS = ("Penstock", "Penstock, processes")
@@ -72,14 +72,14 @@ class Contenders:
     """Everybody who is asked; the peers' processes are kept from case to case."""
 
     def __init__(self) -> None:
-        self._crews: dict[str, Crew] = {}
+        self._processes: dict[str, PeerProcesses] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for crew in self._crews.values():
-            crew.close()
+        for processes in self._processes.values():
+            processes.close()
 
     def verdict(self, case: Case, name: str) -> Verdict:
         """What one contender makes of a case."""
@@ -87,7 +87,7 @@ class Contenders:
         if reason:
             return Verdict(reason=f"does not apply: {reason}", applies=False)
         if name in _PEERS:
-            self._crew(name)  # that it does not start is not the case's fault
+            self._processes_of(name)  # that it does not start is not the case's fault
         expected = run(case, OneDevice)
         try:
             found = self._found(case, name)
@@ -98,20 +98,20 @@ class Contenders:
     def _found(self, case: Case, name: str) -> Found:
         if name in _OURS:
             return run(case, _OURS[name])
-        ranks = self._crew(name).call("run", cloudpickle.dumps((case.setup, case.script)))
+        ranks = self._processes_of(name).call("run", cloudpickle.dumps((case.setup, case.script)))
         found: Found = {}
         for rank in reversed(ranks):  # the first is right where several have something
             found |= rank
         return found
 
-    def _crew(self, name: str) -> Crew:
+    def _processes_of(self, name: str) -> PeerProcesses:
         """The processes of a peer; new ones after a failure."""
-        crew = self._crews.get(name)
-        if crew is None or not crew.pids:
+        processes = self._processes.get(name)
+        if processes is None or not processes.pids:
             build = partial(peers.Rank, _PEERS[name])
-            crew = Crew(name, [build] * 2, timeout=_PATIENCE)
-            self._crews[name] = crew
-        return crew
+            processes = PeerProcesses(name, [build] * 2, timeout=_PATIENCE)
+            self._processes[name] = processes
+        return processes
 
 
 def run(case: Case, kind: type[Trainer]) -> Found:

@@ -91,10 +91,10 @@ class Field:
             optimizer.zero_grad()
             start = time.perf_counter()
             pipe.train_step(*task.args, target=task.target, loss_fn=task.loss_fn, **task.kwargs)
-            self._settle()
+            self._synchronize()
             inner.append(time.perf_counter() - start)
             optimizer.step()
-            self._settle()
+            self._synchronize()
 
         facts = {
             "devices": list(self.devices),
@@ -135,7 +135,7 @@ class Field:
                 loss = task.loss_fn(model(*args, **kwargs), *labels)
                 (loss * share).backward()
             optimizer.step()
-            self._settle()
+            self._synchronize()
 
         facts = {"devices": [str(device)], "threads": threads, "num_microbatches": count}
         return Contestant(name, self._in_a_worker(device, threads, step), facts)
@@ -153,7 +153,7 @@ class Field:
             return self.program
         return capture(copy.deepcopy(self.task.model), self.task.args, self.task.kwargs)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         """Wait for GPUs, which are still busy when Python is done."""
         for place in dict.fromkeys(self._places):
             if place.type == "cuda":

@@ -49,5 +49,5 @@ def asked_of(tensor: Any, what: str) -> Any:
         return layout(tensor)
     if what == "value":
         return frozen(tensor)
-    told = getattr(tensor, what)
-    return told() if callable(told) else told
+    found = getattr(tensor, what)
+    return found() if callable(found) else found

@@ -35,7 +35,7 @@ from penstock.capture.numbers import Given, Where, found
 from penstock.capture.objects import Objects, shared, uncompiled
 from penstock.capture.passing import passing_in
 from penstock.capture.places import MISSING, Place
-from penstock.capture.preserve import Parameters, settle, untouched
+from penstock.capture.preserve import Parameters, first_forward, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
 from penstock.capture.recorder import record
@@ -134,7 +134,7 @@ class _Capturer:
         self.open: Sequence[int] = ()  # numbers among the leaves, of which others will come
         self.as_it_is = False  # whether training flags and inputs stay as they are
         self.varying_of: Callable[..., Varying] = partial(varying_of_some, batch_dim=0, dynamic={})
-        self._settled: bool | None = None
+        self._first_helped: bool | None = None
         self._marks: set[Place] = set()  # which that leaves, and which are not there later
 
     def first_that_works(self, attempts: Sequence[list[Sizes]]) -> Program:
@@ -190,20 +190,20 @@ class _Capturer:
             except Unrecordable as problem:
                 if isinstance(problem, Undecided) and not last:
                     raise
-                if isinstance(problem, Assigned) and self.settle(points[0]):
+                if isinstance(problem, Assigned) and self.first_forward(points[0]):
                     continue
                 if problem.path in self.opening.closed:
                     raise CaptureError(f"the forward cannot be recorded: {problem}") from problem
                 self.opening.close(problem.path, problem.why)
 
-    def settle(self, sizes: Sizes) -> bool:
+    def first_forward(self, sizes: Sizes) -> bool:
         """Run the forward a first time, if that makes the next ones assign to nothing."""
-        if self._settled is None:
+        if self._first_helped is None:
             args, kwargs = self._batch(sizes)
             flags = [module.training for module in self.model.modules()]
             self.model.eval()
             before = {path: dict(vars(m)) for path, m in self.model.named_modules()}
-            self._settled = settle(self.model, lambda: self.model(*args, **kwargs))
+            self._first_helped = first_forward(self.model, lambda: self.model(*args, **kwargs))
             self._marks = {
                 Place(path, (name,))
                 for path, module in self.model.named_modules()
@@ -212,7 +212,7 @@ class _Capturer:
             }
             for module, flag in zip(self.model.modules(), flags, strict=True):
                 module.training = flag
-            return self._settled
+            return self._first_helped
         return False
 
     def _program(self, train: Trace, evaluation: Trace, points: Sequence[Sizes]) -> Program:
@@ -258,8 +258,8 @@ class _Capturer:
         changing |= {Given(k): like.other_number(k, leaves[k]) for k in like.numbers}
         sizes = like.varying.sizes(leaves)
         with untouched(model):
-            if self._settled:
-                other.settle(sizes)
+            if self._first_helped:
+                other.first_forward(sizes)
             problems = []
             for points in like.varying.attempts(sizes)[1:]:
                 try:

@@ -106,7 +106,7 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
             parameters.restore()
 
 
-def settle(model: nn.Module, forward: Callable[[], Any]) -> bool:
+def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
     """Run a forward and let the marks stay that a first one makes: flags, classes and hooks.
 
     Some models install hooks when they are first called, and note that they have, or make the

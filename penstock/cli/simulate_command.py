@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _HEADING = (
-    *("schedule", "workers", "copies", "stages", "micro-batches", "bandwidth", "latency", "batch"),
-    *("step", "samples/s", "efficiency", "of bound", "memory", ""),
+    *("schedule", "workers", "replicas", "stages", "micro-batches", "bandwidth", "latency"),
+    *("batch", "step", "samples/s", "efficiency", "of bound", "memory", ""),
 )
 _LEFT = (0, 13)
 
@@ -49,7 +49,7 @@ _LEFT = (0, 13)
     help="What was measured; default: PLAN's profile, which is beside it.",
 )
 @click.option("--workers", metavar="LIST", help="How many; default: as in PLAN.")
-@click.option("--microbatches", metavar="LIST", help="Of every copy; default: as in PLAN.")
+@click.option("--microbatches", metavar="LIST", help="Of every replica; default: as in PLAN.")
 @click.option(
     "--schedule",
     "schedules",
@@ -65,14 +65,14 @@ _LEFT = (0, 13)
     "--microbatch-size", type=int, metavar="ROWS", help="Of a micro-batch; default: as in PLAN."
 )
 @click.option(
-    "--batch", type=int, metavar="ROWS", help="Of all copies together, instead of the size."
+    "--batch", type=int, metavar="ROWS", help="Of all replicas together, instead of the size."
 )
 @click.option(
     "--replicas",
     default="auto",
     show_default=True,
     metavar="N|auto",
-    help="Copies of the pipeline; auto: as few as the places to cut allow.",
+    help="Replicas of the pipeline; auto: as few as the places to cut allow.",
 )
 @stages_option
 @memory_option
@@ -93,7 +93,7 @@ def command(
     alike; a plan's own is found beside it. Every LIST with commas sweeps: all combinations are
     simulated.
 
-    The batch grows with the micro-batches and copies, as their size stays; --batch keeps it.
+    The batch grows with the micro-batches and replicas, as their size stays; --batch keeps it.
     Efficiency compares with as many workers that each work alone and wait for nothing.
     """
     plan, profile = _loaded(source, profile_path)

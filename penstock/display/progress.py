@@ -36,7 +36,7 @@ class Progress:
         self._unit = unit
         self._console = console or Console(stderr=True)
         self._done = 0
-        self._told = 0
+        self._reported = 0
         self._start = time.perf_counter()
         self._bar = RichProgress(
             TextColumn("{task.description}"),
@@ -76,7 +76,7 @@ class Progress:
 
     def _is_time_for_a_line(self) -> bool:
         part = self._done * _LINES // max(1, self._total)
-        due, self._told = part > self._told, max(part, self._told)
+        due, self._reported = part > self._reported, max(part, self._reported)
         return due
 
 
@@ -94,12 +94,12 @@ def callback(
         console: where to show it; stderr by default.
     """
     console = console or Console(stderr=True)
-    told, said = float("-inf"), set[str]()
+    last, said = float("-inf"), set[str]()
 
     def say(done: int, total: int, what: str) -> None:
-        nonlocal told
-        if what not in said and time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
-            told = time.monotonic()
+        nonlocal last
+        if what not in said and time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
             said.add(what)
             print(f"{done}/{total}  {what}", file=console.file, flush=True)
 

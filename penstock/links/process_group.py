@@ -81,7 +81,7 @@ class Line:
         self._signals: deque[Message] = deque()
         # what is sent
         self._numbers: dict[Layout, int] = {}
-        self._agreed = 0  # bytes of the next message, which the other end awaits
+        self._awaited = 0  # bytes of the next message, which the other end awaits
         self._sizes: dict[Hashable, int] = {}
         self._coming: Sequence[Hashable] = (None,)
         self._at = 0
@@ -112,12 +112,12 @@ class Line:
         number, news = self._numbers.get(layout), None
         if number is None:
             number, news = self._numbers.setdefault(layout, len(self._numbers)), layout
-        awaited, self._agreed = self._agreed, self._next_size(size)
+        awaited, self._awaited = self._awaited, self._next_size(size)
         payload = b""
         plain = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
         if news is not None or plain:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b""))
-        signal = Message(self._owner.dispatch, SIGNAL, self._agreed, number, payload, size=size)
+        signal = Message(self._owner.dispatch, SIGNAL, self._awaited, number, payload, size=size)
         self._wire.send(signal, self._left())
         if size or awaited:
             buffer = self._packed(layout, values, max(size, awaited))

@@ -69,7 +69,7 @@ class Sender:
         self._wait = wait
         self._slots = Slots()
         self._sent: set[int] = set()  # of the slots, those that the other process has
-        self._told: set[int] = set()  # of the layouts, those that it knows
+        self._announced: set[int] = set()  # of the layouts, those that it knows
         self._layouts: dict[Layout, int] = {}
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._targets: dict[tuple[int, int], list[Target | None]] = {}
@@ -119,14 +119,14 @@ class Sender:
                         target.fill(value)
             if slot not in self._sent:
                 fd, capacity = segment.fd, segment.size
-        news = None if known.number in self._told else known.layout
+        news = None if known.number in self._announced else known.layout
         plain = [v for p, v in zip(known.layout, values, strict=True) if p is PLAIN]
         if news is not None or plain or payload:
             payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
         self._wait()
         message = Message(self._owner.dispatch, kind, slot, known.number, payload, fd, capacity)
         self._wire.send(message, timeout)
-        self._told.add(known.number)  # only now: what was not sent is not known there
+        self._announced.add(known.number)  # only now: what was not sent is not known there
         if segment is not None:
             segment.close()  # of its file descriptor
         self._sent.add(slot)

@@ -1,4 +1,4 @@
-"""What else could be done with the devices: use one of them, or give each a copy of the model."""
+"""What else could be done with the devices: use one of them, or replicate the model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.profile.data import Link, Profile
 from penstock.schedule import build, check
 
 ADDED_PER_SECOND = 4e9  # bytes of gradients, where devices share their memory: about one core's
-_SCHEDULE = "1f1b"  # of the pipelines that there are copies of
+_SCHEDULE = "1f1b"  # of the pipelines that there are replicas of
 
 
 def alternatives(profile: Profile, memory: Memory) -> list[Candidate]:
-    """One device, data parallelism, and copies of a shorter pipeline where devices suffice.
+    """One device, data parallelism, and replicas of a shorter pipeline where devices suffice.
 
     The first two come first, whether they fit the memory or not. Gradients are taken to be summed
     around a ring after the backward. Penstock runs none of them: the plan
@@ -28,21 +28,21 @@ def alternatives(profile: Profile, memory: Memory) -> list[Candidate]:
     found = [one_device(profile, memory), data_parallel(profile, memory)]
     for replicas in range(2, devices // 2 + 1):
         if devices % replicas == 0 and profile.batch_size >= replicas:
-            found.append(_copies_of_pipelines(profile, memory, replicas))
+            found.append(_replicated_pipelines(profile, memory, replicas))
     return found
 
 
 def one_device(profile: Profile, memory: Memory) -> Candidate:
     """The first device alone, at the best of the measured micro-batch sizes."""
-    return _copies(profile, memory, "one device", profile.devices[:1])
+    return _replicated(profile, memory, "one device", profile.devices[:1])
 
 
 def data_parallel(profile: Profile, memory: Memory) -> Candidate:
-    """A copy of the model on every device, each with its share of the batch's rows."""
-    return _copies(profile, memory, "data parallel", profile.devices)
+    """A replica of the model on every device, each with its share of the batch's rows."""
+    return _replicated(profile, memory, "data parallel", profile.devices)
 
 
-def _copies(profile: Profile, memory: Memory, way: str, devices: Sequence[str]) -> Candidate:
+def _replicated(profile: Profile, memory: Memory, way: str, devices: Sequence[str]) -> Candidate:
     share = -(-profile.batch_size // len(devices))
     alone = {name: msgspec.structs.replace(profile, devices=(name,)) for name in set(devices)}
     slowest: tuple[float, int, float] = (0.0, 1, 0.0)
@@ -78,8 +78,8 @@ def _copies(profile: Profile, memory: Memory, way: str, devices: Sequence[str]) 
     )
 
 
-def _copies_of_pipelines(profile: Profile, memory: Memory, replicas: int) -> Candidate:
-    """So many copies of a pipeline over the first devices of the list."""
+def _replicated_pipelines(profile: Profile, memory: Memory, replicas: int) -> Candidate:
+    """So many replicas of a pipeline over the first devices of the list."""
     stages = len(profile.devices) // replicas
     share = -(-profile.batch_size // replicas)
     own = msgspec.structs.replace(profile, devices=profile.devices[:stages], batch_size=share)
@@ -130,10 +130,10 @@ def _reduced(profile: Profile, size: float, homes: Sequence[str]) -> float:
     return ring_seconds(size, len(homes), slowest)
 
 
-def ring_seconds(size: float, copies: int, link: Link) -> float:
-    """Seconds in which so many bytes are summed around a ring of copies (Patarasuk and Yuan 2009).
+def ring_seconds(size: float, replicas: int, link: Link) -> float:
+    """Seconds in which a ring of replicas sums so many bytes (Patarasuk and Yuan 2009).
 
     Where the link hands values over for free, the adding itself takes `ADDED_PER_SECOND`.
     """
     speed = link.bytes_per_second or ADDED_PER_SECOND
-    return 2 * (copies - 1) * (size / copies / speed + link.latency_seconds)
+    return 2 * (replicas - 1) * (size / replicas / speed + link.latency_seconds)

@@ -145,7 +145,7 @@ class Option:
             why="chosen" if self is chosen else slower,
         )
 
-    def plan(self, one: Candidate, copies: Candidate, considered: Sequence[Candidate]) -> Plan:
+    def plan(self, one: Candidate, parallel: Candidate, considered: Sequence[Candidate]) -> Plan:
         """The plan that follows it."""
         profile = self.layout.profile
         return Plan(
@@ -157,7 +157,7 @@ class Option:
             predicted_step_seconds=self.seconds,
             bound_seconds=self.bound,
             one_device_seconds=one.predicted_step_seconds,
-            data_parallel_seconds=copies.predicted_step_seconds,
+            data_parallel_seconds=parallel.predicted_step_seconds,
             overhead_seconds=profile.overhead_seconds,
             overlap=profile.overlap,
             rules=self.rules,

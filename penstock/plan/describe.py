@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _HEADING = ("stage", "worker", "modules", "weights", "enters", "forward", "backward", "memory", "")
 _STAGE_TEXTS = (1, 2, 8)
-_CONSIDERED = ("", "copies", "stages", "micro-batches", "predicted", "memory", "")
+_CONSIDERED = ("", "replicas", "stages", "micro-batches", "predicted", "memory", "")
 _CONSIDERED_TEXTS = (0, 6)
 _RING = "as with DistributedDataParallel, which sums gradients in another order than one device"
 
@@ -23,10 +23,10 @@ Way = Literal["pipeline", "one device", "data parallel"]
 
 def winner(plan: Plan) -> Way:
     """The fastest of what was predicted: the plan itself, one device alone, or data parallelism."""
-    alone, copies, here = _predicted(plan)
-    if len(plan.devices) == 1 or here < min(alone, copies):
+    alone, parallel, here = _predicted(plan)
+    if len(plan.devices) == 1 or here < min(alone, parallel):
         return "pipeline"
-    return "one device" if alone <= copies else "data parallel"
+    return "one device" if alone <= parallel else "data parallel"
 
 
 def describe(plan: Plan) -> str:
@@ -39,7 +39,7 @@ def describe(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """What is the fastest thing to do with these devices."""
-    alone, copies, here = _predicted(plan)
+    alone, parallel, here = _predicted(plan)
     if len(plan.devices) == 1:
         return "There is one device: nothing to split."
     if winner(plan) == "one device":
@@ -49,12 +49,12 @@ def verdict(plan: Plan) -> str:
         )
     if winner(plan) == "data parallel":
         return (
-            f"Data parallelism is predicted to be faster ({show_seconds(copies)}): a copy of the "
-            f"model on every device, {_RING}."
+            f"Data parallelism is predicted to be faster ({show_seconds(parallel)}): a replica of "
+            f"the model on every device, {_RING}."
         )
     return (
         f"Splitting is predicted to be the fastest: {show_seconds(here)} a step, "
-        f"{_against(here, alone, 'one device')}, {_against(here, copies, 'data parallelism')}."
+        f"{_against(here, alone, 'one device')}, {_against(here, parallel, 'data parallelism')}."
     )
 
 
@@ -85,11 +85,11 @@ def prediction(plan: Plan) -> str:
 
 def summarise(plan: Plan) -> str:
     """The same in a sentence, with what it is compared with."""
-    alone, copies, _ = _predicted(plan)
+    alone, parallel, _ = _predicted(plan)
     text = prediction(plan)
     if len(plan.devices) == 1:
         return text
-    return f"{text}; one device {_fitting(alone)}; data parallel {_fitting(copies)}"
+    return f"{text}; one device {_fitting(alone)}; data parallel {_fitting(parallel)}"
 
 
 def stages(plan: Plan, width: int | None = None) -> list[str]:
@@ -113,11 +113,11 @@ def considered(plan: Plan, width: int | None = None) -> list[str]:
 
 def _predicted(plan: Plan) -> tuple[float, float, float]:
     """Seconds of one device, of data parallelism and of the plan; infinite if it does not fit."""
-    alone, copies = plan.one_device_seconds, plan.data_parallel_seconds
+    alone, parallel = plan.one_device_seconds, plan.data_parallel_seconds
     never = float("inf")
     return (
         never if alone is None else alone,
-        never if copies is None else copies,
+        never if parallel is None else parallel,
         plan.predicted_step_seconds,
     )
 

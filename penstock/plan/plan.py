@@ -80,8 +80,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         schedule: its name; empty without a pipeline.
         num_microbatches: of every replica.
         predicted_step_seconds: `None` if it does not fit the memory.
-        replicas: how many copies of the model there are.
-        stages: of every copy.
+        replicas: how many there are of the model.
+        stages: of every replica.
         memory_bytes: the most that any device holds.
         why: what was found of it, in words.
     """
@@ -111,8 +111,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             are taken as they are.
         one_device_seconds: predicted for the first device alone, at its best micro-batch size;
             `None` if the model does not fit its memory.
-        data_parallel_seconds: predicted for a copy of the model on every device, with a share of
-            the batch each; `None` if a copy does not fit the memory.
+        data_parallel_seconds: predicted for a replica of the model on every device, with a share of
+            the batch each; `None` if a replica does not fit the memory.
         overhead_seconds: for every action of a worker, besides its work.
         overlap: whether a worker goes on while what it sends is under way.
         rules: what a fitted schedule prefers.

@@ -1,7 +1,7 @@
 """What if: a model on machines that one does not have, from what was measured on one's own.
 
-One copy of the pipeline is cut and simulated, so thousands of workers take seconds. Of several
-copies, each on workers of its own, the gradients are summed in a ring at the end of the step.
+One replica of the pipeline is cut and simulated, so thousands of workers take seconds. Of several
+replicas, each on workers of its own, the gradients are summed in a ring at the end of the step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class WhatIf:
 
     Attributes:
         workers: how many there are in all.
-        num_microbatches: of every copy of the pipeline.
+        num_microbatches: of every replica of the pipeline.
         microbatch_size: rows of a micro-batch.
         schedule: a name of `penstock.schedule.SCHEDULES`.
-        replicas: copies of the pipeline, each on as many workers; `None` for as few as there must
+        replicas: of the pipeline, each on as many workers; `None` for as few as there must
             be because the program has fewer stages than there are workers.
         stages_per_worker: for schedules that take any number; `None` is two for those.
-        batch: rows of all copies together, instead of `microbatch_size`.
+        batch: rows of all replicas together, instead of `microbatch_size`.
         speed: how many times as fast as what was measured.
         bandwidth: of the links between workers, in bytes per second; `None` as measured.
         latency: one way, in seconds; `None` as measured.
@@ -89,7 +89,7 @@ class WhatIf:
             )
         if self.replicas is not None and self.workers % self.replicas:
             raise InputError(
-                f"{self.workers} workers cannot be shared out over {self.replicas} copies; give "
+                f"{self.workers} workers cannot be shared out over {self.replicas} replicas; give "
                 f"one of {', '.join(map(str, _divisors(self.workers)))}"
             )
 
@@ -119,11 +119,11 @@ class Outcome:
 
     Attributes:
         case: what was asked.
-        replicas: copies of the pipeline.
-        stages: of each copy.
-        batch_size: rows of all copies together.
+        replicas: of the pipeline.
+        stages: of each replica.
+        batch_size: rows of all replicas together.
         step_seconds: of a training step without the optimizer; `None` if it is not possible.
-        reduce_seconds: the part of it in which the copies sum their gradients.
+        reduce_seconds: the part of it in which the replicas sum their gradients.
         bound_seconds: with these cuts no schedule is faster.
         one_worker_seconds: for the same batch, one worker alone with memory for it.
         memory_bytes: the most that a worker holds.
@@ -155,7 +155,7 @@ class Outcome:
 
 
 def what_if(profile: Profile, case: WhatIf) -> Outcome:
-    """Cut the program anew for these workers, and simulate one copy of the pipeline.
+    """Cut the program anew for these workers, and simulate one replica of the pipeline.
 
     The workers are as fast as the profile's first device, times `case.speed`.
 
@@ -228,7 +228,7 @@ def _measured(profile: Profile) -> Link:
 
 
 def _machines(profile: Profile, case: WhatIf, workers: int, rows: int) -> Profile:
-    """The profile on the workers of one copy, for its part of the batch."""
+    """The profile on the workers of one replica, for its part of the batch."""
     first = profile.devices[0]
     machine = Machine(name=first, count=workers, like=first, speed=case.speed)
     hardware = Hardware(machines=(machine,), link=case.link(_measured(profile)))
@@ -236,27 +236,27 @@ def _machines(profile: Profile, case: WhatIf, workers: int, rows: int) -> Profil
 
 
 def _replicas(profile: Profile, case: WhatIf) -> tuple[int, str]:
-    """How many copies there are, and what to say of it.
+    """How many replicas there are, and what to say of it.
 
     Raises:
-        PlanError: a copy has more stages than the program has places for.
+        PlanError: a replica has more stages than the program has places for.
     """
     most = 1 + sum(k not in profile.forbidden for k in range(1, profile.num_calls))
     fitting = [r for r in _divisors(case.workers) if case.workers // r * case.per_worker <= most]
     if case.replicas is None and fitting:
-        note = "" if fitting[0] == 1 else f"copies, as the program has places for {most} stages"
+        note = "" if fitting[0] == 1 else f"replicas, as the program has places for {most} stages"
         return fitting[0], note
     stages = case.workers // (case.replicas or case.workers) * case.per_worker
     if stages <= most:
         return case.replicas or case.workers, ""
-    advice = f"give {fitting[0]} or more copies" if fitting else "give fewer stages to a worker"
+    advice = f"give {fitting[0]} or more replicas" if fitting else "give fewer stages to a worker"
     raise PlanError(
         f"{stages} stages are more than the {most} that the program has places for; {advice}"
     )
 
 
 def _rows(case: WhatIf, replicas: int) -> int:
-    """The rows of one copy.
+    """The rows of one replica.
 
     Raises:
         InputError: fewer than micro-batches.
@@ -266,8 +266,8 @@ def _rows(case: WhatIf, replicas: int) -> int:
     rows = -(-case.batch // replicas)
     if rows < case.num_microbatches:
         raise InputError(
-            f"a batch of {case.batch} gives every one of {replicas} copies {rows} rows, fewer than "
-            f"its {case.num_microbatches} micro-batches; give a larger batch, or fewer of them"
+            f"a batch of {case.batch} gives every one of {replicas} replicas {rows} rows, fewer "
+            f"than its {case.num_microbatches} micro-batches; give a larger batch, or fewer of them"
         )
     return rows
 
@@ -312,7 +312,7 @@ def _planned_schedule(plan: Plan, case: WhatIf) -> Schedule:
     """
     asked = {
         "workers": (case.workers, len(plan.devices)),
-        "copies": (case.replicas or 1, 1),
+        "replicas": (case.replicas or 1, 1),
         "rows in a micro-batch": (case.microbatch_size, plan.microbatch_size),
         "rows in a batch": (case.batch or plan.batch_size, plan.batch_size),
         "stages": (case.per_worker * case.workers, len(plan.stages)),

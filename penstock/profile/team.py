@@ -162,7 +162,7 @@ class _Member:
         """Time the whole, then every call, again and again; results are thrown away."""
         values = self.steps.values(leaves)
         with torch.enable_grad():
-            wholes, is_first = self._settled(values, sizes), True
+            wholes, is_first = self._warmed_up(values, sizes), True
             while True:
                 yield self.steps.timed(values, sizes, wholes, halves=is_first)
                 wholes, is_first = [self._whole(values, sizes) for _ in range(_WHOLES)], False
@@ -177,7 +177,7 @@ class _Member:
             while True:
                 yield self._halved(values, sizes) - sum(self._whole(values, sizes))
 
-    def _settled(self, values: Sequence[Any], sizes: Sizes) -> list[tuple[float, float]]:
+    def _warmed_up(self, values: Sequence[Any], sizes: Sizes) -> list[tuple[float, float]]:
         """The last passes of those that it takes to become no faster.
 
         Memory for a larger micro-batch comes from the kernel at first, which is slow, and the

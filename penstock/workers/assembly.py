@@ -229,7 +229,7 @@ def _autocasting(modes: Ambient) -> Iterator[None]:
 
     PyTorch keeps the weights that it has cast in one place for all threads, and forgets them where
     a thread's outermost region ends. Here none ends that is the outermost: other workers may be in
-    the midst of a forward. The crew forgets them, before a pass and after it.
+    the midst of a forward. The workers forget them, before a pass and after it.
     """
     torch.autocast_increment_nesting()
     try:

@@ -25,7 +25,7 @@ from benchmarks.peers import (
     tutorial_cut,
 )
 from penstock.bench.peers.models import Task, loss_function, resnet50
-from penstock.bench.peers.processes import Crew, Place
+from penstock.bench.peers.processes import PeerProcesses, Place
 
 TASK = Task(batch=4, image=64, num_microbatches=2, learning_rate=0.02)
 SIZES = {"batch": TASK.batch, "image": TASK.image, "learning_rate": TASK.learning_rate}
@@ -55,21 +55,21 @@ class Echo:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew("echo", [Echo, Echo], timeout=60)
-    yield crew
-    crew.close()
+def processes() -> Iterator[PeerProcesses]:
+    processes = PeerProcesses("echo", [Echo, Echo], timeout=60)
+    yield processes
+    processes.close()
     assert multiprocessing.active_children() == []
 
 
-def test_every_rank_answers_and_close_leaves_no_process(crew: Crew) -> None:
-    pids = crew.pids
-    assert crew.call("rank") == [0, 1]
-    crew.close()
-    crew.close()
+def test_every_rank_answers_and_close_leaves_no_process(processes: PeerProcesses) -> None:
+    pids = processes.pids
+    assert processes.call("rank") == [0, 1]
+    processes.close()
+    processes.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     with pytest.raises(RuntimeError, match="echo is closed"):
-        crew.call("rank")
+        processes.call("rank")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,12 @@ def test_every_rank_answers_and_close_leaves_no_process(crew: Crew) -> None:
         ("die", r"echo rank 1 died \(killed by SIGKILL\)"),
     ],
 )
-def test_a_failure_in_one_process_reaches_the_owner(crew: Crew, command: str, message: str) -> None:
-    pids = crew.pids
+def test_a_failure_in_one_process_reaches_the_owner(
+    processes: PeerProcesses, command: str, message: str
+) -> None:
+    pids = processes.pids
     with pytest.raises(RuntimeError, match=message):
-        crew.call(command)
+        processes.call(command)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 

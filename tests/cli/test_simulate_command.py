@@ -77,14 +77,14 @@ def test_all_schedules_and_those_that_cannot_be() -> None:
     assert all("16 stages are more than the 8" in note for note in notes.values())
     single = run("plan.json", "--schedule", "interleaved", "--workers", "8", "--replicas", "1")
     assert single.exit_code == 1
-    assert "give 2 or more copies" in single.stderr
+    assert "give 2 or more replicas" in single.stderr
     assert single.stdout == ""
 
 
 def test_the_batch_grows_or_stays() -> None:
     grown = outcomes("plan.json", "--workers", "16", "--microbatches", "4,8")
     assert [outcome["batch_size"] for outcome in grown] == [2 * 4 * 4, 2 * 8 * 4]
-    assert "copies, as the program has places for 8 stages" in grown[0]["note"]
+    assert "replicas, as the program has places for 8 stages" in grown[0]["note"]
     larger = outcomes("plan.json", "--microbatch-size", "8")
     assert larger[0]["batch_size"] == 32
     kept = outcomes("plan.json", "--batch", "16", "--workers", "16", "--microbatches", "4,8")

@@ -1,4 +1,4 @@
-"""One device, copies, and copies of pipelines: what they would take."""
+"""One device, replicas, and replicas of pipelines: what they would take."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def test_one_device_takes_all_of_it_at_its_best_size() -> None:
     assert one.predicted_step_seconds == pytest.approx(3 * 3 * 8.1 * 2)
 
 
-def test_copies_share_the_rows_and_sum_their_gradients() -> None:
+def test_replicas_share_the_rows_and_sum_their_gradients() -> None:
     costs = profile([1.0, 2.0], weights=(600, 400))
     slow = msgspec.structs.replace(
         costs, links={"cpu>cpu": Link(latency_seconds=0.25, bytes_per_second=1000.0)}
     )
     _, free = alternatives(costs, Memory())
-    _, copies = alternatives(slow, Memory())
-    assert (copies.way, copies.replicas, copies.num_microbatches) == ("data parallel", 2, 1)
+    _, parallel = alternatives(slow, Memory())
+    assert (parallel.way, parallel.replicas, parallel.num_microbatches) == ("data parallel", 2, 1)
     assert free.predicted_step_seconds == pytest.approx(3 * 3 * 8.1, rel=1e-6)
     # Around a ring of two: half of the bytes there and back, each with its latency.
-    assert copies.predicted_step_seconds == pytest.approx(3 * 3 * 8.1 + 2 * (500 / 1000 + 0.25))
+    assert parallel.predicted_step_seconds == pytest.approx(3 * 3 * 8.1 + 2 * (500 / 1000 + 0.25))
 
 
 def test_four_devices_may_be_two_pipelines() -> None:
@@ -40,7 +40,7 @@ def test_four_devices_may_be_two_pipelines() -> None:
     assert pipelines.predicted_step_seconds == pytest.approx(half.predicted_step_seconds, rel=0.01)
 
 
-def test_the_slowest_device_decides_for_copies() -> None:
+def test_the_slowest_device_decides_for_replicas() -> None:
     costs = profile([1.0, 2.0])
     fast = costs.on("cpu")
     slow = msgspec.structs.replace(
@@ -52,5 +52,5 @@ def test_the_slowest_device_decides_for_copies() -> None:
     mixed = msgspec.structs.replace(
         costs, devices=("cpu", "slow"), kinds={"cpu": fast, "slow": slow}
     )
-    _, copies = alternatives(mixed, Memory())
-    assert copies.predicted_step_seconds == pytest.approx(3 * 3 * 3 * 8.1, rel=1e-6)
+    _, parallel = alternatives(mixed, Memory())
+    assert parallel.predicted_step_seconds == pytest.approx(3 * 3 * 3 * 8.1, rel=1e-6)

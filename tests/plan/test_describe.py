@@ -11,7 +11,7 @@ from penstock.plan.describe import considered, describe, stages, summarise, verd
 from tests.plan.test_plan import profile
 
 
-def plan(alone: float | None, copies: float | None, devices: int = 2) -> Plan:
+def plan(alone: float | None, parallel: float | None, devices: int = 2) -> Plan:
     """A plan of one second, and what it is compared with."""
     found = ps.plan(profile([1, 2, 3, 4], devices))
     return msgspec.structs.replace(
@@ -19,12 +19,12 @@ def plan(alone: float | None, copies: float | None, devices: int = 2) -> Plan:
         predicted_step_seconds=1.0,
         bound_seconds=0.9,
         one_device_seconds=alone,
-        data_parallel_seconds=copies,
+        data_parallel_seconds=parallel,
     )
 
 
 @pytest.mark.parametrize(
-    ("alone", "copies", "way", "words"),
+    ("alone", "parallel", "way", "words"),
     [
         (2.0, 1.5, "pipeline", "2.00 times as fast as one device (2.00 s), 1.50 times as fast as"),
         (0.5, 0.6, "one device", "One device alone is predicted to be faster (0.50 s): splitting"),
@@ -35,9 +35,9 @@ def plan(alone: float | None, copies: float | None, devices: int = 2) -> Plan:
     ],
 )
 def test_what_wins_is_said_first(
-    alone: float | None, copies: float | None, way: str, words: str
+    alone: float | None, parallel: float | None, way: str, words: str
 ) -> None:
-    found = plan(alone, copies)
+    found = plan(alone, parallel)
     assert winner(found) == way
     assert words in verdict(found)
     assert describe(found).splitlines()[0] == verdict(found)
@@ -77,7 +77,7 @@ def test_the_stages_say_what_is_recomputed_only_if_something_is() -> None:
 def test_the_best_of_every_schedule_with_its_count() -> None:
     found = ps.plan(profile([1, 2, 3, 4, 3, 2, 1]))
     heading, *lines = considered(found)
-    assert heading.split()[:3] == ["considered", "copies", "stages"]
+    assert heading.split()[:3] == ["considered", "replicas", "stages"]
     names = [line.split("  ")[0] for line in lines[:-1]]
     assert len(names) == len(set(names))
     assert {"one device", "data parallel", "gpipe", "naive", "1f1b"} <= set(names)

@@ -52,12 +52,12 @@ def test_links_are_as_measured_unless_given() -> None:
     assert what_if(costs, faster).step_seconds == pytest.approx(SECONDS * CALLS + 2 * 8 / 4)
 
 
-def test_more_workers_than_stages_are_copies() -> None:
+def test_more_workers_than_stages_are_replicas() -> None:
     case = WhatIf(workers=256, num_microbatches=16, bandwidth=4.0, latency=0.25)
     found = what_if(equal(), case)
     assert (found.replicas, found.stages, found.batch_size) == (4, 64, 64)
     assert found.reduce_seconds == pytest.approx(2 * 3 * (4 / 4 / 4.0 + 0.25))
-    assert "copies, as the program has places for 64 stages" in found.note
+    assert "replicas, as the program has places for 64 stages" in found.note
     one = what_if(equal(), replace(case, workers=64))
     assert one.note == ""
     assert one.step_seconds is not None
@@ -67,14 +67,14 @@ def test_more_workers_than_stages_are_copies() -> None:
     assert found.efficiency == pytest.approx((one.efficiency or 0.0) / slower)
 
 
-def test_copies_and_stages_as_asked() -> None:
+def test_replicas_and_stages_as_asked() -> None:
     found = what_if(equal(), WhatIf(workers=8, num_microbatches=4, replicas=4))
     assert (found.replicas, found.stages) == (4, 2)
     case = WhatIf(workers=8, num_microbatches=8, schedule="interleaved", stages_per_worker=4)
     assert what_if(equal(), case).stages == 32
-    with pytest.raises(ps.InputError, match=r"8 workers .* 3 copies; give one of 1, 2, 4, 8"):
+    with pytest.raises(ps.InputError, match=r"8 workers .* 3 replicas; give one of 1, 2, 4, 8"):
         WhatIf(workers=8, num_microbatches=4, replicas=3)
-    with pytest.raises(ps.PlanError, match=r"128 stages .* 64 .* give 2 or more copies"):
+    with pytest.raises(ps.PlanError, match=r"128 stages .* 64 .* give 2 or more replicas"):
         what_if(equal(), WhatIf(workers=128, num_microbatches=4, replicas=1))
 
 
@@ -84,7 +84,7 @@ def test_the_batch_is_shared_out() -> None:
     whole = what_if(equal(), WhatIf(workers=2, num_microbatches=4, batch=10))
     assert found.reduce_seconds > 0
     assert whole.step_seconds == pytest.approx((found.step_seconds or 0) - found.reduce_seconds)
-    with pytest.raises(ps.InputError, match="2 copies 3 rows, fewer than its 4 micro-batches"):
+    with pytest.raises(ps.InputError, match="2 replicas 3 rows, fewer than its 4 micro-batches"):
         what_if(equal(), WhatIf(workers=4, num_microbatches=4, replicas=2, batch=6))
 
 
@@ -177,7 +177,7 @@ def test_a_plan_with_other_links_micro_batches_and_schedules() -> None:
         ({"workers": 4}, "the plan is for 2 workers, and for 4 "),
         ({"microbatch_size": 2}, "the plan is for 4 rows in a micro-batch, and for 2"),
         ({"batch": 32}, "16 rows in a batch"),
-        ({"replicas": 2}, "1 copies"),
+        ({"replicas": 2}, "1 replicas"),
         ({"schedule": "zero-bubble-v"}, "2 stages, and for 4"),
     ],
 )

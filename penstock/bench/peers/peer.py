@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from penstock.bench.peers.processes import Build, Crew
+from penstock.bench.peers.processes import Build, PeerProcesses
 
 
 class Peer(Protocol):
@@ -38,7 +38,7 @@ class Reading(NamedTuple):
 
 
 class CrewPeer:
-    """A `Peer` whose ranks are the processes of a `Crew`; their servants answer `step`."""
+    """A `Peer` whose ranks are `PeerProcesses`; their servants answer `step`."""
 
     def __init__(
         self,
@@ -51,12 +51,14 @@ class CrewPeer:
     ) -> None:
         self.name = name
         self._loss = float("nan")
-        self._crew = Crew(name, builds, threads=threads, timeout=timeout, environment=environment)
+        self._processes = PeerProcesses(
+            name, builds, threads=threads, timeout=timeout, environment=environment
+        )
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the ranks."""
-        return self._crew.pids
+        return self._processes.pids
 
     @property
     def loss(self) -> float:
@@ -72,13 +74,13 @@ class CrewPeer:
         Raises:
             RuntimeError: a process failed, died or took too long; the peer is closed.
         """
-        readings: list[Reading] = self._crew.call("step", *settings)
+        readings: list[Reading] = self._processes.call("step", *settings)
         self._loss = sum(reading.loss for reading in readings)
         return max(reading.seconds for reading in readings)
 
     def close(self) -> None:
         """End every process; may be repeated."""
-        self._crew.close()
+        self._processes.close()
 
 
 def seconds_between_barriers(body: Callable[[], None]) -> float:

@@ -84,7 +84,7 @@ class _Reply(NamedTuple):
     value: Any
 
 
-class Crew:
+class PeerProcesses:
     """One process per item of `builds`, each serving the commands of the servant it built.
 
     Args:

@@ -101,7 +101,7 @@ class Ranks:
         self._apart: dict[int, InputError] = {}  # of ranks that wait in another operation
         self._verdict: _Verdict | None = None
         self._given_up = False
-        self._told_what = self.rank == 0  # or rank 0 knows in which operation this rank is
+        self._has_reported = self.rank == 0  # or rank 0 knows in which operation this rank is
 
     def __len__(self) -> int:
         return len(self.names)
@@ -231,8 +231,10 @@ class Ranks:
         Raises:
             Aborted: a rank is stopped.
         """
-        if not self._told_what:  # if rank 0 is in another operation, both would wait for each other
-            self._told_what = True
+        if (
+            not self._has_reported
+        ):  # if rank 0 is in another operation, both would wait for each other
+            self._has_reported = True
             if 0 in self._wires:
                 self._send(0, Message(self.number, WAITS, payload=to_bytes(self._what)))
         for rank in [k for k, p in self._pulses.items() if k in self._wires and p.has_stopped()]:
@@ -338,7 +340,7 @@ class Ranks:
         if mine.error is not None:
             error = portable(self._as_others_see(mine.error), self.names[self.rank])
             mine = mine._replace(error=error)
-        self._told_what = True
+        self._has_reported = True
         if 0 in self._wires:
             self._send(0, Message(self.number, REPORT, payload=to_bytes(mine)))
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
@@ -349,8 +351,8 @@ class Ranks:
             except Aborted:
                 continue
             except WorkerTimeout as error:
-                told = mine.error if mine.error is not None and _says_it(mine.error) else error
-                why = self._silent(told, [0])
+                failure = mine.error if mine.error is not None and _says_it(mine.error) else error
+                why = self._silent(failure, [0])
                 return _Verdict([], why, closed="rank 0 did not answer")
         return self._verdict
 
@@ -373,8 +375,8 @@ class Ranks:
                 first = next((r.error for r in self._reports.values() if _says_it(r.error)), error)
                 why = self._silent(first or error, missing)
                 self._closed_because = f"rank {missing[0]} did not answer"
-                return self._told(_Verdict([], why, closed=self._closed_because))
-        return self._told(self._verdict_of(self._reports))
+                return self._broadcast(_Verdict([], why, closed=self._closed_because))
+        return self._broadcast(self._verdict_of(self._reports))
 
     def _as_others_see(self, error: BaseException) -> BaseException:
         """Ctrl-C, or `sys.exit`, is no error that other ranks could go on after."""
@@ -403,7 +405,7 @@ class Ranks:
             self._closed_because = self._closed_because or str(error)
         return _Verdict([], error, rank, self._closed_because)
 
-    def _told(self, verdict: _Verdict) -> _Verdict:
+    def _broadcast(self, verdict: _Verdict) -> _Verdict:
         """Tell everybody."""
         sent = verdict
         if verdict.error is not None and verdict.rank <= 0:  # others have come in bytes

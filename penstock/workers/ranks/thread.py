@@ -49,7 +49,7 @@ class RankThread(ThreadPool):
         self._pollers: dict[int, select.poll] = {}
         self._reset_links = reset
         self._doing_now = doing
-        super().__init__([device], threads, self._tell, self._clear, lambda worker: doing())
+        super().__init__([device], threads, self._signal_stop, self._clear, lambda worker: doing())
 
     # -- in the script's thread -------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class RankThread(ThreadPool):
     def close(self, why: str = "close() was called") -> None:
         """Dismiss the thread; a pass that it is in is given up."""
         if self._closed_because is None:
-            self._tell()
+            self._signal_stop()
         super().close(why)
 
     def _dispatch(self, number: int) -> Dispatch:
@@ -71,7 +71,7 @@ class RankThread(ThreadPool):
         """What was raised; if a neighbour broke a link, other ranks know why."""
         return current.failures()[0]
 
-    def _tell(self) -> None:
+    def _signal_stop(self) -> None:
         os.eventfd_write(self._stop, 1)
 
     def _clear(self) -> None:

@@ -236,7 +236,7 @@ def test_nobody_goes_on_before_the_one_in_another_operation(
 
     def slowly(*args: Any) -> None:
         listen(*args)
-        if late._told_what:
+        if late._has_reported:
             time.sleep(0.2)  # it computes, say
 
     def reported(mine: Any) -> Any:
