@@ -556,7 +556,7 @@ class Pipeline:
         )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's parameters."""
+        """The model's parameters, in the model's order, as `nn.Module.parameters` gives them."""
         return self.model.parameters(recurse)
 
     def named_parameters(

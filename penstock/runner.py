@@ -277,7 +277,7 @@ class Runner:
             self._timelines = None
 
     def close(self) -> None:
-        """Dismiss the workers."""
+        """Close the workers; nothing runs after that."""
         self.workers.close()
 
 

@@ -171,7 +171,7 @@ class Training:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the optimizer."""
+        """Keyword arguments for the optimizer: the learning rate and the options."""
         return {"lr": _RATE, **self.options}
 
 

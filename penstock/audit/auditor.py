@@ -359,7 +359,7 @@ class _Subject:
         return AuditError(what, self._k, self._order.number, place)
 
     def _arguments(self) -> Any:
-        """The model's arguments."""
+        """The model's arguments, rebuilt from fresh copies of this micro-batch's leaves."""
         return unflatten(self._way.trace.input_structure, self._fresh())
 
     def _fresh(self) -> list[Any]:

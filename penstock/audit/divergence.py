@@ -94,7 +94,7 @@ def _difference(
 
 
 def _module(model: nn.Module, path: str) -> str:
-    """A module in words."""
+    """A module in words: its path and its class."""
     kind = type(dict(model.named_modules()).get(path, model)).__name__
     return f"{path} ({kind})" if path else f"the model itself ({kind})"
 

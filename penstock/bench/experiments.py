@@ -62,7 +62,7 @@ class BenchSettings:
 
     @property
     def batches(self) -> int:
-        """Batches in each repeat."""
+        """How many batches each repeat times: 1 in a quick run, else 3."""
         return 1 if self.quick else 3
 
 

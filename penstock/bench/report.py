@@ -39,7 +39,7 @@ class BenchReport:
 
     @property
     def chosen(self) -> Contestant:
-        """Penstock's own choice."""
+        """The contestant with the plan that Penstock chose: the last of the sweep."""
         return self.sweep[-1]
 
     @property
@@ -48,7 +48,7 @@ class BenchReport:
         return self.chosen.median / self.best.median - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The report as plain data, by the labels of the experiments."""
         return {
             "settings": self.settings,
             "machine": self.machine,

@@ -200,7 +200,7 @@ def _stepped(
     target: torch.Tensor,
     facts: dict[str, Any],
 ) -> None:
-    """Forward and backward interleaved."""
+    """One optimizer step by `train_step`, in which forwards and backwards interleave."""
     optimizer.zero_grad()
     loss = pipe.train_step(images, target=target, loss_fn=nn.functional.mse_loss)
     optimizer.step()

@@ -30,7 +30,7 @@ class Line:
 
     @property
     def counts(self) -> list[int]:
-        """The numbers of micro-batches."""
+        """The number of micro-batches of every contestant."""
         return [c.facts["num_microbatches"] for c in self.contestants]
 
     @property
@@ -73,7 +73,7 @@ class RpcReport:
         return tutorial.contestants[at].median / contestant.median
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The report as plain data: a row for every contestant of every line."""
         rows = [
             {**contestant.to_dict(), "limit": limit, "speed_up": self.speed_up(contestant)}
             for line in self.lines

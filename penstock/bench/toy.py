@@ -38,7 +38,7 @@ class ToyResult:
     exact: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The result as plain data."""
         rows = [self.one_device.to_dict(), self.split.to_dict()]
         return {"contestants": rows, "steps_per_repeat": self.steps, "exact": self.exact}
 

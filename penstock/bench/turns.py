@@ -53,7 +53,7 @@ class Contestant:
 
     @property
     def median(self) -> float:
-        """Their median."""
+        """The median seconds of a repeat."""
         return statistics.median(self.seconds)
 
     @property
@@ -97,7 +97,7 @@ class Ticker:
         self._total, self._report, self._prefix, self._done = total, report, prefix, 0
 
     def __call__(self, what: str) -> None:
-        """One more turn."""
+        """Report that the next turn begins."""
         self._report(self._done, self._total, f"{self._prefix}{what}")
         self._done += 1
 

@@ -89,7 +89,7 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """One sentence."""
+        """One sentence: the calls, parameters and possible cuts, and whether evaluation differs."""
         took = "" if self.capture_seconds is None else f", captured in {self.capture_seconds:.1f} s"
         modes = "runs the same program" if self.same_in_eval else "differs as said above"
         return (
@@ -98,7 +98,7 @@ class Explanation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """All fields and the derived figures, as plain data."""
         derived = {"possible_cuts": self.possible_cuts, "same_in_eval": self.same_in_eval}
         return {**asdict(self), **derived}
 

@@ -25,4 +25,4 @@ class Hollow(saved_tensors_hooks):
 
 
 def _forget(_: torch.Tensor) -> None:
-    """Autograd saves nothing."""
+    """A hook for tensors that autograd saves, which keeps none of them."""

@@ -111,7 +111,7 @@ class _Replay(fx.Interpreter):
         self._trace = trace
 
     def run_all(self, sizes: Sizes, key: Key, values: Sequence[Any]) -> None:
-        """Run everything."""
+        """Run the lowered program on these leaves, and hear what every call gives."""
         self.run(sizes, key, *values)
 
     def run_node(self, n: fx.Node) -> Any:

@@ -86,7 +86,7 @@ def lower(
 
 
 class _Lowering:
-    """One graph under construction."""
+    """The `fx.Graph` of some calls, as far as it has been built."""
 
     def __init__(self, model: nn.Module, device: torch.device | None) -> None:
         self.model = model

@@ -94,7 +94,7 @@ def come_out(outcomes: Iterable[Outcome], passed: Mapping[str, Any]) -> bool:
 
 
 def at(number: Number, sizes: Mapping[str, Any]) -> Any:
-    """What lowered code calls."""
+    """The value of a number for these sizes; a function of its own, since lowered code calls it."""
     return number.at(sizes)
 
 
@@ -168,7 +168,7 @@ def followed(plain: int | float, number: Number, note: Callable[[Outcome], None]
 
 
 def plain(value: Any) -> Any:
-    """The number itself."""
+    """The plain Python number behind one that is followed; anything else as it is."""
     return value.plain if isinstance(value, Followed) else value
 
 

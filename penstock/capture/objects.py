@@ -203,14 +203,14 @@ class _Held:
             self.put(name, value)
 
     def put(self, name: Any, value: Any) -> None:
-        """Let it hold this."""
+        """Bind a value to a name that the object holds, slots included."""
         if isinstance(name, types.MemberDescriptorType):
             name.__set__(self.thing, value)
         else:
             self.own[name] = value
 
     def swap(self, copied: Callable[[Any], Any]) -> None:
-        """Let it hold copies."""
+        """Replace the values that it held by copies, where `copied` makes one."""
         for name, value in self.before:
             if (twin := copied(value)) is not value:
                 self.put(name, twin)
@@ -304,7 +304,7 @@ class _Array(_Held):
             self.thing.frombytes(content)
 
     def swap(self, copied: Callable[[Any], Any]) -> None:
-        """It holds no tensors."""
+        """Does nothing: an array holds no tensors."""
 
 
 _KINDS: WeakKeyDictionary[type, type[_Held] | None] = WeakKeyDictionary()

@@ -84,7 +84,7 @@ class Place:
         return found
 
     def find(self, model: nn.Module) -> Any:
-        """What is there now."""
+        """The value at this place of the model now; `MISSING` if there is none."""
         owner = self.owner(model)
         return MISSING if owner is MISSING else look(owner, self.last)
 

@@ -127,7 +127,7 @@ class Recordings:
             recording.foresee(ahead)
 
     def traces(self) -> Iterator[Trace]:
-        """All of both modes."""
+        """Every trace that was recorded, for training and for evaluation."""
         return (each.trace for known in self._of.values() for each in known)
 
     def _way(self, signature: Signature, leaves: Sequence[Any], training: bool) -> Trace:

@@ -56,7 +56,7 @@ class Seeding(Recorder):
         self._drawn = key
 
     def check_function(self, function: type) -> None:
-        """Anything may be applied."""
+        """Does nothing: outside of a recording any `autograd.Function` may be applied."""
 
     def check_assignment(self, module: nn.Module, name: str) -> None:
         """Anything may be assigned to."""

@@ -159,7 +159,7 @@ class Signatures:
         return signature
 
     def forget(self, signature: Signature) -> None:
-        """It cannot be recorded."""
+        """Drop a signature whose recording failed; the first one always stays."""
         if signature in self._known[1:]:
             self._known.remove(signature)
 

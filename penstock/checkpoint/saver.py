@@ -146,7 +146,7 @@ class Saver:
     def _write(
         self, folder: Folder, background: bool, things: Mapping[str, Any]
     ) -> tuple[bytes, list[Part]]:
-        """Every worker's part."""
+        """Order every worker's part; what the index has to say, and the parts under way."""
         runner = self._runner
         found = Contents.of(self._model, runner.workers.ownership, runner.random_state(), things)
         names = partial(names_of_save, len(found.portions))

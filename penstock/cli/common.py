@@ -26,7 +26,7 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def example_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--input, --example, --seed."""
+    """Add the options --input, --example and --seed to a command."""
     return _decorated(
         function,
         click.option(

@@ -84,7 +84,7 @@ class _Line:
                 self._width = len(text)
 
     def close(self) -> None:
-        """Leave nothing of it."""
+        """Stop the timer and erase the line."""
         self._timer.cancel()
         with self._lock:
             self._over = True

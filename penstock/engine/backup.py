@@ -22,7 +22,7 @@ class Backup:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back."""
+        """Put gradients and buffers back as they were when the backup was made."""
         for parameter, gradient, copy in self._gradients:
             if gradient is not None and copy is not None:
                 gradient.copy_(copy)

@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def rows(self) -> list[int]:
-        """Of every micro-batch."""
+        """The number of rows of every micro-batch."""
         return [size[ROWS] for size in self.sizes]
 
 

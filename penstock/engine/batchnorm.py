@@ -92,7 +92,7 @@ class Norms:
             self.microbatch = None
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Install the hooks that collect statistics during a pass."""
         for module in self._modules:
             before = module.register_forward_pre_hook(self._before, with_kwargs=True)
             after = module.register_forward_hook(self._after, prepend=True, always_call=True)

@@ -117,7 +117,7 @@ class Outlet:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop the loss, gradients and results of the last pass."""
         self.begin(None)
 
     def begin(

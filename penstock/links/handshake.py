@@ -73,7 +73,7 @@ def this_machine() -> str:
 
 
 def new_secret() -> str:
-    """One that nobody guesses."""
+    """256 random bits as hexadecimal text, for one pipeline."""
     return secrets.token_hex(32)
 
 
@@ -136,7 +136,7 @@ class Listener:
             return found
 
     def close(self) -> None:
-        """Take no more."""
+        """Close the sockets; connections that were accepted stay open."""
         self._near.close()
         if self._far is not None:
             self._far.close()
@@ -340,7 +340,7 @@ def _introduce(sock: socket.socket, numbers: tuple[int, int], secret: str, timeo
 
 
 def _received(sock: socket.socket, count: int, deadline: float) -> bytes:
-    """So many bytes."""
+    """Exactly `count` bytes, or an error by the deadline."""
     found = b""
     while len(found) < count:
         sock.settimeout(max(0.1, deadline - time.monotonic()))

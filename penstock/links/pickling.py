@@ -37,7 +37,7 @@ def pack(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def unpack(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The object."""
+    """The object that `pack` made into these bytes and tensors."""
     return _Unpacker(io.BytesIO(data), tensors.__getitem__).load()
 
 
@@ -78,7 +78,7 @@ class Outbox:
         self._packer = _Packer(self._buffer, number)
 
     def pack(self, obj: Any) -> bytes:
-        """One more."""
+        """An object as bytes; what earlier ones had in common with it is only referred to."""
         self._buffer.seek(0)
         self._buffer.truncate()
         self._packer.dump(obj)
@@ -97,7 +97,7 @@ class Inbox:
         self._unpacker = _Unpacker(self._buffer, find)
 
     def unpack(self, data: bytes) -> Any:
-        """The next."""
+        """The object that the outbox packed; they must come in the outbox's order."""
         self._buffer.seek(0)
         self._buffer.truncate()
         self._buffer.write(data)

@@ -236,5 +236,4 @@ class Line:
         return Gone(f"the link to rank {self._peer.rank} broke: {error}")
 
     def close(self) -> None:
-        """Close the socket."""
         self._wire.close()

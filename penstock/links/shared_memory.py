@@ -274,7 +274,7 @@ class Taker(Protocol):
     """Takes values to another process."""
 
     def put(self, values: Sequence[Any]) -> None:
-        """Send them."""
+        """Send a micro-batch's values; may wait for room."""
 
 
 class Giver(Protocol):

@@ -80,7 +80,7 @@ class Wire:
         self.close.atexit = False
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """The socket's file descriptor, so that a wire can be polled."""
         return self._socket.fileno()
 
     def send(self, message: Message, timeout: float | None = None) -> None:
@@ -185,7 +185,7 @@ class Wire:
             self._check()
 
     def _rest(self, count: int, timeout: float | None) -> bytes:
-        """So many bytes more."""
+        """Exactly `count` more bytes of a message that has begun."""
         found = bytearray()
         while len(found) < count:
             try:

@@ -51,7 +51,7 @@ class Option:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule."""
+        """The schedule for these stages, by its name or, with rules, fitted to their costs."""
         stages, count = len(self.stretches), self.layout.count
         if self.rules is None:
             return built(self.name, stages, count, self.num_workers)
@@ -61,12 +61,12 @@ class Option:
 
     @property
     def num_workers(self) -> int:
-        """How many there are."""
+        """How many workers run the stages: one for each device of the profile."""
         return len(self.layout.profile.devices)
 
     @cached_property
     def seconds(self) -> float:
-        """The simulated step."""
+        """The simulated seconds of a step."""
         return self.layout.simulated(self.schedule, self.stretches).seconds
 
     @cached_property

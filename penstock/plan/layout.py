@@ -112,7 +112,7 @@ class Layout:
 
     @cached_property
     def weights(self) -> Floats:
-        """(calls,); bytes of weights."""
+        """Bytes of the weights of every call; shape (calls,)."""
         return np.asarray(self.profile.weights, dtype=np.float64)
 
     @cached_property

@@ -94,7 +94,7 @@ class WhatIf:
             )
 
     def link(self, measured: Link) -> Link:
-        """Between two workers."""
+        """The link between two workers: as given, otherwise as measured."""
         speed, latency = self.bandwidth, self.latency
         return Link(
             latency_seconds=measured.latency_seconds if latency is None else latency,
@@ -143,7 +143,7 @@ class Outcome:
 
     @property
     def samples_per_second(self) -> float | None:
-        """The throughput."""
+        """Rows of the whole batch per second; `None` if the case is not possible."""
         return self.batch_size / self.step_seconds if self.step_seconds else None
 
     @property

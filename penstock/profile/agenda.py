@@ -127,7 +127,7 @@ class Agenda:
         return self._costs[rows] / min(expected, default=self._costs[rows]) - 1
 
     def _a_row(self, rows: int) -> float:
-        """Of a size."""
+        """Seconds per row in a micro-batch of so many rows."""
         return self._costs[rows] / rows
 
     def _cost(self, rows: int) -> float:

@@ -125,7 +125,7 @@ class Confidence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def level(self) -> str:
-        """`"high"`, `"fair"` or `"low"`."""
+        """`"high"`, `"fair"` or `"low"`, by the error that is to be expected."""
         return "high" if self.error <= _HIGH else "fair" if self.error <= _FAIR else "low"
 
     def __str__(self) -> str:

@@ -119,7 +119,7 @@ def profile(
 
 
 def _rows(batch_size: int, count: int) -> list[int]:
-    """Of every micro-batch."""
+    """The number of rows of every micro-batch, the larger ones first."""
     smaller, larger = divmod(batch_size, count)
     return [smaller + 1] * larger + [smaller] * (count - larger)
 
@@ -170,7 +170,7 @@ def _whole(passes: Sequence[Timing]) -> tuple[float, float]:
 
 
 def _total(passes: Sequence[Timing]) -> float:
-    """Seconds of both."""
+    """Seconds of the forward and the backward together."""
     return sum(_whole(passes))
 
 

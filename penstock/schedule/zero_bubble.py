@@ -104,5 +104,5 @@ class _Worker:
                 self._actions.append(Action(Kind(kind), stage, microbatch))
 
     def actions(self) -> tuple[Action, ...]:
-        """The list."""
+        """The actions so far, in the order in which the worker does them."""
         return tuple(self._actions)

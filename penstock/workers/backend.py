@@ -145,7 +145,7 @@ class DrivenBackend(Backend):
         return self._devices
 
     def agree(self, program: Program, plan: Plan | None) -> Plan:
-        """This process's plan."""
+        """The plan as it is, after a check that it fits: one process decides for all workers."""
         if plan is None:
             raise PlanError("this process drives all workers, so it has to plan for them")
         plan.check_fits(program.fingerprint, list(map(str, self._devices)), len(program))

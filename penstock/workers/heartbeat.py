@@ -132,7 +132,7 @@ class Beat:
 
 
 def _beat(wires: dict[int, Wire], heard: dict[int, float], over: threading.Event) -> None:
-    """What the thread does."""
+    """Send and receive heartbeats until `over`; runs in a thread of its own."""
     before = time.monotonic()
     while not over.wait(_EVERY):
         now = time.monotonic()

@@ -56,7 +56,7 @@ class LocalParts:
         self._run = run
 
     def step(self, groups: Groups, state: State) -> None:
-        """Update every parameter."""
+        """Run the step of every part on its worker, all at the same time."""
         warn_of_no_gradients(groups)
         for part in self._parts:
             part.state = state  # type: ignore[assignment]
@@ -64,7 +64,7 @@ class LocalParts:
         self._run([part.step for part in self._parts])
 
     def fetch(self, state: State) -> None:
-        """It is there already."""
+        """Does nothing: parts of the same process write into `state` itself."""
 
     def load(self, state: State) -> None:
         """It comes with the next step."""

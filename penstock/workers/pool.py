@@ -270,13 +270,13 @@ class Pool(ABC):
         return None
 
     def close(self, why: str = "close() was called") -> None:
-        """Dismiss the workers."""
+        """Let the workers go, for good; `why` is what later calls will say."""
         if self._closed_because is None:
             self._closed_because = why
             self._dismiss()
 
     def _dispatch(self, number: int) -> Dispatch:
-        """A new dispatch."""
+        """A dispatch of the kind that these workers report to."""
         return Dispatch(number)
 
     @abstractmethod
@@ -309,4 +309,4 @@ class Pool(ABC):
 
     @abstractmethod
     def _dismiss(self) -> None:
-        """Let the workers go."""
+        """End the threads or processes, and give up what they still do."""

@@ -43,7 +43,7 @@ class LinkProbe(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """See above."""
+        """Whether the worker that sends computes on while values travel."""
 
     def copies(self, one: torch.device, other: torch.device) -> bool:
         """Whether values are copied on the way, and not only handed over."""
@@ -115,7 +115,7 @@ def ping(sink: Sink, device: torch.device, size: int, rounds: int) -> list[float
 
 
 def pong(source: Source, device: torch.device, rounds: int) -> None:
-    """Send back what comes."""
+    """Receive what `ping` sends, and send it back as gradients."""
     for _ in range(_WARM_UPS + rounds):
         values = source.receive(0)
         now(device)  # they may still be under way

@@ -96,7 +96,7 @@ class WritePart:
     background: bool
 
     def __call__(self, own: WorkerState) -> None:
-        """Write it."""
+        """Write this worker's tensors and optimizer state by their names in the checkpoint."""
         known = {id(own.tensors[number]): name for number, name in self.parameters.items()}
         states = {
             label: {known.get(id(k), k): v for k, v in own.optimizers[number].state.items()}

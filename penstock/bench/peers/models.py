@@ -41,7 +41,7 @@ class Work(Protocol):
         """The batch, and its target."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of `parameters`."""
+        """The optimizer that every peer uses for its share of `parameters`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Given:
         return self.make()
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of `parameters`."""
+        """Plain SGD, without momentum."""
         return torch.optim.SGD(parameters, lr=self.learning_rate)
 
 
@@ -115,12 +115,12 @@ class Task:
         return images, F.one_hot(labels, NUM_CLASSES).float()
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of `parameters`."""
+        """Plain SGD, without momentum."""
         return torch.optim.SGD(parameters, lr=self.learning_rate)
 
 
 def loss_function(output: Tensor, target: Tensor) -> Tensor:
-    """The mean squared error."""
+    """The mean squared error over all entries of the output."""
     return F.mse_loss(output, target)
 
 

@@ -24,7 +24,7 @@ class Peer(Protocol):
         """Run one training step; its seconds, between barriers, on the slowest rank."""
 
     def close(self) -> None:
-        """Leave nothing running."""
+        """End all processes of the peer, and free what it holds."""
 
 
 class Reading(NamedTuple):

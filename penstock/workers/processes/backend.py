@@ -66,7 +66,7 @@ class ProcessBackend(DrivenBackend):
         return ProcessWorkers(plan, model, self._pool, self.in_order(plan), seconds, kept)
 
     def close(self) -> None:
-        """Dismiss them."""
+        """End the worker processes."""
         self._pool.close()
 
 
@@ -78,13 +78,13 @@ class ProcessProbe:
     overlaps = False  # the sender copies
 
     def copies(self, one: torch.device, other: torch.device) -> bool:
-        """Always, into shared memory."""
+        """Always: values are copied into shared memory."""
         return True
 
     def one_way(
         self, one: torch.device, other: torch.device, size: int, rounds: int
     ) -> Sequence[float]:
-        """Through shared memory."""
+        """The seconds there and back through shared memory, by round."""
         found: list[float] = self._joined(
             partial(ping, device=CPU, size=size, rounds=rounds),
             partial(pong, device=CPU, rounds=rounds),
@@ -92,7 +92,7 @@ class ProcessProbe:
         return found
 
     def overhead(self, one: torch.device, other: torch.device) -> float:
-        """In two processes."""
+        """The larger overhead of two processes that are linked."""
         return float(max(self._joined(_first_overhead, _second_overhead)))
 
     def _joined(self, first: Callable[[Sink], Any], second: Callable[[Source], Any]) -> list[Any]:
@@ -138,4 +138,4 @@ def _second_overhead(link: Source) -> float:
 
 
 def _idle(own: WorkerState) -> None:
-    """Nothing to do."""
+    """A job that does nothing: when it is done, the process has started."""

@@ -81,7 +81,7 @@ class Modes:
         )
 
     def __call__(self, own: WorkerState) -> None:
-        """Have them here, too."""
+        """Give this process the driver's settings of torch."""
         use_threads(self.threads)
         own.patience = 0.0 if self.crowded else SPIN
         if self.keep_freed_memory:
@@ -141,7 +141,7 @@ class AddWay:
     way: bytes
 
     def __call__(self, own: WorkerState) -> None:
-        """Unpack it."""
+        """Map its tensors, unpack its modules, and add it to the assembly of its mode."""
         take(own, self.packages)
         with loading():
             way, modules = own.inbox.unpack(self.way)
@@ -238,7 +238,7 @@ class MakePart:
     used: Sequence[int] = ()
 
     def __call__(self, own: WorkerState) -> None:
-        """Make it."""
+        """Make the part of the optimizer, and drop those that are no longer used."""
         take(own, self.packages)
         own.optimizers = {k: part for k, part in own.optimizers.items() if k in self.used}
         with loading():
@@ -263,7 +263,7 @@ class Step:
     gradients: Gradients
 
     def __call__(self, own: WorkerState) -> None:
-        """Do it."""
+        """Step the part with the settings and the gradients of the driver."""
         part = own.optimizers[self.number]
         use_settings(part, self.settings)
         own.begin(self.gradients)

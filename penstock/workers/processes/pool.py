@@ -90,7 +90,7 @@ class _Process:
                 os.killpg(self.popen.pid, signal.SIGKILL)
 
     def how_it_ended(self) -> str:
-        """In words."""
+        """Its exit code or signal in words; waits up to a second for it to end."""
         deadline = time.monotonic() + 1.0
         while not self.has_ended() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -179,7 +179,7 @@ class ProcessPool(Pool):
 
     @property
     def pids(self) -> list[int]:
-        """The processes' numbers."""
+        """The process id of every worker, in their order."""
         return [process.popen.pid for process in self._processes]
 
     def all_alive(self) -> bool:
@@ -277,7 +277,7 @@ class ProcessPool(Pool):
         process.lost = False
 
     def _opened(self, worker: int, message: Message) -> Result:
-        """What a report says."""
+        """The value or the error of a report, with its tensors from shared memory."""
         process = self._processes[worker]
         try:
             tensors, payload = process.receiver.opened(message)

@@ -90,7 +90,7 @@ class Gradients:
 
 @dataclass
 class _Part:
-    """What one worker has."""
+    """The tensors of one worker, and the slots for their gradients."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -126,7 +126,7 @@ class _Part:
         return tuple(k for k, version in enumerate(before) if version != now[k])
 
     def let_go(self) -> None:
-        """Of the slot."""
+        """Drop the references to the slot that this part had."""
         self._gradients, self.memory = [], None
 
 

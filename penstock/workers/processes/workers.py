@@ -225,7 +225,7 @@ class ProcessWorkers(Workers):
         return news
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
-        """Wait for a pass."""
+        """Wait for a pass, and let the slots' gradients be those of the model."""
         order, current = ticket
         backward = order.what in ("train", "backward")
         self._pool.check_under_way(current)
@@ -259,7 +259,7 @@ class ProcessWorkers(Workers):
         self._doubt()
 
     def _doubt(self) -> None:
-        """Tell the workers everything anew: nobody knows what they have been told."""
+        """Send the workers everything anew: nobody knows what has reached them."""
         self._shared.doubt()
         self._training = [() for _ in range(self._count)]
         for following in self._following:
@@ -381,7 +381,7 @@ class _RemoteParts:
         self._kept = kept
 
     def step(self, groups: Groups, state: State) -> None:
-        """Update every parameter."""
+        """Run the step of every part in its process, all at the same time."""
         settings, workers = settings_of(groups), range(len(self._owners))
         self._ready()
         warn_of_no_gradients(groups)

@@ -294,7 +294,7 @@ class Ranks:
         return report
 
     def _lost(self, rank: int, how: str) -> None:
-        """A rank is gone."""
+        """Note that a rank is gone, and wake everybody who waits for it."""
         self._pollers.clear()
         self._wires.pop(rank).close()
         error = self._died(rank, how)
@@ -406,7 +406,7 @@ class Ranks:
         return _Verdict([], error, rank, self._closed_because)
 
     def _broadcast(self, verdict: _Verdict) -> _Verdict:
-        """Tell everybody."""
+        """Send the verdict to all ranks."""
         sent = verdict
         if verdict.error is not None and verdict.rank <= 0:  # others have come in bytes
             sent = verdict._replace(error=portable(verdict.error, self.names[0]))
@@ -416,7 +416,7 @@ class Ranks:
         return verdict
 
     def close(self, why: str = "close() was called") -> None:
-        """Leave the others."""
+        """Say to the others that this rank leaves, and close the connections."""
         self._closed_because = self._closed_because or why
         for rank in list(self._wires):
             self._send(rank, Message(self.number, LEAVE))

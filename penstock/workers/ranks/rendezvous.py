@@ -129,7 +129,7 @@ class Launch(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """The device of this rank."""
         return torch.device(self.entries[self.ranks.rank].device)
 
 

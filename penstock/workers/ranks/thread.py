@@ -135,6 +135,6 @@ class _Belled(Ringing):
         self._bell = bell
 
     def report(self, worker: int, result: Result) -> None:
-        """Called by the worker."""
+        """Note the result, and ring the bell; called by the worker thread."""
         super().report(worker, result)
         os.eventfd_write(self._bell, 1)

@@ -343,7 +343,7 @@ class RankWorkers(Workers):
         return parts
 
     def close(self) -> None:
-        """Leave the others."""
+        """Finish the save under way, leave the other ranks, and close all connections."""
         if self._writer is not None:
             self._writer.join()
         self._ranks.close()
@@ -373,7 +373,7 @@ class _RankPart:
         self._workers = workers
 
     def step(self, groups: Groups, state: State) -> None:
-        """Update this rank's parameters."""
+        """Step on this rank's parameters; the other ranks do the same with theirs."""
         self._part.state = state  # type: ignore[assignment]
         use_settings(self._part, settings_of(groups))
         warn_of_no_gradients(self._part.param_groups)

@@ -31,7 +31,7 @@ class ThreadBackend(DrivenBackend):
         self.probe = ThreadProbe()
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
-        """Start them."""
+        """Start one thread per device, each with its share of the cores."""
         return ThreadWorkers(plan, self.in_order(plan), self.threads, self.timeout(plan, timeout))
 
 
@@ -47,14 +47,14 @@ class ThreadProbe:
     def one_way(
         self, one: torch.device, other: torch.device, size: int, rounds: int
     ) -> Sequence[float]:
-        """Through a `LocalLink`."""
+        """The seconds there and back through a `LocalLink`, by round."""
         link = LocalLink(one, other)
         jobs = (partial(ping, link, one, size, rounds), partial(pong, link, other, rounds))
         found: list[float] = _run((one, other), jobs, link.abort, link.reset)[0]
         return found
 
     def overhead(self, one: torch.device, other: torch.device) -> float:
-        """In two threads."""
+        """The larger overhead of two threads that are linked."""
         link = LocalLink(one, other)
         jobs = (partial(overhead_here, 0, link, one), partial(overhead_here, 1, link, other))
         return float(max(_run((one, other), jobs, link.abort, link.reset)))

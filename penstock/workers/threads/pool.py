@@ -136,7 +136,7 @@ def _serve(
     threads: int,
     inbox: SimpleQueue[_Order | None],
 ) -> None:
-    """A worker's life."""
+    """Do the jobs in the inbox until there is a `None`; runs as the thread of a worker."""
     use_threads(threads)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         while (order := inbox.get()) is not None:

@@ -83,7 +83,7 @@ class ThreadWorkers(Workers):
         return assembly.run(worker, part, self._positions[worker])
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
-        """Wait for a pass."""
+        """Wait for a pass, and drop the backups by which it could have been undone."""
         order, current = ticket
         self._pool.check_under_way(current)
         try:
@@ -140,7 +140,7 @@ class ThreadWorkers(Workers):
         return self._pool.run(jobs, self._timeout, whole=True)
 
     def close(self) -> None:
-        """Dismiss the workers."""
+        """End the threads; waits five seconds for them."""
         self._pool.close()
         self._pool.join(5.0)
 
