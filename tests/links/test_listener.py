@@ -56,7 +56,7 @@ def apart(address: Address) -> Address:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_both_ways_to_meet(place: Listener, far: bool) -> None:
+def test_both_ways_to_connect(place: Listener, far: bool) -> None:
     secret = new_secret()
     calling = calls(apart(place.address) if far else place.address, (3, 7), secret)
     here = place.accept([(3, 7)], secret, 5)[3, 7]

@@ -28,7 +28,12 @@ def plan(alone: float | None, parallel: float | None, devices: int = 2) -> Plan:
     [
         (2.0, 1.5, "pipeline", "2.00 times as fast as one device (2.00 s), 1.50 times as fast as"),
         (0.5, 0.6, "one device", "One device alone is predicted to be faster (0.50 s): splitting"),
-        (0.6, 0.5, "data parallel", "Data parallelism is predicted to be faster (0.50 s): a copy"),
+        (
+            0.6,
+            0.5,
+            "data parallel",
+            "Data parallelism is predicted to be faster (0.50 s): a replica",
+        ),
         (1.0, None, "one device", "One device alone"),  # as fast, and simpler
         (None, None, "pipeline", "and data parallelism does not fit the memory."),
         (None, 0.5, "data parallel", "Data parallelism"),

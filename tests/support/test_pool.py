@@ -41,7 +41,7 @@ def pipeline() -> ps.Pipeline:
 
 
 def pids_of(pipe: ps.Pipeline) -> list[int]:
-    return list(pipe._runner.workers._workers.pids)  # type: ignore[attr-defined]
+    return list(pipe._runner.workers._pool.pids)  # type: ignore[attr-defined]
 
 
 def test_the_next_test_gets_the_same_processes_and_finds_nothing_in_them() -> None:

@@ -349,7 +349,7 @@ def test_another_thread_closes_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> 
         step(pipe)
         optimizer.step()
         monkeypatch.setattr(process_workers._RemoteParts, "fetch", lambda *a: fetched.append(a))
-        workers = pipe._runner.workers._workers  # type: ignore[attr-defined]
+        workers = pipe._runner.workers._pool  # type: ignore[attr-defined]
         finish = workers.finish
 
         def closed_meanwhile(*arguments: Any) -> Any:
@@ -368,7 +368,7 @@ def test_another_thread_closes_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.filterwarnings("ignore:optimizer.step")  # there are no gradients
 def test_workers_forget_optimizers_that_are_gone() -> None:
     with make(mlp(6, 6, 6), "processes") as pipe:
-        workers = pipe._runner.workers._workers  # type: ignore[attr-defined]
+        workers = pipe._runner.workers._pool  # type: ignore[attr-defined]
         kept = pipe.optimizer(torch.optim.SGD, lr=0.1)
         kept.step()
         for _ in range(3):
