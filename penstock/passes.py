@@ -61,6 +61,9 @@ class Passes:
         program: the captured program.
         plan: how it is cut.
         merge: how the results of micro-batches become that of the batch, see `Pipeline`.
+
+    Attributes:
+        plan: how it is cut, and into how many micro-batches a batch is split.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Passes:
         self._auditor = auditor
         self._program = program
         self._model = program.model
-        self._plan = plan
+        self.plan = plan
         self._merge = merge
         self._mixing = Mixing()
         self._opened = Opened(program)
@@ -104,7 +107,7 @@ class Passes:
         Raises:
             InputError: `ahead` is less than 1.
         """
-        most = 1 + -(-len(self._plan.stages) // self._plan.num_microbatches)
+        most = 1 + -(-len(self.plan.stages) // self.plan.num_microbatches)
         most = most if ahead is None else ahead
         if most < 1:
             raise InputError(f"ahead={ahead} batches cannot be under way; 1 at least")
@@ -200,7 +203,7 @@ class Passes:
         if not role.has_inputs:
             return self._runner.share(None, training)
         try:
-            batch = inputs.batch(self._program, self._plan.num_microbatches)
+            batch = inputs.batch(self._program, self.plan.num_microbatches)
             routed = self._runner.route(batch, training, trains)
         except InputError as error:
             if role.name:

@@ -137,7 +137,7 @@ def verify(
     program = capture(ours, args, named, batch_dim=batch_dim, dynamic=dynamic, keep_closed=closed)
     with Pipeline(ours, args, named, program=program, **options, **splitting) as pipe:
         if splitting.get("num_microbatches", "auto") == "auto":
-            pipe.plan = _in_several(pipe.plan)
+            pipe.plan = pipe._passes.plan = _in_several(pipe.plan)
         count, deferred = pipe.plan.num_microbatches, batchnorm == "deferred"
         oracle = one_device(
             theirs, program, count, args, named, batch_dim=batch_dim, deferred=deferred

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture import Key
+from penstock.engine.ending import Endings
 from penstock.engine.ends import Loss
 from penstock.verification import run_with_threads
 from tests.precision.steps import SCALE, X, Y, island, pipe_of
@@ -34,6 +35,13 @@ def accumulate(model: nn.Module, scaler: torch.amp.GradScaler, m: int = 3) -> to
 def assert_same(pipe: ps.Pipeline, twin: nn.Module) -> None:
     theirs = twin.state_dict()
     assert all(torch.equal(v, theirs[k]) for k, v in pipe.state_dict().items())
+
+
+class Nothing(Endings):
+    """The endings of a model that returns nothing."""
+
+    def result(self, microbatch: int, values: Any) -> Any:
+        return None
 
 
 @pytest.mark.parametrize(
@@ -127,7 +135,7 @@ def test_the_gradient_to_start_from_is_autograds(dtype: torch.dtype, scale: floa
     loss = torch.ones((), dtype=dtype, requires_grad=True)
     (start,) = torch.autograd.grad((loss * 0.3) * torch.tensor(scale), loss)
     scaled = Loss(lambda output: loss * 1, [()], [0.3], scale=scale)
-    _, found = scaled.of(0, Key(0, 0, 0), (), lambda m, v: None)
+    _, found = scaled.of(0, Key(0, 0, 0), (), Nothing())
     assert torch.equal(found, start)
     assert found.dtype is dtype
 
