@@ -11,6 +11,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -319,7 +320,7 @@ def _kind_of(value: Any) -> type[_Held] | None:
         elif isinstance(value, _ARRAYS):
             _KINDS[kind] = _Array
         else:
-            looked_into = is_helper(value) and not isinstance(value, GENERATORS)
+            looked_into = is_helper(value) and not isinstance(value, (*GENERATORS, PurePath))
             _KINDS[kind] = _Held if looked_into else None
     if _KINDS[kind] is _Array and not _is_kept(value):
         return None

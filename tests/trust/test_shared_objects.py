@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,4 +76,23 @@ def test_cuts_between_them_are_refused_by_name() -> None:
 def test_what_nobody_changes_may_be_shared() -> None:
     config = SimpleNamespace(n=2)
     program = ps.capture(nn.Sequential(*(Reading(config) for _ in range(3))), (X,))
+    assert not program.cuts.reasons
+
+
+class Located(nn.Module):
+    """Knows a path, which keeps what it computes of itself."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.lin, self.path = nn.Linear(6, 6), path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hash(self.path)
+        return self.lin(x) * float(bool(x.sum() > -1e9))  # closes it
+
+
+def test_a_path_that_modules_share_is_nothing_that_they_change() -> None:
+    path = Path("somewhere") / "else"
+    program = ps.capture(nn.Sequential(Located(path), nn.Linear(6, 6), Located(path)), (X,))
+    assert {"0", "2"} <= set(program.closed)
     assert not program.cuts.reasons
