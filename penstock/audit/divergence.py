@@ -35,6 +35,8 @@ def difference(
 ) -> Difference:
     """The first call of the model's own forward that is not as it was recorded.
 
+    What fails in looking for it is only mentioned, for that the two differ is known already.
+
     Args:
         program: the recording.
         trace: the way through it.
@@ -42,14 +44,26 @@ def difference(
         args, kwargs: of the micro-batch.
         microbatch: its sizes and random key.
     """
-    model, key = program.model, microbatch.key
     try:
-        with untouched(model), torch.no_grad():
-            theirs, calls, stopped = heard_forward(program, model, args, kwargs, key)
-        with untouched(model), torch.no_grad():
-            ours = replay_heard(program, model, args, kwargs, key, trace)
+        return _first(program, trace, plan, args, kwargs, microbatch)
     except Exception as error:
-        return Difference(None, None, "", _module(model, ""), f"{_CHANGED} ({error})")
+        failed = f"the search for the call failed ({type(error).__name__}: {error})"
+        return Difference(None, None, "", _module(program.model, ""), f"{_CHANGED}; {failed}")
+
+
+def _first(
+    program: Program,
+    trace: Trace,
+    plan: Plan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    microbatch: MicroBatch,
+) -> Difference:
+    model, key = program.model, microbatch.key
+    with untouched(model), torch.no_grad():
+        theirs, calls, stopped = heard_forward(program, model, args, kwargs, key)
+    with untouched(model), torch.no_grad():
+        ours = replay_heard(program, model, args, kwargs, key, trace)
     known = {call.identity: number for number, call in enumerate(trace.calls)}
     reached = -1
     for call in calls:

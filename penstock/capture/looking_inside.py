@@ -83,8 +83,11 @@ class Opening:
                 self.closed[path] = "it has backward hooks, which must run around it"
 
     def is_open(self, path: str) -> bool:
-        """Whether the program looks inside this module, and inside all that it is in."""
-        if any(outer in self.closed for outer in with_owners(path)):
+        """Whether the program looks inside this module, and inside all that it is in.
+
+        Modules that the model has got since are closed: nothing is known of them.
+        """
+        if path not in self.modules or any(outer in self.closed for outer in with_owners(path)):
             return False
         module = self.modules[path]
         composite = any(True for _ in module.children()) and not isinstance(module, _FUSED)

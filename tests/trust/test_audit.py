@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import penstock as ps
+from penstock.audit import blame
 from penstock.audit.pace import Pace
+from penstock.capture.guards import Guards
 from tests.support.models import uniform_plan
 from tests.support.pool import pooled
 
@@ -186,6 +188,47 @@ def test_what_nobody_sees_is_found_before_the_step(name: str) -> None:
         after = snapshot(pipe, optimizer)
         assert len(after) == len(before) > 8
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("part", ["heard_forward", "replay_heard", "same_tensor", "_difference"])
+def test_a_search_for_the_call_that_fails_does_not_hide_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("blocks.1")
+
+    with split(Global()) as pipe:
+        monkeypatch.setattr(blame, part, fails)
+        SCALE[0] = 2.0
+        with pytest.raises(ps.AuditError, match=r"search .* failed \(KeyError: 'blocks.1'\)") as it:
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert it.value.module == "the model itself (Global)"
+        assert (it.value.stage, it.value.call) == (None, None)
+
+
+class Repeated(Two):
+    """Calls a list of modules, each of which has modules itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8))])
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def test_modules_that_nobody_saw_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Repeated()
+    with split(model) as pipe:
+        monkeypatch.setattr(Guards, "hold", lambda _: True)
+        model.blocks.append(nn.Sequential(nn.Linear(8, 8)))
+        with pytest.raises(ps.AuditError, match=r"calls blocks\.1 now, which it did not") as it:
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert it.value.module == "blocks.1 (Sequential)"
+        with pytest.raises(ps.CaptureError, match="does something else than with the sizes"):
+            pipe(torch.cat([X] * 30))  # of a size that is recorded first
 
 
 def train_without_clearing(pipe: Any, optimizer: Any, steps: int) -> None:
