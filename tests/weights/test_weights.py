@@ -268,6 +268,35 @@ def test_a_forward_that_reads_what_weights_give_cannot_be_captured_without() -> 
         ps.capture(model, (X,))
 
 
+class Adds(nn.Module):
+    """Adds to a copy of its input, in place, what its weight gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y += self.c(x)
+        return self.c(y)
+
+
+def test_a_module_that_changes_values_of_inputs_by_its_weights_is_closed_without_them() -> None:
+    with ps.empty_weights():
+        model = nn.Sequential(nn.Tanh(), Adds(), nn.Tanh())
+    program = ps.capture(model, (X,))
+    assert "changes a tensor by what weights give (1.add_())" in program.closed["1"]
+    assert len(program) == 3
+    with ps.Pipeline(
+        model,
+        devices=["cpu", "cpu"],
+        program=program,
+        num_microbatches=1,
+        weights=ps.SeededWeights(1),
+    ) as pipe:
+        assert torch.equal(pipe(X), model(X))
+
+
 class Moves(Reads):
     """Reads the inputs' values after it has moved them to the weights' device."""
 
