@@ -65,6 +65,7 @@ figures: $(READY)
 	$(BIN)/python -m benchmarks.keep out/figures/rpc.json rpc
 	$(BIN)/python -m benchmarks.compare --record
 	$(BIN)/python -W ignore -m benchmarks.processes --record
+	$(BIN)/python -W ignore -m benchmarks.capture_time --record
 	$(BIN)/python -m benchmarks.tables
 
 clean:

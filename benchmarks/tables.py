@@ -1,4 +1,4 @@
-"""The tables of README, made from what was measured and lies in docs/data.
+"""The tables of README and the docs, made from what was measured and lies in docs/data.
 
     python -m benchmarks.tables [--check]
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.record import DATA, ROOT
 
-PAGES = ("README.md",)
+PAGES = ("README.md", "docs/design.md")
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
@@ -62,6 +62,30 @@ def processes(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", conditions(report)])
 
 
+def capture_time(report: dict[str, Any]) -> str:
+    """What capturing takes in memory, beside plain steps of the example and of a row."""
+    columns = ("capture", "step", "row")
+    lines = [
+        "| | calls | capturing | a step of the example | a step of one row |",
+        "|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        cells = [row["model"], str(row["capture"]["calls"])]
+        for column in columns:
+            live, resident = (row[column][what] / 2**20 for what in ("live", "resident"))
+            cells.append(f"{live:.0f} ({resident:.0f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "MiB of tensors beyond the model at most, and in parentheses by how much the process "
+            f"grew. A step is a forward and a backward in plain PyTorch. Torch {report['torch']}, "
+            f"commit {report['commit']}, {report['date']}.",
+        ]
+    )
+
+
 def cell(row: dict[str, Any], name: str) -> str:
     """Seconds, and by how much Penstock's processes are faster than a peer; its configuration."""
     seconds = f"{row['median']:.3g}"
@@ -82,7 +106,11 @@ def conditions(report: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"compare": compare, "processes": processes}
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "compare": compare,
+    "processes": processes,
+    "capture_time": capture_time,
+}
 
 
 def filled(text: str, data: Path = DATA) -> str:

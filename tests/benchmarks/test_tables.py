@@ -1,4 +1,4 @@
-"""Tables of README are what the data in docs/data say, and the data say where they come from."""
+"""Tables of the docs are what the data in docs/data say, which say where they come from."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_the_docs_say_what_the_data_say() -> None:
         assert tables.filled(text) == text, "run python -m benchmarks.tables"
 
 
-def test_readme_has_a_place_for_every_table() -> None:
-    text = (tables.ROOT / "README.md").read_text()
+def test_the_docs_have_a_place_for_every_table() -> None:
+    text = "".join((tables.ROOT / page).read_text() for page in tables.PAGES)
     assert [found[2] for found in tables._TABLE.finditer(text)] == list(tables.TABLES)
 
 
@@ -85,6 +85,14 @@ def test_a_page_is_filled(tmp_path: Path) -> None:
 def test_a_line_a_model() -> None:
     found = tables.processes(PROCESSES)
     assert "| ResNet-50 | 1 | 0.9 | 1.5 (1.50x; 1F1B, m=4) | does not run |" in found
+
+
+def test_memory_is_in_mebibytes() -> None:
+    sizes = [{"live": k << 20, "resident": (k + 1) << 20} for k in (3, 5, 7)]
+    row = dict(zip(("capture", "step", "row"), sizes, strict=True))
+    row["capture"]["calls"] = 52
+    found = tables.capture_time({**ORIGIN, "rows": [{"model": "U-Net", **row}]})
+    assert "| U-Net | 52 | 3 (4) | 5 (6) | 7 (8) |" in found
 
 
 def test_data_have_an_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

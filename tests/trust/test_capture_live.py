@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import penstock as ps
+from benchmarks.memory import peak
+from benchmarks.unet import UNet
 from penstock.capture import opening
-from tests.trust.live import peak
-from tests.trust.unet import UNet
 
 
 class Attention(nn.Module):

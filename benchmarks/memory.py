@@ -1,14 +1,19 @@
-"""Counts the bytes of tensors that are alive, which is the same on every machine."""
+"""What something holds in memory at most: bytes of tensors that live, and of the process."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+"""The environment of a process whose peak is one of what is in use: large blocks that are freed go
+back to the kernel."""
 
 
 class Live(TorchDispatchMode):
@@ -27,6 +32,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run an operation, and count what it gives."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -52,3 +58,14 @@ def peak(function: Callable[[], Any]) -> int:
     with Live() as live:
         function()
     return live.peak
+
+
+def resident(what: str = "VmRSS") -> int:
+    """Bytes of memory that this process has; with `"VmHWM"` those that it has had at most."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[what].split()[0]) * 1024
+
+
+def forget_peak() -> None:
+    """From now on the process's peak counts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
