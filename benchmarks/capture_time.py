@@ -150,9 +150,10 @@ def hold(case: Case, way: str, frozen: bool) -> dict[str, int]:
     found: dict[str, int] = {}
     if way == "row":
         given = tree_map(lambda leaf: leaf[:1].clone(), given)
+    known = (*model.parameters(), *model.buffers(), *tree_leaves(given))
     forget_peak()
     before = resident()
-    with Live() as live:
+    with Live(known) as live:
         if way == "capture":
             found["calls"] = len(ps.capture(model, **given))
         else:
@@ -204,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = timed(built, options.rounds)
     rows = []
     for name in chosen:
-        row = {"model": name, "seconds": seconds.get(name, [])}
+        row: dict[str, Any] = {"model": name, "seconds": seconds.get(name, [])}
         row |= {way: held(name, way) for way in WAYS}
         rows.append(row)
         print(described(row), flush=True)

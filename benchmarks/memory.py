@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ back to the kernel."""
 class Live(TorchDispatchMode):
     """While open, notes how many bytes the results of operations hold at most at the same time.
 
+    Args:
+        beyond: tensors that were there before; views of them hold nothing more.
+
     Attributes:
         now: the bytes of those that are alive.
         peak: the most that these have been.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beyond: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._before = {tensor.untyped_storage()._cdata for tensor in beyond}
         self._seen: set[int] = set()
 
     def __torch_dispatch__(
@@ -41,7 +45,7 @@ class Live(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or storage.device.type == "meta":
+        if key in self._seen or key in self._before or storage.device.type == "meta":
             return
         self._seen.add(key)
         self.now += size
@@ -53,9 +57,9 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-def peak(function: Callable[[], Any]) -> int:
-    """The bytes that what a function computes holds at most."""
-    with Live() as live:
+def peak(function: Callable[[], Any], beyond: Iterable[torch.Tensor] = ()) -> int:
+    """The bytes that what a function computes holds at most, beyond tensors that were there."""
+    with Live(beyond) as live:
         function()
     return live.peak
 
@@ -63,7 +67,8 @@ def peak(function: Callable[[], Any]) -> int:
 def resident(what: str = "VmRSS") -> int:
     """Bytes of memory that this process has; with `"VmHWM"` those that it has had at most."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[what].split()[0]) * 1024
+    kibibytes: str = lines[what].split()[0]
+    return int(kibibytes) * 1024
 
 
 def forget_peak() -> None:

@@ -73,6 +73,13 @@ def test_what_is_counted_is_what_lives_at_the_same_time() -> None:
     assert peak(three) == 8000
 
 
+def test_views_of_what_was_there_before_hold_nothing_more() -> None:
+    weight = torch.ones(1000)
+    assert peak(lambda: weight.view(10, 100).t()) == 4000
+    assert peak(lambda: weight.view(10, 100).t() + 1, beyond=[weight]) == 4000
+    assert peak(lambda: weight.view(10, 100).t(), beyond=[weight]) == 0
+
+
 def test_a_step_counts_what_its_backward_needs() -> None:
     model = nn.Sequential(*(nn.Sigmoid() for _ in range(10)))
     x = torch.ones(1000, requires_grad=True)
