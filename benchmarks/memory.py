@@ -67,8 +67,7 @@ def peak(function: Callable[[], Any], beyond: Iterable[torch.Tensor] = ()) -> in
 def resident(what: str = "VmRSS") -> int:
     """Bytes of memory that this process has; with `"VmHWM"` those that it has had at most."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    kibibytes: str = lines[what].split()[0]
-    return int(kibibytes) * 1024
+    return int(lines[what].split()[0]) * 1024
 
 
 def forget_peak() -> None:

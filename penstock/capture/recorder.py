@@ -306,6 +306,13 @@ class Recorder(TorchFunctionMode):
         )
         return self.trace
 
+    def __exit__(self, *raised: Any) -> None:
+        """The forward has ended: hold on to no input, as references in cycles keep the recorder."""
+        super().__exit__(*raised)
+        self._inputs = []
+        if self.weightless is not None:
+            self.weightless.begin(())
+
     def end(self, result: Any) -> None:
         """Finish the trace with what the model returned."""
         self._check_draws("")
