@@ -79,9 +79,10 @@ def capture_time(report: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            "MiB of tensors beyond the model at most, and in parentheses by how much the process "
-            f"grew. A step is a forward and a backward in plain PyTorch. Torch {report['torch']}, "
-            f"commit {report['commit']}, {report['date']}.",
+            "MiB of tensors beyond the model at most, and in parentheses by how much the process\n"
+            "grew. A step is a forward and a backward in plain PyTorch, with one thread.\n"
+            f"{report['machine']['processor']}, torch {report['torch']}, commit "
+            f"{report['commit']}, {report['date']}.",
         ]
     )
 
