@@ -497,6 +497,7 @@ def stopped(rank: int, victim: int) -> Any:
         mode.update(where="backward", after=1, do=stop)
     found = raised(lambda: step(pipe))
     if rank == (victim + 1) % 3:
+        time.sleep(3)  # the third rank looks once a second
         os.kill(pid, signal.SIGCONT)
     return workers._ranks.timeout, found, raised(lambda: step(pipe))
 
