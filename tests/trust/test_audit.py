@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import penstock as ps
-from penstock.audit import blame
+from penstock.audit import divergence as blame
 from penstock.audit.pace import Pace
 from penstock.capture.guards import Guards
 from tests.support.models import uniform_plan
