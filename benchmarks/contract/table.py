@@ -15,7 +15,8 @@ Results = Mapping[Case, Mapping[str, Verdict]]
 
 _HEAD = """# What stays exact
 
-Written by `python -m benchmarks.contract`, with torch {torch}, on two CPU workers each. Every case
+Written by `python -m benchmarks.contract`, at commit {commit} with torch
+{torch}, on two CPU workers each. Every case
 is a small training script, a function in `benchmarks/contract/cases`. One device runs it in
 plain PyTorch and accumulates the micro-batches in order; then Penstock runs it, and two that come
 with PyTorch. Everything that is there in the end is compared: gradients, parameters, buffers,
@@ -50,7 +51,7 @@ def as_markdown(results: Results) -> str:
         asked = [verdicts[name] for verdicts in results.values() if verdicts[name].applies]
         counts.append(f"{name} {sum(verdict.is_exact for verdict in asked)} of {len(asked)}")
     lines += ["", f"Exact, of the cases that apply: {'; '.join(counts)}."]
-    return _HEAD.format(torch=torch.__version__) + "\n".join(lines) + "\n"
+    return _HEAD.format(torch=torch.__version__, commit=origin()["commit"]) + "\n".join(lines) + "\n"
 
 
 def _cell(verdict: Verdict) -> str:
