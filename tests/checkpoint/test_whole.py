@@ -65,13 +65,15 @@ def test_a_file_that_safetensors_still_writes_grows(
 ) -> None:
     """Or a part that takes long would be given up as one that nobody writes."""
     sizes: list[int] = []
+    alone = threading.Lock()  # workers write at the same time
 
     def slow(tensors: Any, path: str, metadata: Any) -> None:
         one = Part(str(tmp_path), 1, 0, 2)
         temporary = Path(path).with_name(".tmpVxqV6A")
-        for size in (1000, 2000):
-            temporary.write_bytes(bytes(size))
-            sizes.append(saver._size_of(one))
+        with alone:
+            for size in (1000, 2000):
+                temporary.write_bytes(bytes(size))
+                sizes.append(saver._size_of(one))
         raise OSError("that is enough")
 
     monkeypatch.setattr(part, "save_file", slow)
