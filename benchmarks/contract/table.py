@@ -51,7 +51,8 @@ def as_markdown(results: Results) -> str:
         asked = [verdicts[name] for verdicts in results.values() if verdicts[name].applies]
         counts.append(f"{name} {sum(verdict.is_exact for verdict in asked)} of {len(asked)}")
     lines += ["", f"Exact, of the cases that apply: {'; '.join(counts)}."]
-    return _HEAD.format(torch=torch.__version__, commit=origin()["commit"]) + "\n".join(lines) + "\n"
+    head = _HEAD.format(torch=torch.__version__, commit=origin()["commit"])
+    return head + "\n".join(lines) + "\n"
 
 
 def _cell(verdict: Verdict) -> str:

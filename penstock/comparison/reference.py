@@ -17,6 +17,7 @@ from penstock.capture.seeding import seeded
 from penstock.devices.cores import use_threads
 from penstock.engine.batchnorm import Norms
 from penstock.errors import WorkerTimeout
+from penstock.links.wire import interrupts_wait
 from penstock.oracle import Around, BatchDim, Oracle, without_history
 
 _GRACE = 5.0  # seconds that work which is given up may go on for
@@ -114,11 +115,13 @@ def run_with_threads(
 
     modes = ambient()
     thread = threading.Thread(target=lambda: _under(modes, work), daemon=True)
-    thread.start()
     try:
+        with interrupts_wait():  # until it is known that it runs
+            thread.start()
         thread.join(timeout)
     except BaseException:  # an impatient user, but what it works on must not change under it
-        thread.join(_GRACE)
+        if thread.ident is not None:
+            thread.join(_GRACE)
         raise
     if thread.is_alive():
         raise WorkerTimeout(

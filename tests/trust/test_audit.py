@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import penstock as ps
 from penstock.audit import divergence as blame
 from penstock.audit.pace import Pace
 from penstock.capture.guards import Guards
+from penstock.comparison.reference import run_with_threads
 from tests.support.models import uniform_plan
 from tests.support.pool import pooled
 
@@ -561,3 +564,24 @@ def test_what_a_forward_writes_through_a_view_of_its_input_is_written_once() -> 
     assert torch.equal(*losses)
     assert torch.equal(*left)
     assert torch.equal(left[0][:, 0], X[:, 0] * 0.5)
+
+
+def test_an_interrupt_as_the_reference_starts_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it works on, and hangs hooks on, is the user's model."""
+    done: list[int] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    def slow() -> None:
+        time.sleep(0.3)
+        done.append(1)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_with_threads(slow, 1)
+    assert done
