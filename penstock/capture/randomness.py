@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,9 +82,10 @@ def type_checks_apart(model: nn.Module) -> Iterator[None]:
     own = random.Random(0).getrandbits
     spaces = {id(space): space for space in map(vars, _around(model))}
     changed = []
-    for function in [value for space in spaces.values() for value in list(space.values())]:
-        defaults = getattr(function, "__kwdefaults__", None)
-        if isinstance(defaults, dict) and _CHECKS in defaults:
+    values = [value for space in spaces.values() for value in list(space.values())]
+    for function in [value for value in values if type(value) is FunctionType]:
+        defaults = function.__kwdefaults__
+        if defaults and _CHECKS in defaults:
             changed.append((defaults, defaults[_CHECKS]))
             defaults[_CHECKS] = own
     try:

@@ -275,3 +275,28 @@ def test_what_beartype_draws_closes_nothing() -> None:
     assert len(program) == 4
     wrapper: Any = Checked.forward
     assert wrapper.__kwdefaults__["__beartype_getrandbits"] == random.getrandbits
+
+
+class Absent:
+    """Stands for a package that is not there, as lazy imports do: whatever is asked of it fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("it is not installed")
+
+
+absent = Absent()
+
+
+class BesideAbsent(nn.Module):
+    """A model in a file with such a thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).relu())
+
+
+def test_what_stands_for_an_absent_package_is_not_asked() -> None:
+    assert not ps.capture(BesideAbsent(), (torch.randn(3, 4),)).closed
