@@ -24,8 +24,6 @@ from penstock.schedule import Timeline
 from penstock.workers.backend import Workers
 from penstock.workers.ways import Ways
 
-_WHAT = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
-
 
 @dataclass
 class Counts:
@@ -206,7 +204,7 @@ class Runner:
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
-        with self.given_up(), self.workers.operation(_WHAT[order.what]):
+        with self.given_up(), self.workers.operation(order.name):
             return self.finish(self.start(order))
 
     @contextmanager

@@ -18,6 +18,8 @@ from penstock.schedule import Event
 Pass = Literal["train", "forward", "backward", "infer"]
 """What a pass does: both directions interleaved, or one of them, or forwards without gradients."""
 
+_NAMES = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
+
 
 @dataclass(frozen=True)
 class Order:
@@ -48,6 +50,11 @@ class Order:
     recorded: bool = False
     trial: bool = False
     wanted: Sequence[nn.Parameter] | None = None
+
+    @property
+    def name(self) -> str:
+        """What the user has called for it."""
+        return _NAMES[self.what]
 
     def back(
         self,

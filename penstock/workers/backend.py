@@ -123,9 +123,11 @@ class Backend(ABC):
 
     def wait(self, progress: Progress | None) -> None:
         """Until the workers have started; `progress` as in `Pipeline`."""
+        return
 
     def close(self) -> None:
         """Dismiss the workers, if they never got a plan."""
+        return
 
 
 class DrivenBackend(Backend):
@@ -226,6 +228,7 @@ class Workers(ABC):
 
     def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what a stage uses to its worker, as soon as it has values."""
+        return
 
     @abstractmethod
     def add(self, way: NewWay) -> None:
@@ -241,6 +244,7 @@ class Workers(ABC):
         Raises:
             InputError: something was, and what would work.
         """
+        return
 
     @abstractmethod
     def start(self, order: Order) -> Any:

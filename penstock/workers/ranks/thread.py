@@ -16,6 +16,7 @@ from penstock.workers.pool import Dispatch, Result
 from penstock.workers.threads.pool import Ringing, ThreadPool
 
 _SLICE = 1.0  # seconds that are waited at once
+_GRACE = 5.0  # seconds that the thread has to end
 
 
 class RankThread(ThreadPool):
@@ -71,8 +72,17 @@ class RankThread(ThreadPool):
         """What was raised; if a neighbour broke a link, other ranks know why."""
         return current.failures()[0]
 
+    def release(self) -> None:
+        """Close the file descriptors, unless a pass that cannot be stopped still uses them."""
+        self.join(_GRACE)
+        if self.bell >= 0 and not any(thread.is_alive() for thread in self._threads):
+            os.close(self.bell)
+            os.close(self._stop)
+            self.bell = self._stop = -1
+
     def _signal_stop(self) -> None:
-        os.eventfd_write(self._stop, 1)
+        if self._stop >= 0:
+            os.eventfd_write(self._stop, 1)
 
     def _clear(self) -> None:
         self._drained(self._stop)
@@ -81,6 +91,8 @@ class RankThread(ThreadPool):
     @staticmethod
     def _drained(event: int) -> bool:
         """Whether an event had happened; now it has not."""
+        if event < 0:
+            return False
         try:
             return bool(os.eventfd_read(event))
         except BlockingIOError:

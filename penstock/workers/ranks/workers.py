@@ -52,8 +52,6 @@ from penstock.workers.ranks.thread import RankThread
 from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay
 
-_WHAT = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
-
 T = TypeVar("T")
 
 
@@ -211,7 +209,7 @@ class RankWorkers(Workers):
     def finish(self, ticket: _Ticket) -> Outcome:
         """Wait for this rank's part of a pass, and hear what has come of all."""
         try:
-            with self.operation(_WHAT[ticket.order.what]):
+            with self.operation(ticket.order.name):
                 own = self._own(ticket.dispatch)
                 parts = self._ranks.end(_for_others(own))
         except BaseException as error:
@@ -348,6 +346,7 @@ class RankWorkers(Workers):
             self._writer.join()
         self._ranks.close()
         self._thread.close()
+        self._thread.release()
         self._copy.close()
         self._launch.others.listener.close()
         for wire in self._wires:
