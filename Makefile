@@ -45,28 +45,28 @@ bench: $(READY)
 	@mkdir -p out
 	$(BIN)/penstock bench
 	$(BIN)/penstock bench rpc
-	$(BIN)/python -m benchmarks.compare --json out/compare.json
-	$(BIN)/python -W ignore -m benchmarks.processes --json out/processes.json
-	$(BIN)/python -W ignore -m benchmarks.links --json out/links.json
-	$(BIN)/python -W ignore -m benchmarks.sleeping --json out/sleeping.json
-	$(BIN)/python -W ignore -m benchmarks.capture_time --json out/capture.json
-	$(BIN)/python -W ignore -m benchmarks.large --json out/large.json
-	$(BIN)/python -m benchmarks.partition --large --json out/partition.json
-	$(BIN)/python -W ignore -m benchmarks.halves --json out/halves.json
-	$(BIN)/python -W ignore -m benchmarks.truth --json out/truth.json
+	$(BIN)/python -m penstock.bench compare --json out/compare.json
+	$(BIN)/python -W ignore -m penstock.bench processes --json out/processes.json
+	$(BIN)/python -W ignore -m penstock.bench links --json out/links.json
+	$(BIN)/python -W ignore -m penstock.bench sleeping --json out/sleeping.json
+	$(BIN)/python -W ignore -m penstock.bench capture_time --json out/capture.json
+	$(BIN)/python -W ignore -m penstock.bench large --json out/large.json
+	$(BIN)/python -m penstock.bench partition --large --json out/partition.json
+	$(BIN)/python -W ignore -m penstock.bench halves --json out/halves.json
+	$(BIN)/python -W ignore -m penstock.bench truth --json out/truth.json
 
 # What README shows: measured, kept in docs/data, and written into the page. Take a quiet machine.
 figures: $(READY)
 	@mkdir -p docs/data
 	$(BIN)/penstock bench --quick --output out/figures
-	$(BIN)/python -m benchmarks.keep out/figures/bench.json bench
+	$(BIN)/python -m penstock.bench record out/figures/bench.json bench
 	cp out/figures/bars.png out/figures/sweep.png docs/images/
 	$(BIN)/penstock bench rpc --quick --output out/figures
-	$(BIN)/python -m benchmarks.keep out/figures/rpc.json rpc
-	$(BIN)/python -m benchmarks.compare --record
-	$(BIN)/python -W ignore -m benchmarks.processes --record
-	$(BIN)/python -W ignore -m benchmarks.capture_time --record
-	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m penstock.bench record out/figures/rpc.json rpc
+	$(BIN)/python -m penstock.bench compare --record
+	$(BIN)/python -W ignore -m penstock.bench processes --record
+	$(BIN)/python -W ignore -m penstock.bench capture_time --record
+	$(BIN)/python -m penstock.bench tables
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

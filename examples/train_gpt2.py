@@ -30,10 +30,10 @@ from rich.table import Table
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.comparison.reference import run_with_threads
 from penstock.display.progress import Progress, callback
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.observe.timeline import save_figure
-from penstock.verification import run_with_threads
 
 RANK, RANKS = (int(os.environ.get(name, k)) for k, name in enumerate(("RANK", "WORLD_SIZE")))
 NOWHERE = open(os.devnull, "w") if RANK else None  # noqa: SIM115 - under torchrun, rank 0 prints

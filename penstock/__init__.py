@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.capture import Program, capture
     from penstock.checkpoint.checkpoint import Checkpoint, load
-    from penstock.comparison.verify_report import VerifyReport
+    from penstock.comparison.compare import VerifyReport
     from penstock.errors import (
         AuditError,
         CaptureError,
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerTimeout,
     )
+    from penstock.passes import StepResult
     from penstock.pipeline import Pipeline
     from penstock.plan import Plan, plan
     from penstock.profile import Profile
     from penstock.profile.measure import profile
-    from penstock.training.result import StepResult
     from penstock.verification import verify
     from penstock.weights import SeededWeights, empty_weights
 
@@ -54,8 +54,8 @@ _HOMES = {
     "RowsWarning": "penstock.errors",
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
-    "StepResult": "penstock.training.result",
-    "VerifyReport": "penstock.comparison.verify_report",
+    "StepResult": "penstock.passes",
+    "VerifyReport": "penstock.comparison.compare",
     "WorkerDied": "penstock.errors",
     "WorkerError": "penstock.errors",
     "WorkerTimeout": "penstock.errors",

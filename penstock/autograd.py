@@ -34,8 +34,8 @@ from penstock.runner import Runner
 returns the gradients of the inputs."""
 
 
-def check_untransformed(given: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise if derivatives are asked for that stages do not compute.
+def check_untransformed(given: object, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise if derivatives are wanted that stages do not compute.
 
     Args:
         given: containers with the tensors that enter.
@@ -48,7 +48,7 @@ def check_untransformed(given: Any, parameters: Iterable[torch.Tensor]) -> None:
         raise InputError(
             "a pipeline cannot be transformed by torch.func (grad, vmap, jvp and the like), which "
             "do not reach into its workers. Transform the model itself, pipe.model; gradients in "
-            "reverse mode are to be had by torch.autograd.grad(pipe(x).sum(), x)"
+            "reverse mode are available by torch.autograd.grad(pipe(x).sum(), x)"
         )
     if torch.autograd.forward_ad._current_level < 0:
         return
@@ -116,7 +116,7 @@ def deliver(
         results: the last stage's, of every micro-batch.
         parameters: whose gradients the passage may leave in this process.
         unfed: inputs that were given where the first stage is not. They get no gradient, but may
-            be asked for, so that all ranks run the same script.
+            be wanted, so that all ranks run the same script.
     """
     if not any(passage.differentiable):
         return [list(part) for part in results]
@@ -156,9 +156,9 @@ class _Drive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         anchor, *nodes = (node for node, _ in ctx.next_functions)
-        asked = _asked(anchor, nodes[len(ctx.places) :], ctx.parameters)
-        with _beside(asked.apart) as taken:
-            gradients = ctx.passage.backward(asked.parameters)
+        wanted = _wanted(anchor, nodes[len(ctx.places) :], ctx.parameters)
+        with _beside(wanted.apart) as taken:
+            gradients = ctx.passage.backward(wanted.parameters)
         _guard(ctx.parameters)
         found = [gradients[m][k] if m in gradients else None for m, k in ctx.places]
         return (None, None, None, *found, *(taken.get(id(p)) for p in ctx.parameters))
@@ -204,7 +204,7 @@ def _is_batched(gradient: torch.Tensor) -> bool:
     return "Batched" in torch._C._dispatch_keyset_to_string(torch._C._dispatch_keys(gradient))
 
 
-class _Asked(NamedTuple):
+class _Wanted(NamedTuple):
     """What the backward that is running is to compute.
 
     Attributes:
@@ -216,7 +216,7 @@ class _Asked(NamedTuple):
     apart: Sequence[nn.Parameter] = ()
 
 
-def _asked(anchor: Node, nodes: Sequence[Node], parameters: Sequence[nn.Parameter]) -> _Asked:
+def _wanted(anchor: Node, nodes: Sequence[Node], parameters: Sequence[nn.Parameter]) -> _Wanted:
     """What autograd asks for, in the midst of a backward.
 
     Args:
@@ -228,7 +228,7 @@ def _asked(anchor: Node, nodes: Sequence[Node], parameters: Sequence[nn.Paramete
         InputError: `autograd.grad` asks for a parameter with hooks.
     """
     if torch._C._will_engine_execute_node(anchor):
-        return _Asked(None)
+        return _Wanted(None)
     added, apart = [], []
     for node, parameter in zip(nodes, parameters, strict=True):
         try:
@@ -245,7 +245,7 @@ def _asked(anchor: Node, nodes: Sequence[Node], parameters: Sequence[nn.Paramete
             "added up, which only backward() does: call backward(inputs=[...]) and read .grad, or "
             "remove the hooks"
         )
-    return _Asked([*added, *apart], apart)
+    return _Wanted([*added, *apart], apart)
 
 
 @contextmanager

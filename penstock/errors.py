@@ -1,27 +1,27 @@
 """Every error that Penstock raises on purpose.
 
     PenstockError
-    ├── AuditError         the pipeline no longer does what the model's own forward does
-    ├── CaptureError       the model's forward cannot be recorded as asked
-    ├── CheckpointError    a checkpoint cannot be written, or what is there is not as it was written
+    ├── AuditError         the pipeline no longer computes what the model's own forward computes
+    ├── CaptureError       the model's forward cannot be recorded
+    ├── CheckpointError    a checkpoint cannot be written or read
     ├── InputError         a batch, target, loss or argument does not fit
-    │   └── DeviceError    a device that this machine does not have
-    ├── PlanError          no plan satisfies what was asked
-    ├── ScheduleError      a schedule that would deadlock or do its work wrongly
+    │   └── DeviceError    this machine does not have the device
+    ├── PlanError          no plan satisfies the request
+    │   └── RequestError   cuts or modules do not fit the program; an InputError as well
+    ├── ScheduleError      a schedule would deadlock or is incorrect
     ├── ClosedError        the pipeline was closed, by the user or by an error
     ├── WorkerError        a worker failed; the cause is chained
-    │   └── WorkerDied     its process ended, or was killed
+    │   └── WorkerDied     its process ended or was killed
     └── WorkerTimeout      a worker did not answer in time
 
     RowsWarning            a loss or a result of micro-batches is not that of the whole batch
 
-A message says what, the values, why, and the nearest thing that works.
+A message says what is wrong, with the values, why, and the nearest thing that works.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 class PenstockError(Exception):
@@ -29,22 +29,22 @@ class PenstockError(Exception):
 
 
 class RowsWarning(UserWarning):
-    """Rows meet other rows in a loss or in the model, so micro-batches make something else.
+    """Rows depend on other rows in a loss or in the model, so micro-batches give other values.
 
-    It is said once. `warnings.filterwarnings("ignore", category=penstock.RowsWarning)` where it is
-    meant so, as in gradient accumulation.
+    Issued once. If this is intended, as in gradient accumulation, use
+    `warnings.filterwarnings("ignore", category=penstock.RowsWarning)`.
     """
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a model's own forward parts from the program that was recorded of it.
+    """The first call in which a model's own forward differs from the recorded program.
 
     Attributes:
-        stage: the stage that makes the call; `None` if that is not known.
-        call: its number in the program; `None` if that is not known.
-        label: what it is, `"head.softmax()"` for instance.
-        module: whose forward makes it, by name and class.
+        stage: the stage of the call; `None` if unknown.
+        call: its number in the program; `None` if unknown.
+        label: its description, such as `"head.softmax()"`.
+        module: name and class of the module whose forward makes it.
         why: what is known of the cause.
     """
 
@@ -62,14 +62,13 @@ class Difference:
 
 
 class AuditError(PenstockError):
-    """The pipeline no longer does what the model's own forward does.
+    """The pipeline no longer computes what the model's own forward computes.
 
-    Raised before the pass is run: parameters, gradients, buffers and random generators are as they
-    were before it.
+    Raised before the pass runs. Parameters, gradients, buffers and random generators are unchanged.
 
     Attributes:
-        step: the pass before which it was found, counted from 0 since the pipeline was built.
-        microbatch: which of its micro-batches was run both ways.
+        step: the number of the pass, counted from 0 since the pipeline was built.
+        microbatch: the number of the audited micro-batch, from 0.
         stage, call, label, module: where the difference arises, see `Difference`.
         why: what is known of the cause.
     """
@@ -80,23 +79,23 @@ class AuditError(PenstockError):
         self.module, self.why = place.module, place.why
         super().__init__(
             f"micro-batch {microbatch} of pass {step} {what}. It arises {place}. The pipeline runs "
-            "what the forward did when it was recorded. If its Python reads something else since "
-            "(a module-level variable, a closure, a file, the clock), pass that in as an input, "
+            "the forward as it was recorded. If its Python reads a value that has changed since "
+            "(a module-level variable, a closure, a file, the clock), pass it in as an input, "
             "keep it in a buffer, build the pipeline with keep_closed=[...] for the module that "
-            "reads it, which then runs its own Python, or build the pipeline anew after each "
-            "change. The pass was not run, and everything is as it was before"
+            "reads it, which then runs its own Python, or build the pipeline again after each "
+            "change. The pass was not run, and nothing has changed"
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.what, self.microbatch, self.step, self.place)
 
 
 class CaptureError(PenstockError):
-    """The model's forward cannot be recorded as asked."""
+    """The model's forward cannot be recorded."""
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint cannot be written, or what is there is not as it was written."""
+    """A checkpoint cannot be written, or is missing, incomplete or damaged."""
 
 
 class InputError(PenstockError, ValueError):
@@ -104,15 +103,19 @@ class InputError(PenstockError, ValueError):
 
 
 class DeviceError(InputError):
-    """A device that this machine does not have."""
+    """This machine does not have the device."""
 
 
 class PlanError(PenstockError):
-    """No plan satisfies what was asked."""
+    """No plan satisfies the request."""
+
+
+class RequestError(PlanError, InputError):
+    """The requested cuts or modules do not fit the program."""
 
 
 class ScheduleError(PenstockError):
-    """A schedule that would deadlock, or that does not do each action exactly once."""
+    """A schedule would deadlock, or does not run each action exactly once."""
 
 
 class ClosedError(PenstockError):
@@ -120,23 +123,23 @@ class ClosedError(PenstockError):
 
 
 _AGAIN = (
-    ". Its model is as it was left, with its weights: to go on, build another pipeline, "
+    ". Its model keeps its weights: to continue, build another pipeline, "
     "Pipeline(pipe.model, ..., plan=pipe.plan)"
 )
 _IN_RANKS = (
-    ". Every rank's model has the weights of its own stages only: to go on, build another pipeline "
-    "on all ranks and restore a checkpoint"
+    ". Every rank's model has the weights of its own stages only: to continue, build another "
+    "pipeline on all ranks and restore a checkpoint"
 )
 TORN = "some have done their part, and others not: load a checkpoint"
-IN_A_FORK = "this process is a fork of the one that has built it, which alone can use it"
+IN_A_FORK = "this process is a fork of the process that has built it; only that one can use it"
 
 
 def closed(why: str, in_ranks: bool = False) -> ClosedError:
-    """The error for a pipeline that is closed: why, and how to go on.
+    """The error for a closed pipeline: why it is closed, and how to continue.
 
     Args:
-        why: in words.
-        in_ranks: whether it has ranks, each with a copy of the model.
+        why: the reason, in words.
+        in_ranks: whether its workers are ranks, each with its own model.
     """
     if why == IN_A_FORK or TORN in why:
         return ClosedError(f"the pipeline is closed: {why}")
@@ -146,15 +149,14 @@ def closed(why: str, in_ranks: bool = False) -> ClosedError:
 class WorkerError(PenstockError):
     """A worker failed while running an action; `__cause__` is the original exception.
 
-    If that happened in another process, the traceback from there is a note.
+    If it failed in another process, the traceback from there is added as a note.
 
     Attributes:
-        stage: the stage that failed, from 0; `None` if the worker ran none.
-        microbatch: the micro-batch it was working on, from 0; `None` if it was at none.
-        action: what it was doing, `"forward"`, `"loss"`, `"metrics"` or `"backward"`; or
-            `"optimizer step"`, which may have updated some parameters and others not; or
-            `"start"`.
-        worker: which, from 0.
+        stage: the stage that failed, from 0; `None` if no stage was running.
+        microbatch: the micro-batch, from 0; `None` if there was none.
+        action: `"forward"`, `"loss"`, `"metrics"`, `"backward"`, `"start"`, or
+            `"optimizer step"`, after which only some parameters may be updated.
+        worker: the number of the worker, from 0.
     """
 
     def __init__(
@@ -181,10 +183,10 @@ class WorkerError(PenstockError):
             f"{cause}"
         )
 
-    def _arguments(self) -> tuple[Any, ...]:
+    def _arguments(self) -> tuple[object, ...]:
         return self.stage, self.microbatch, self.action, self.__cause__, self.worker
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         state = {k: v for k, v in vars(self).items() if k == "__notes__"}
         return type(self), self._arguments(), state
 
@@ -192,12 +194,12 @@ class WorkerError(PenstockError):
 class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says which
     """The process of a worker ended while it was needed. The pipeline is closed.
 
-    What its interpreter has written in the end, if anything, is a note.
+    The last output of its interpreter, if any, is added as a note.
 
     Attributes:
-        worker: which, from 0.
-        stage, microbatch, action: what it was doing; `None` if that is not known, and `""` if it
-            was between passes.
+        worker: the number of the worker, from 0.
+        stage, microbatch: what it was working on; `None` if unknown.
+        action: what it was doing; `""` between passes.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
         ending = f"; the pipeline is closed{_torn(self.action)}"
         return f"worker {self.worker} {self._how} {where}{ending}"
 
-    def _arguments(self) -> tuple[Any, ...]:
+    def _arguments(self) -> tuple[object, ...]:
         return self.worker, self._how, self.stage, self.microbatch, self.action
 
 
@@ -224,8 +226,8 @@ class WorkerTimeout(PenstockError, TimeoutError):  # noqa: N818 - "TimeoutError"
     The message says what every worker was doing.
 
     Attributes:
-        worker: the one that is late, from 0; of several, one that does not wait for another.
-        stage, microbatch, action: what it was doing, as far as that is known.
+        worker: the late worker, from 0; if there are several, one that does not wait for another.
+        stage, microbatch, action: what it was doing, as far as known.
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class WorkerTimeout(PenstockError, TimeoutError):  # noqa: N818 - "TimeoutError"
 
 
 def _torn(action: str) -> str:
-    """What else there is to say of a failed action."""
+    """What a message adds for a failed optimizer step."""
     if action != "optimizer step":
         return ""
-    return ". Some parameters may have been updated, and others not: load a checkpoint"
+    return ". Only some parameters may have been updated: load a checkpoint"

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -76,7 +75,7 @@ def profile_beside(path: Path) -> Path:
 
 
 class _Versioned(msgspec.Struct):
-    """What every version of a file has."""
+    """The field that plans and profiles of all versions have."""
 
     version: int
 
@@ -100,7 +99,7 @@ def what_is(content: bytes) -> str | None:
     return next((what for what, mark in _MARKS.items() if mark in keys), None)
 
 
-def readable(value: Any) -> bytes:
+def readable(value: object) -> bytes:
     """JSON with a line for every entry of a dictionary, and for every list or dictionary in a list.
 
     Plain lists are on one line, and so are short dictionaries in lists.
@@ -108,7 +107,7 @@ def readable(value: Any) -> bytes:
     return (_text(value) + "\n").encode()
 
 
-def _text(value: Any, margin: str = "") -> str:
+def _text(value: object, margin: str = "") -> str:
     inner = margin + "  "
     if isinstance(value, dict) and value:
         entries = (f"{_json(key)}: {_text(item, inner)}" for key, item in value.items())
@@ -118,7 +117,7 @@ def _text(value: Any, margin: str = "") -> str:
     return _json(value)
 
 
-def _item(value: Any, margin: str) -> str:
+def _item(value: object, margin: str) -> str:
     line = _json(value)
     is_short = isinstance(value, dict) and len(line) <= _SHORT
     return line if is_short else _text(value, margin)
@@ -129,5 +128,5 @@ def _block(start: str, entries: Iterable[str], end: str, margin: str) -> str:
     return f"{start}\n{lines}\n{margin}{end}"
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()

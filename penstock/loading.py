@@ -70,7 +70,7 @@ def _configuration(kind: str) -> Any:
     return CONFIG_MAPPING[kind]()
 
 
-def _is_configuration(found: Any) -> bool:
+def _is_configuration(found: object) -> bool:
     return (
         hasattr(found, "model_type")
         and "transformers" in sys.modules
@@ -94,7 +94,7 @@ def _of_transformers(config: Any) -> torch.nn.Module:
         except ValueError:  # there is no such head
             continue
         return model
-    raise InputError(f"transformers builds no model of a {type(config).__name__}")
+    raise InputError(f"transformers has no model for a {type(config).__name__}")
 
 
 def parse_input(text: str) -> tuple[str | None, torch.Tensor]:

@@ -67,7 +67,7 @@ def input_of(text: str) -> Input:
     dtype = (match["dtype"] or "float32") if match else ""
     if not match or dtype not in _DTYPES:
         raise InputError(
-            f"{text!r} is no input: write a shape (8x3x224x224), a dtype with a shape "
+            f"{text!r} is not an input: write a shape (8x3x224x224), a dtype with a shape "
             "(float32[8,10]), an integer dtype with a bound (int64[8,512]<50257), each with "
             "name= before it for a keyword argument"
         )
@@ -86,7 +86,7 @@ def target_of(text: str) -> Target:
         close = difflib.get_close_matches(text, _kinds(), 3)
         kinds = f", or a kind of transformers' models, {' or '.join(close)}" if close else ""
         raise InputError(
-            f"{text!r} names no callable: write package.module:callable or file.py:callable, also "
+            f"{text!r} is not a callable: write package.module:callable or file.py:callable, also "
             f"with arguments, package.module:callable(32){kinds}"
         )
     name, args, kwargs = _called(text, expression)

@@ -41,11 +41,11 @@ class Around:
         return nullcontext()
 
     def forward(self, step: int, microbatch: int) -> AbstractContextManager[None]:
-        """Around the forward of one."""
+        """Around the forward of one micro-batch."""
         return nullcontext()
 
     def loss(self, step: int, microbatch: int) -> AbstractContextManager[None]:
-        """Around the loss of one."""
+        """Around the loss of one micro-batch, but not around its backward."""
         return nullcontext()
 
 
@@ -93,7 +93,7 @@ class Oracle:
         self,
         step: int,
         loss_fn: Callable[..., torch.Tensor],
-        target: Any = None,
+        target: object = None,
         weight: str | Callable[..., Any] | None = "rows",
     ) -> torch.Tensor:
         """Accumulate the gradients of a batch.
@@ -124,13 +124,13 @@ class Oracle:
         return result
 
     def forward(self, step: int, microbatch: int) -> Any:
-        """What the model gives for one micro-batch."""
+        """What the model gives for the micro-batch of this number, with its history."""
         args, kwargs = self.microbatches[microbatch]
         with self._around.forward(step, microbatch):
             return self.model(*args, **kwargs)
 
     def forwards(self, step: int) -> list[Any]:
-        """What it gives for every one."""
+        """What the model gives for every micro-batch, in order."""
         with self._around.batch(step):
             return [self.forward(step, k) for k in range(len(self.rows))]
 
@@ -143,7 +143,7 @@ class Oracle:
         return self.merged(self.forwards(step))
 
     def call_and_backward(
-        self, step: int, loss_fn: Callable[..., torch.Tensor], target: Any = None
+        self, step: int, loss_fn: Callable[..., torch.Tensor], target: object = None
     ) -> Any:
         """The result of the batch; one loss of all of it, and its backward by micro-batch.
 
@@ -205,12 +205,12 @@ class Oracle:
         )
         return map_tensors(lambda _: next(merged), self.unsplit())
 
-    def without_last_row(self, target: Any = None) -> tuple[Oracle, Any]:
+    def without_last_row(self, target: object = None) -> tuple[Oracle, Any]:
         """The same for a batch, and its target, that lack the last row of these."""
         most = [sum(self.rows) - 1, 1]
         args, kwargs = self._split(most)[0]
-        given = {"batch_dim": self._batch_dim, "around": self._around}
-        smaller = Oracle(self.model, args, kwargs, len(self.rows), **given)  # type: ignore[arg-type]
+        count, dim = len(self.rows), self._batch_dim
+        smaller = Oracle(self.model, args, kwargs, count, batch_dim=dim, around=self._around)
         return smaller, split(target, most, 0)[0]
 
     @property
@@ -288,7 +288,7 @@ def row_dim(whole: torch.Tensor, parts: Sequence[torch.Tensor], rows: Sequence[i
     return None
 
 
-def split(tree: Any, rows: Sequence[int], dim: Dim) -> list[Any]:
+def split(tree: object, rows: Sequence[int], dim: Dim) -> list[Any]:
     """For every micro-batch of so many rows its part of all tensors with this dimension."""
     if dim is None:
         return [tree] * len(rows)
@@ -301,7 +301,7 @@ def split(tree: Any, rows: Sequence[int], dim: Dim) -> list[Any]:
     return [map_tensors(part(k), tree) for k in range(len(rows))]
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: object) -> Any:
     """The same tree with `function` applied to its tensors, from left to right."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -320,7 +320,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
+def tensors(tree: object) -> list[torch.Tensor]:
     """The tensors of a tree, from left to right."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, tree)

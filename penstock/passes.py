@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,19 +20,17 @@ from penstock.engine.batch import Batch, ByHand, Whole, arguments
 from penstock.engine.ends import Apart, Loss
 from penstock.engine.hooks import Opened
 from penstock.engine.microbatch import Merge, merge
-from penstock.engine.mixing import Mixing
-from penstock.engine.objective import Objective
+from penstock.engine.objective import Mixing, Objective
 from penstock.engine.orders import Order, Outcome, Pass
-from penstock.engine.reading import Left, check_reads
 from penstock.engine.stage import MicroBatch
+from penstock.engine.user_functions import Left, check_reads
 from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
 from penstock.runner import Runner
-from penstock.training.result import StepResult
 from penstock.workers.ways import Ways
 
 
-def left_elsewhere(program: Program, plan: Plan, calls_loss: bool) -> Left:
+def _left_elsewhere(program: Program, plan: Plan, calls_loss: bool) -> Left:
     """What a forward leaves in attributes and the loss cannot read.
 
     It can where the module runs right before it, in the last stage, and is not cut off from it by
@@ -50,6 +48,23 @@ def left_elsewhere(program: Program, plan: Plan, calls_loss: bool) -> Left:
     return Left(program.model, [p for p in places if near.isdisjoint(with_owners(p[0]))])
 
 
+class StepResult(NamedTuple):
+    """The loss of a step, with its outputs and metrics.
+
+    Attributes:
+        loss: the loss of the batch, a detached scalar on the device of the last stage.
+        outputs: the model's detached result for the batch, as `pipe(x)` returns it; a list with one
+            per micro-batch for `outputs="list"` and `train_microbatches`. `None` without
+            `outputs=`.
+        metrics: the detached results of the metrics function, in the order of the micro-batches.
+            `None` without `metrics=`.
+    """
+
+    loss: torch.Tensor
+    outputs: Any = None
+    metrics: list[Any] | None = None
+
+
 class Passes:
     """Batches of the user's as passes: split, routed, ordered, audited, run, and put together.
 
@@ -63,7 +78,7 @@ class Passes:
         merge: how the results of micro-batches become that of the batch, see `Pipeline`.
 
     Attributes:
-        plan: how it is cut, and into how many micro-batches a batch is split.
+        num_microbatches: into how many a batch is split.
     """
 
     def __init__(
@@ -74,12 +89,13 @@ class Passes:
         self._auditor = auditor
         self._program = program
         self._model = program.model
-        self.plan = plan
+        self.num_microbatches = plan.num_microbatches
+        self._num_stages = len(plan.stages)
         self._merge = merge
         self._mixing = Mixing()
         self._opened = Opened(program)
         calls_loss = runner.workers.role.calls_loss
-        self._left = left_elsewhere(program, plan, calls_loss)
+        self._left = _left_elsewhere(program, plan, calls_loss)
         apart = Apart(program.model, runner.workers.ownership.apart, plan.splits_backward)
         self._apart = apart if calls_loss else None
 
@@ -107,14 +123,14 @@ class Passes:
         Raises:
             InputError: `ahead` is less than 1.
         """
-        most = 1 + -(-len(self.plan.stages) // self.plan.num_microbatches)
-        most = most if ahead is None else ahead
+        enough = 1 + -(-self._num_stages // self.num_microbatches)
+        most = enough if ahead is None else ahead
         if most < 1:
-            raise InputError(f"ahead={ahead} batches cannot be under way; 1 at least")
+            raise InputError(f"ahead={ahead} must be at least 1")
         return self._results(batches, most)
 
     def _results(self, batches: Iterable[Any], most: int) -> Iterator[Any]:
-        """The results of batches, of which so many are under way."""
+        """The results of batches in order, of which `most` are under way at a time."""
         started: deque[_Started] = deque()
         with self._runner.given_up():
             try:
@@ -130,7 +146,7 @@ class Passes:
                         self._runner.finish(ticket)
 
     def _start(self, inputs: Any) -> _Started:
-        """Start a batch, without gradients."""
+        """Start a batch of `map`, which is not waited for."""
         with self._operation("a batch of map"), torch.no_grad():
             check_untransformed(inputs, self._model.parameters())
             order = self._order("infer", self._batch(Whole(*arguments(inputs)), trains=False))
@@ -138,7 +154,7 @@ class Passes:
             return self._runner.start(order), result
 
     def _result(self, started: _Started) -> Any:
-        """What has become of it."""
+        """Wait for a batch of `map`, and put its result together."""
         ticket, result = started
         return result(self._runner.finish(ticket).parts)
 
@@ -170,7 +186,7 @@ class Passes:
         return step_result(objective, outcome, result)
 
     def _loss(self, objective: Objective, batch: Batch) -> Loss | None:
-        """What the last stage ends in, where it is fed with targets."""
+        """The loss for the last stage; `None` in a process that does not have it."""
         if not self._workers.role.has_loss:
             return None
         check_reads("loss", objective.loss_fn, self._left)
@@ -203,7 +219,7 @@ class Passes:
         if not role.has_inputs:
             return self._runner.share(None, training)
         try:
-            batch = inputs.batch(self._program, self.plan.num_microbatches)
+            batch = inputs.batch(self._program, self.num_microbatches)
             routed = self._runner.route(batch, training, trains)
         except InputError as error:
             if role.name:
@@ -214,7 +230,6 @@ class Passes:
         return self._runner.share(routed, training)
 
     def _order(self, what: Pass, batch: Batch, loss: Loss | None = None) -> Order:
-        """The order for a batch."""
         return self._runner.order(what, batch, self._model.training, loss)
 
     def _result_of(self, order: Order, merge: Merge, graph: bool = False) -> Result:
@@ -262,8 +277,8 @@ def step_result(
     for name, found in there.items():
         if wanted[name] and not found:
             raise InputError(
-                f"{name}= was given on this rank, and not on the one with the last stage, which "
-                "alone can make them: give it there, too"
+                f"{name}= was given on this rank, but not on the rank with the last stage, which "
+                "computes them: give it there, too"
             )
     metrics = [outcome.metrics[k] for k in sorted(outcome.metrics)]
     return StepResult(
@@ -305,5 +320,5 @@ class Result:
         return self.merge(each) if callable(self.merge) else each
 
 
-_Started = tuple[Any, Result]
+_Started = tuple[tuple[Order, object], Result]
 """A batch of `map`: the ticket of its pass, and what makes its result."""

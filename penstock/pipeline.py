@@ -1,26 +1,25 @@
-"""`Pipeline`: the user's model on all devices. Composes everything below it."""
+"""`Pipeline`: the user's model on all devices. Each method delegates to the part that does it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, Self, SupportsIndex
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import nn
 
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
 from penstock.capture import Program
+from penstock.capture.capturing import CaptureOptions
 from penstock.capture.dims import BatchDim, Dynamic
-from penstock.capture.options import CaptureOptions
 from penstock.checkpoint.saver import Save, Saver
 from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices
-from penstock.display.terminal import showing
+from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.microbatch import Merge, check_merge
@@ -30,14 +29,11 @@ from penstock.errors import InputError
 from penstock.links.casting import in_words, name_of
 from penstock.passes import Passes
 from penstock.plan import Plan
-from penstock.plan.by_name import Cut
-from penstock.plan.request import Recompute, Request
-from penstock.planning.planner import given_or_planned
-from penstock.profile.measure import Progress
+from penstock.plan.request import Cut, Recompute, Request
+from penstock.planning.planner import decide_plan
 from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.training.hints import explaining, no_attribute, optimizer_class
-from penstock.training.module_like import evaluating
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
 from penstock.training.scaling import PipelineScaler, scale_of
@@ -51,72 +47,77 @@ from penstock.workers.placement import place
 class Pipeline:
     """A model split over devices, trained and called like the model itself.
 
-    Threads and processes work on the model's own parameters: optimizers, `state_dict()` and
-    everything else that reads `model` go on working. Worker processes share them with this one:
-    each has the tensors of its stages in memory that both map, and copies of its modules. They
-    follow `train()`, `eval()` and `requires_grad`; other attributes of modules are as they were in
-    the beginning, and what a module keeps in attributes, or a loss in a list, stays in the process.
-    Hooks are called there, and must have been registered before.
+    Threads and worker processes use the model's own parameters, so optimizers, `state_dict()` and
+    other code that reads `model` work as usual. Worker processes have the parameters and buffers in
+    shared memory, and copies of the modules. The copies follow `train()`, `eval()`,
+    `requires_grad` and other attributes that the script sets; attributes that a module sets itself
+    stay in its process. Hooks are called in the worker, and must be registered before the pipeline
+    is built.
 
-    Under torchrun every rank runs the same script and is one worker. It has a copy of the model, in
-    which it uses and trains the parameters of its own stages and leaves the others as they are.
-    All ranks must call the same methods in the same order. The rank with the first stage needs the
-    inputs, the one with the last stage the target and `loss_fn`; on the others they may be left
-    out, and are not looked at. The loss, the result of `pipe(x)`, the norm of
-    `clip_grad_norm_` and the state dicts are the same on every rank. `loss.backward()` is called
-    by all; what counts is the loss of the rank with the last stage. A state to be loaded is given
-    to every rank. If one rank fails, all raise the same error.
+    Under torchrun every rank runs the same script and is one worker. It uses and trains the
+    parameters of its own stages in its model and leaves the others unchanged. All ranks must call
+    the same methods in the same order. The rank with the first stage needs the inputs, the rank
+    with the last stage the target and `loss_fn`; other ranks may omit them, and ignore them
+    otherwise. The loss, the result of `pipe(x)`, the norm of `clip_grad_norm_` and the state dicts
+    are the same on every rank. All ranks call `loss.backward()`; the loss of the rank with the last
+    stage is used. `load_state_dict` needs the full state on every rank. If one rank fails, all
+    raise the same error.
 
     Args:
         model: any module.
-        args: example positional arguments, of the batch size that will be usual.
+        args: example positional arguments, with the usual batch size.
         kwargs: example keyword arguments.
-        devices: where the stages run, in order, one each; a device may be listed twice. A `"cpu"`
-            is one worker with its share of the cores as intra-op threads. Or their number: the
-            first GPUs of this machine, or so many CPU workers. Under torchrun one for
-            each rank, of that rank's machine; left out, each rank has `"cuda:LOCAL_RANK"` if there
-            is CUDA, else `"cpu"`.
-        num_microbatches: into how many a batch is split, or `"auto"`. A batch of fewer rows is
-            split into as many as it has rows.
-        schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"`.
-        workers: `"threads"` of this process, `"processes"` of this machine that this one drives, or
-            `"torchrun"`: the ranks that torchrun has started, on any number of machines. `"auto"`
-            is `"torchrun"` in a process that torchrun has started with others, an error in one
-            that something else has (a process group, mpirun, srun), else `"threads"`.
-        plan: a plan to follow, or the name of its file, instead of profiling and planning. Under
-            torchrun rank 0 plans, or reads the plan, for all.
-        cuts: cut before these modules (by their qualified names), instead of choosing; one fewer
-            than there are devices.
-        recompute: which activations are not held but computed again in the backward: `"none"`,
-            `"all"`, `"boundaries"`, `"auto"`, or modules by name; see `plan.request.Request`.
-        memory_limit: bytes that every worker may hold, or a text like `"8GiB"`.
-        stages_per_worker: for schedules that take any number.
-        tune: measure the best few plans, on a copy of the model, and keep the fastest.
-        boundary_dtype: `torch.bfloat16` or `torch.float16` to send floating point values, and their
-            gradients, from stage to stage in it. It rounds them, so it changes results.
+        devices: the devices of the workers, in order; a device may be listed several times. Each
+            `"cpu"` is one worker with its share of the cores as intra-op threads. An integer n
+            means the first n GPUs, or n CPU workers if there is no GPU. Under torchrun, one device
+            for each rank, on that rank's machine; by default `"cuda:LOCAL_RANK"` if CUDA is
+            available, otherwise `"cpu"`.
+        num_microbatches: the number of micro-batches of a batch, or `"auto"`. A batch with fewer
+            rows is split into single rows.
+        schedule: a name in `penstock.schedule.SCHEDULES`, or `"auto"`.
+        workers: `"threads"` of this process; `"processes"` on this machine, driven by this process;
+            or `"torchrun"`, the ranks that torchrun has started, on any number of machines.
+            `"auto"` is `"torchrun"` if torchrun has started several ranks, and `"threads"`
+            otherwise. It is an error if something else has started several ranks (a process group,
+            mpirun, srun).
+        plan: a plan, or the path of its file, to use instead of profiling and planning. Under
+            torchrun, rank 0 plans, or reads the plan, for all.
+        cuts: qualified names of modules; the model is cut before them. One fewer than devices.
+        recompute: which activations are recomputed in the backward instead of held: `"none"`,
+            `"all"`, `"boundaries"`, `"auto"`, or names of modules; see `plan.request.Request`.
+        memory_limit: bytes that every worker may hold, or a string such as `"8GiB"`.
+        stages_per_worker: for schedules that take any number, or `"auto"`.
+        tune: whether to measure the best few plans, on a copy of the model, and use the fastest.
+        boundary_dtype: `torch.bfloat16` or `torch.float16`: floating point values and their
+            gradients are rounded to it where they cross from stage to stage. This changes results.
+        replicas: the number of replicas of all stages, which share the micro-batches of a batch;
+            each runs on its part of the devices. Gradients are added in the order of micro-batches,
+            so the results do not depend on it. `"auto"` is the number that is predicted to be
+            fastest. More than one is possible with threads on CPUs.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
-        keep_closed: modules that must stay whole, see `penstock.capture`.
-        batchnorm: running statistics move with every `"microbatch"`, or once per batch with those
-            of all its rows (`"deferred"`); see `penstock.engine.batchnorm`.
+        keep_closed: names of modules that must stay whole, see `penstock.capture`.
+        batchnorm: `"microbatch"` updates running statistics with every micro-batch, `"deferred"`
+            once per batch with the statistics of all its rows; see `penstock.engine.batchnorm`.
         merge: how the results of micro-batches become that of the batch. `"auto"`: as the model
-            would give it; what cannot be put together so is an error. `"rows"`: also where it
-            depends on the other rows, or on their order: one after the other. `"list"`: not at all,
-            they come in a list. A function of that list: what it returns.
-        program: a program of `model` captured before, instead of capturing.
-        weights: where parameters that are on the `meta` device come from: a state dict, the name
-            of a file of one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
-        timeout: seconds that a step may take; `None` derives it from the plan: fifty times the
-            predicted step, and a minute at least, as first steps are slower. Under torchrun the
-            wait for ranks that are not yet there counts, and `None` is ten minutes at least.
-        allocator: `"keep"` lets the process keep freed memory for the next step, which is faster
-            on CPUs; `"system"` leaves the C library's behaviour.
-        audit: `"auto"`, `n`, or `None`: when one micro-batch of a pass is run by the model's own
-            forward and backward on one device as well, and compared bit for bit. `"auto"`: often
-            in the first twenty passes, then for less than 0.5 % of the time; `n`: before every n-th
-            pass. Not under torchrun, where no rank has all weights; `audit` says what was done.
-        progress: called as building goes on, with steps done, steps in all, and what is done.
-            `"auto"`: in a terminal or a notebook, a line that shows it after two seconds.
+            would return it; a result for which this is impossible is an error. `"rows"`:
+            concatenated, even if rows depend on other rows or on their order. `"list"`: a list with
+            one result per micro-batch. A function: what it returns for that list.
+        program: a program that was captured from `model` before.
+        weights: the source of parameters on the `meta` device: a state dict, the path of a file
+            with one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
+        timeout: seconds that a step may take. `None` means fifty times the predicted step, but at
+            least a minute, as first steps are slower. Under torchrun this includes the wait for
+            other ranks, and `None` means at least ten minutes.
+        allocator: `"keep"` makes the process keep freed memory for the next step, which is faster
+            on CPUs; `"system"` does not change the C library's settings.
+        audit: when one micro-batch of a pass also runs through the model's own forward and backward
+            on one device, to be compared bit for bit. `"auto"`: often in the first twenty passes,
+            then for less than 0.5 % of the time. An integer n: before every n-th pass. `None`:
+            never. There is no audit under torchrun, as no rank has all weights.
+        progress: called while the pipeline is built, with the number of steps done, the number of
+            all steps, and a description. `"auto"` shows a progress line after two seconds, in a
+            terminal or a notebook.
 
     Attributes:
         plan: the plan in use.
@@ -124,11 +125,11 @@ class Pipeline:
         model: the user's module.
         threads_per_worker: intra-op threads of each CPU worker.
         allocator_kept: whether the process was told to keep freed memory.
-        links: how values get from every stage to the next, in words.
+        links: for every stage but the last, how values get to the next, in words.
 
     Raises:
         DeviceError: a device does not exist.
-        InputError: arguments that do not fit together.
+        InputError: the arguments do not fit together.
         PlanError: the model cannot be cut into that many stages.
         CaptureError: the model's forward cannot be recorded.
     """
@@ -150,6 +151,7 @@ class Pipeline:
         stages_per_worker: int | Literal["auto"] = "auto",
         tune: bool = False,
         boundary_dtype: torch.dtype | None = None,
+        replicas: int | Literal["auto"] = 1,
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
@@ -170,6 +172,7 @@ class Pipeline:
             memory_limit=memory_limit,
             stages_per_worker=stages_per_worker,
             boundary_dtype=name_of(boundary_dtype),
+            replicas=replicas,
         )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
@@ -189,14 +192,9 @@ class Pipeline:
                     program = recording.capture(model, args, kwargs)
             self.program = program
             source = source_of(model, weights)
-            with backend.operation("the planning"):
-                made = None
-                if backend.leads:
-                    made = given_or_planned(
-                        plan, program, args, kwargs, backend, request, tune, report
-                    )
-                plan = self.plan = backend.agree(program, made)
-            program.check_cuts([a for s in plan.stages for a, _, _ in s.spans if a > 0])
+            plan = self.plan = decide_plan(
+                plan, program, args, kwargs, backend, request, tune, report
+            )
             running = backend.start(plan, model, timeout)
             stack.callback(running.close)
             place(program, plan.cuts, running.homes, source, running.hold)
@@ -223,44 +221,42 @@ class Pipeline:
         scaler: PipelineScaler | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of a batch, interleaved: the fast path.
+        """Run the forwards and backwards of a batch, interleaved by the schedule.
 
-        Gradients add up in `.grad`, as `backward()` leaves them. They are bit for bit those of
-        one device that runs the same micro-batches one after the other. If anything fails, `.grad`
-        is as it was before. Under `torch.no_grad()` or `torch.inference_mode()` there is no
-        backward: the loss, and what else is asked for, is returned, and `.grad` stays as it is.
+        Gradients are added to `.grad`, as by `backward()`. They are bitwise those of one device
+        that runs the same micro-batches in order. If an error is raised, `.grad` is restored. Under
+        `torch.no_grad()` or `torch.inference_mode()` there is no backward, and `.grad` does not
+        change.
 
         Args:
             *args: the model's positional arguments.
-            loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target; a scalar.
-                Called once per micro-batch.
-            target: a tensor, or a container of tensors, split along dimension 0 like the batch.
-                What else is in the container is in every micro-batch's.
-            weight: how the micro-batches' losses make the batch's. `"rows"`: weighted by their
-                rows, for a loss that is a mean over rows. `None`: added up, for a loss that is a
-                sum. A function: weighted by `weight(target)`, the number of labels that count, say;
-                a micro-batch of weight 0 is left out.
-            loss_kwargs: keyword arguments of `loss_fn`, whole and the same for every micro-batch;
-                tensors are moved to the device of the last stage, and never split.
+            loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` if there is no target; called
+                once per micro-batch. Must return a scalar tensor.
+            target: a tensor, or a container of tensors, which are split along dimension 0 like the
+                batch. Other values in the container are passed to every micro-batch.
+            weight: how the losses of micro-batches are combined. `"rows"`: weighted by their number
+                of rows, for a loss that is a mean over rows. `None`: summed, for a loss that is a
+                sum. A function: weighted by `weight(target)`, such as the number of valid labels; a
+                micro-batch of weight 0 is left out.
+            loss_kwargs: keyword arguments of `loss_fn`, the same for every micro-batch. Tensors are
+                moved to the device of the last stage and not split.
             metrics: `metrics(output, target)`, called without gradients once per micro-batch, after
-                the loss. What it returns is not looked at.
-            outputs: whether to return the model's results, too, which are then held until the end
-                of the step: put together, or with `"list"` in a list by micro-batch.
-            scaler: that of `scaler()`; gradients are scaled by it, the returned loss is not.
+                the loss. It may return anything.
+            outputs: whether to return the model's results as well. They are held until the end of
+                the step. `True`: put together. `"list"`: a list with one per micro-batch.
+            scaler: the result of `scaler()`. Gradients are scaled by it, the returned loss is not.
             **kwargs: the model's keyword arguments.
 
         Returns:
-            the batch's loss, a detached scalar on the device of the last stage: its backward has
-            been done, and calling `backward()` on it is torch's error. Or, with `metrics`
-            or `outputs`, a `penstock.StepResult` with that and with what was asked for.
+            the loss of the batch, a detached scalar on the device of the last stage. With `metrics`
+            or `outputs`, a `penstock.StepResult` of the loss and these.
 
         Raises:
-            InputError: the batch or the target does not fit, the loss is not a scalar, or outputs
-                are wanted that cannot be put together from micro-batches.
-            AuditError: the stages no longer do what the model's own forward does.
+            InputError: the batch or the target does not fit, the loss is not a scalar, or the
+                outputs cannot be put together from those of micro-batches.
+            AuditError: the stages no longer compute what the model's own forward computes.
             WorkerError: a stage, the loss or the metrics failed; the original error is its cause.
-                Gradients and buffers are as they were before the step, and the pipeline can be used
-                again.
+                Gradients and buffers are as before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
         scale = scale_of(scaler)
@@ -280,22 +276,23 @@ class Pipeline:
         outputs: bool = False,
         scaler: PipelineScaler | None = None,
     ) -> Any:
-        """Like `train_step`, for micro-batches that were made by hand.
+        """Like `train_step`, for a batch that is already split into micro-batches.
 
-        They may have different numbers of rows, and differ in the dimensions that
-        `dynamic=` names: sentences sorted by length, for instance.
+        They may have different numbers of rows, and different sizes in the dimensions that
+        `dynamic=` names, such as sentences sorted by length.
 
         Args:
-            microbatches: for each a tuple of the model's positional arguments, or a dict of its
+            microbatches: for each, a tuple of the model's positional arguments, or a dict of its
                 keyword arguments.
             loss_fn: as in `train_step`.
-            targets: for each its target.
+            targets: one target for each micro-batch.
             weight, loss_kwargs, metrics: as in `train_step`.
-            outputs: whether to return the model's results, too, in a list of one for each.
+            outputs: whether to return the model's results as well, in a list with one per
+                micro-batch.
             scaler: as in `train_step`.
 
         Returns:
-            the loss of all of them, or a `penstock.StepResult`, as `train_step` returns it.
+            the loss of all micro-batches, or a `penstock.StepResult`, as from `train_step`.
 
         Raises:
             InputError, AuditError, WorkerError, ClosedError: as `train_step` does.
@@ -317,10 +314,10 @@ class Pipeline:
         outputs: Outputs = False,
         **kwargs: Any,
     ) -> Any:
-        """The loss of a batch without gradients, in evaluation mode.
+        """Compute the loss of a batch in evaluation mode, without gradients.
 
-        The model is in evaluation mode meanwhile, whatever its mode is; every module is as it was
-        afterwards. Nothing is kept for a backward, and `.grad` is left alone.
+        The model is switched to evaluation mode for this call; afterwards every module has its
+        previous mode. `.grad` does not change.
 
         Args:
             *args: the model's positional arguments.
@@ -330,48 +327,48 @@ class Pipeline:
             **kwargs: the model's keyword arguments.
 
         Returns:
-            what `train_step` does.
+            the same as `train_step`.
 
         Raises:
             InputError, WorkerError, ClosedError: as `train_step` does.
         """
         objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs)
         explained = explaining(self.model, args, kwargs, target)
-        with explained, evaluating(self.model), torch.no_grad():
+        with explained, _evaluating(self.model), torch.no_grad():
             return self._passes.step("infer", "eval_step", Whole(args, kwargs), objective)
 
     # -- calls --------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result for a batch, in its own structure.
+        """Return the model's result for a batch, in the model's own structure.
 
-        With gradients enabled, `backward()` on a loss of it runs the pipeline's backward; without
-        (`torch.no_grad()`), nothing is kept.
+        If gradients are enabled, `backward()` on a loss of it runs the pipeline's backward. Under
+        `torch.no_grad()` no activations are kept.
 
         Raises:
-            InputError: the batch does not fit, or a result cannot be put together from
+            InputError: the batch does not fit, or the result cannot be put together from those of
                 micro-batches.
-            AuditError: the stages no longer do what the model's own forward does.
+            AuditError: the stages no longer compute what the model's own forward computes.
             WorkerError: a stage failed; the original error is its cause.
             ClosedError: the pipeline is closed.
         """
         return self._passes.call(args, kwargs)
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
-        """The model's results for many batches, in order, without gradients.
+        """Yield the model's results for many batches, in order, without gradients.
 
-        The next batches enter while the one before is still on its way, so the pipeline never
-        drains in between. To stop early, leave the loop: what is under way is waited for.
+        The next batches enter the pipeline before the current one has left it, so it does not drain
+        in between. To stop early, leave the loop; batches that are under way are completed first.
 
         Args:
-            batches: for each a tuple of the model's positional arguments, or a dict of its keyword
-                arguments, or the only argument.
-            ahead: how many batches are under way at most; by default as many as keep all stages
+            batches: for each, a tuple of the model's positional arguments, a dict of its keyword
+                arguments, or its only argument.
+            ahead: the largest number of batches under way; by default as many as keep all stages
                 busy.
 
         Raises:
-            InputError, WorkerError, ClosedError: as a call does. Results that came before are
-                given out first.
+            InputError, WorkerError, ClosedError: as a call does, after the results of earlier
+                batches.
         """
         return self._passes.map(batches, ahead)
 
@@ -380,47 +377,55 @@ class Pipeline:
     def optimizer(
         self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any
     ) -> PipelineOptimizer:
-        """An optimizer over the model's parameters whose step runs on all workers at once.
+        """Create an optimizer whose step runs on all workers at once.
 
         Args:
             kind: a class of `torch.optim`.
-            params: parameters or parameter groups; all of the model's by default. The `"params"`
-                of groups may also be patterns of names, or functions of a name and a parameter,
-                see `penstock.training.parameter_groups`.
-            **options: the class's arguments, `lr` and so on; and `master_weights=True` to update
-                parameters in half precision by float32 copies (`penstock.training.masters`).
+            params: parameters or parameter groups; by default all parameters of the model. The
+                `"params"` of a group may also be patterns of names, or a function of a name and a
+                parameter; see `penstock.training.parameter_groups`.
+            **options: arguments of the class, such as `lr`. `master_weights=True` updates
+                half-precision parameters with float32 copies (`penstock.training.masters`).
 
         Raises:
-            InputError: the class cannot be divided among workers, or a group fits nothing.
+            InputError: the class cannot be divided among workers, or a group matches no parameter.
         """
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
-        divide = partial(self._workers.optimizer, owners=self._owned())
-        return PipelineOptimizer(kind, chosen, divide, **options)
+        workers, owners = self._workers, self._owned()
+        return PipelineOptimizer(
+            kind,
+            chosen,
+            lambda kind, groups, options: workers.optimizer(kind, groups, options, owners),
+            **options,
+        )
 
     def _owned(self) -> list[list[nn.Parameter]]:
-        """The parameters of every worker; those that no stage uses belong to the first."""
-        owned: list[list[nn.Parameter]] = []
-        seen: set[int] = set()
-        for parameters in self._workers.ownership.parameters:
-            owned.append([p for p in parameters if id(p) not in seen])
-            seen.update(map(id, parameters))
+        """The parameters of every worker; the first also owns those that no stage uses."""
+        every = self._workers.ownership.owned()
+        owned = [[p for p in tensors if isinstance(p, nn.Parameter)] for tensors in every]
+        seen = {id(p) for own in owned for p in own}
         owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
         return owned
 
     def scaler(self, **options: Any) -> PipelineScaler:
-        """A `torch.amp.GradScaler` for training in float16, with these options of it.
+        """Create a `torch.amp.GradScaler` for training in float16.
 
-        It scales the loss of the plain style (`scaler.scale(loss).backward()`) or of a step
-        (`train_step(..., scaler=scaler)`); `scaler.step(optimizer)` and `scaler.update()` follow.
+        Use `scaler.scale(loss).backward()` or `train_step(..., scaler=scaler)`, then
+        `scaler.step(optimizer)` and `scaler.update()`.
+
+        Args:
+            **options: arguments of `torch.amp.GradScaler`, such as `init_scale`.
         """
         return PipelineScaler(self._runner.loss_device, self._workers, **options)
 
     def state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
-        """The model's state, under the model's names: it loads into the plain model.
+        """Return the model's state dict, under the model's own names.
+
+        Under torchrun it is gathered from all ranks, and this rank's model is updated from it.
 
         Args:
-            of: a copy of the model instead, like the `module` of an `AveragedModel`.
+            of: a copy of the model to use instead, such as the `module` of an `AveragedModel`.
         """
         return self._workers.state(self.model, self.model if of is None else of)
 
@@ -433,15 +438,15 @@ class Pipeline:
         *,
         parameters: Clipped = None,
     ) -> torch.Tensor:
-        """Scale gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
+        """Clip the norm of the gradients, as `torch.nn.utils.clip_grad_norm_` does.
 
         Args:
-            max_norm, norm_type, error_if_nonfinite, foreach: as torch's.
-            parameters: whose gradients; all of the model's by default. Under torchrun the same on
+            max_norm, norm_type, error_if_nonfinite, foreach: as in torch.
+            parameters: the parameters; by default all of the model. Under torchrun, the same on
                 every rank, in the same order.
 
         Returns:
-            the norm that they had.
+            the norm before clipping, a scalar tensor.
         """
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
         return self._workers.clip(self._clipped(parameters), clipping)
@@ -449,37 +454,37 @@ class Pipeline:
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
     ) -> None:
-        """Bring every entry of gradients into `[-clip_value, clip_value]`, as torch's does.
+        """Clamp gradients to `[-clip_value, clip_value]`, as `torch.nn.utils.clip_grad_value_`.
 
         Args:
-            clip_value, foreach: as those of `torch.nn.utils.clip_grad_value_`.
-            parameters: as in `clip_grad_norm_`. Under torchrun a rank has its own stages' only.
+            clip_value, foreach: as in torch.
+            parameters: as in `clip_grad_norm_`. A rank has only the gradients of its own stages.
         """
         nn.utils.clip_grad_value_(self._clipped(parameters), clip_value, foreach)
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
-        """Those that are to be clipped, each of the model's once."""
+        """The parameters to clip; by default all of the model, each once."""
         if isinstance(parameters, torch.Tensor):
             return [parameters]
         chosen = list(self.model.parameters() if parameters is None else parameters)
         wrong = [p for p in chosen if not isinstance(p, torch.Tensor)]
         if wrong:
             raise InputError(
-                f"parameters= contains {wrong[0]!r}, which is no parameter; names can be looked up "
-                "in dict(pipe.named_parameters())"
+                f"parameters= contains {wrong[0]!r}, which is not a tensor; look up names in "
+                "dict(pipe.named_parameters())"
             )
         return chosen
 
     def recording(self) -> AbstractContextManager[list[Timeline]]:
-        """While open, every pass appends its measured timeline to the list that this gives.
+        """A context manager that records timelines.
 
-        Outside, nothing is recorded and recording costs nothing.
+        It returns a list, to which every pass inside the context appends its measured timeline.
         """
         return self._runner.recording()
 
     @property
     def audit(self) -> Audited:
-        """What was run by the model's own forward as well, so far."""
+        """What was audited so far, and what was not compared and why."""
         return self._auditor.found
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -487,61 +492,66 @@ class Pipeline:
     def save(
         self, path: str | os.PathLike[str], *, background: bool = False, **things: Any
     ) -> Save:
-        """Save the training run, as it is between two steps, to a folder.
+        """Save the training run to a folder, between two steps.
 
-        Saved are the model's weights and buffers, the plan, the random generators of torch, numpy
-        and Python, the pipeline's own `random_state()`, and `things`. Gradients are not. Every
-        worker writes its own part. A checkpoint that is in the
-        folder is replaced at once when the new one is on the disk; whatever happens before, it
-        stays. `penstock.load` reads it, with any number of stages and any kind of worker.
+        This saves the model's weights and buffers, the plan, the random generators of torch, numpy
+        and Python, `random_state()`, and `things`, but not gradients. Every worker writes its own
+        part. An existing checkpoint in the folder is replaced atomically when the new one is on the
+        disk. `penstock.load` reads it, with any number of stages and any kind of worker.
 
         Args:
-            path: of the folder. Under torchrun all ranks must see the same.
-            background: take a copy, and write it while training goes on. An error is then raised
-                by `wait()`, by the next save, which waits for this one, or by `close()`.
-            **things: by the names under which `Checkpoint.restore` gets them: optimizers, whatever
-                else has `state_dict()` (schedulers, scalers, averaged models), `torch.Generator`s,
-                and plain data, such as the position in the training data.
+            path: the folder. Under torchrun all ranks must see the same folder.
+            background: whether to copy the data and write it while training continues. Errors are
+                then raised by `wait()`, by the next save, which waits for this one, or by
+                `close()`.
+            **things: optimizers, other objects with `state_dict()` (schedulers, scalers, averaged
+                models), `torch.Generator`s, and plain data such as the position in the training
+                data; under the names that `Checkpoint.restore` expects.
 
         Returns:
-            the save; its `wait()` returns when it is on the disk.
+            the save; its `wait()` returns when everything is on the disk.
 
         Raises:
             InputError: one of the things cannot be saved.
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
             ClosedError: the pipeline is closed.
         """
         return self._saver.save(path, background, things)
 
     def random_state(self) -> dict[str, int]:
-        """What the random numbers of the next passes depend on, for checkpoints of one's own.
+        """Return the state on which the random numbers of the next passes depend.
 
-        Dropout masks, and all else that the model and the loss draw, are made of the seed, the
-        number of the pass, the micro-batch and the call. `save` has this state in it already; it is
-        for whoever saves by other means. Under torchrun it is the same on every rank once there
-        was a pass.
+        Dropout masks and other random numbers of the model and the loss depend on the seed, the
+        number of the pass, the micro-batch and the call. `save` includes this state; use this
+        method if you save by other means. Under torchrun it is the same on every rank after the
+        first pass.
 
         Returns:
-            `"seed"`: that of `torch.manual_seed`; `"trained"`: how many passes have trained
-            (`train_step`, and calls in training mode, with gradients); `"others"`: how many have
-            not. Whole numbers, which `torch.save` and JSON can hold.
+            a dict of integers. `"seed"`: that of `torch.manual_seed`. `"trained"`: the number of
+            passes that trained (`train_step`, and calls in training mode with gradients).
+            `"others"`: the number of other passes.
         """
         return self._runner.random_state()
 
     def load_random_state(self, state: Mapping[str, int]) -> None:
-        """Draw from now on what was drawn after this state was taken.
+        """Continue with the random numbers that followed when this state was taken.
 
-        Number of stages, schedule and kind of workers may have been other ones. The seed of the
-        state is used until `torch.manual_seed` gives another one than there is now; the generators
-        of torch, numpy and Python are left alone. Under torchrun every rank loads it.
+        The number of stages, the schedule and the kind of workers may differ. The seed of the state
+        is used until `torch.manual_seed` sets a different seed. The generators of torch, numpy and
+        Python do not change. Under torchrun every rank must load the state.
 
         Args:
-            state: what `random_state` returned.
+            state: a result of `random_state`.
 
         Raises:
-            InputError: it is no such state.
+            InputError: it is not such a state.
         """
         self._runner.load_random_state(state)
+
+    def _split_into(self, num_microbatches: int) -> None:
+        """Split batches into so many micro-batches from now on; stages and schedule stay."""
+        self.plan = replace_fields(self.plan, num_microbatches=num_microbatches)
+        self._passes.num_microbatches = num_microbatches
 
     # -- what the model offers, by its own names --------------------------------------------
 
@@ -550,32 +560,33 @@ class Pipeline:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         raise TypeError(
-            "a Pipeline cannot be copied or pickled, as it has workers. To copy its model: "
-            "copy.deepcopy(pipe.model); to save it: torch.save(pipe.state_dict(), file) or "
-            "pipe.save(folder); to have it elsewhere, build another Pipeline there"
+            "a Pipeline cannot be copied or pickled, because it has workers. To copy its model, "
+            "use copy.deepcopy(pipe.model); to save it, torch.save(pipe.state_dict(), file) or "
+            "pipe.save(folder); to use it elsewhere, build another Pipeline there"
         )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's parameters, in the model's order, as `nn.Module.parameters` gives them."""
+        """The model's parameters, as `nn.Module.parameters` yields them."""
         return self.model.parameters(recurse)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters, with the model's names for them.
+        """The model's parameters with their names, as `nn.Module.named_parameters` yields them.
 
         Raises:
-            TypeError: `torch.func.functional_call` takes the pipeline for a module.
+            TypeError: `remove_duplicate` is false, as in `torch.func.functional_call`, which needs
+                a module.
         """
         if not remove_duplicate:
             raise TypeError(
-                "a Pipeline is no nn.Module whose parameters can be replaced for a call, as "
-                "torch.func.functional_call does; give it pipe.model, which runs unsplit"
+                "torch.func.functional_call cannot replace the parameters of a Pipeline, which is "
+                "not an nn.Module; give it pipe.model, which runs unsplit"
             )
         return self.model.named_parameters(prefix, recurse)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a state of the model, from here or from plain PyTorch."""
+        """Load a state dict of the model, as `nn.Module.load_state_dict` does."""
         self._auditor.expect_news()
         return self.model.load_state_dict(state_dict, strict)
 
@@ -600,7 +611,7 @@ class Pipeline:
     # -- life -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Dismiss the workers. The model stays as it is, trained."""
+        """Stop the workers. The model keeps its weights."""
         try:
             self._saver.finish()
         finally:
@@ -609,12 +620,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -622,7 +628,20 @@ class Pipeline:
 
 
 def _training() -> tuple[Pass, str]:
-    """What a step of training does, and is called: without gradients only the forward."""
+    """The pass of a training step and its name; without gradients it is only the forward."""
     if torch.is_grad_enabled():
         return "train", "train_step"
     return "infer", "train_step without gradients"
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode, and every module back in its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    if any(training for _, training in modes):
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ class Counts:
     others: int = 0
 
     def next(self, trains: bool) -> int:
-        """The step that the next pass is."""
+        """The step of the next pass: from 0 upward if it trains, from -1 downward if not."""
         return self.trained if trains else -1 - self.others
 
     def count(self, step: int) -> None:
@@ -138,17 +137,17 @@ class Runner:
         Raises:
             InputError: the model here is not what it is where the first stage is fed.
         """
-        described = replace(batch, parts=[]) if batch is not None else None
-        heard = self.workers.broadcast(described, "inputs")
+        description = replace(batch, parts=[]) if batch is not None else None
+        received = self.workers.broadcast(description, "inputs")
         if batch is not None:
             return batch
         ways = self._ways_now(training)
-        for way in sorted(heard.news):  # recorded here as well, under the same number
-            ways.follow(way, heard.news[way])
+        for way in sorted(received.news):  # recorded here as well, under the same number
+            ways.follow(way, received.news[way])
         with self._program.recordings.looking():
-            for way, sizes in zip(heard.ways, heard.sizes, strict=True):
+            for way, sizes in zip(received.ways, received.sizes, strict=True):
                 ways.check(way, sizes)
-        return heard
+        return received
 
     def _ways_now(self, training: bool) -> Ways:
         """The ways of this mode; those of a pass that failed may be unknown to other processes."""
@@ -196,8 +195,8 @@ class Runner:
         wrong = not isinstance(state, Mapping) or "trained" not in state
         if wrong or any(type(value) is not int for value in state.values()):
             raise InputError(
-                f"{state!r} is no state of random numbers: give what random_state() returned, a "
-                "dictionary of the whole numbers 'seed', 'trained' and 'others'"
+                f"{state!r} is not a state of random numbers: give what random_state() returned, "
+                "a dictionary of the integers 'seed', 'trained' and 'others'"
             )
         self.counts = Counts(state["trained"], state.get("others", 0))
         self._seed = state.get("seed", torch.initial_seed()), torch.initial_seed()
@@ -223,7 +222,7 @@ class Runner:
                 self._user.drop()
             raise
 
-    def start(self, order: Order) -> tuple[Order, Any]:
+    def start(self, order: Order) -> tuple[Order, object]:
         """Tell all workers to run a pass; returns a ticket for `finish`.
 
         Raises:
@@ -238,8 +237,13 @@ class Runner:
             self._user.leave()
             raise
 
-    def finish(self, started: tuple[Order, Any]) -> Outcome:
-        """Wait for a pass that was started."""
+    def finish(self, started: tuple[Order, object]) -> Outcome:
+        """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
+
+        Raises:
+            WorkerError: a stage failed; gradients and buffers are put back.
+            InputError: the loss did not fit.
+        """
         order, ticket = started
         try:
             outcome = self._finished(ticket)
@@ -254,7 +258,7 @@ class Runner:
             self._timelines.append(Timeline(self._num_workers, moved))
         return outcome
 
-    def _finished(self, ticket: Any) -> Outcome:
+    def _finished(self, ticket: object) -> Outcome:
         try:
             return self.workers.finish(ticket)
         finally:
@@ -295,14 +299,14 @@ class _User:
         with self._lock:
             if self._passes and self._thread != threading.get_ident():
                 raise InputError(
-                    "another thread is using this pipeline; workers take one batch after the "
-                    "other, so let one thread give them all, or hold a lock around each step"
+                    "another thread is using this pipeline; use it from one thread only, or hold "
+                    "a lock around each step"
                 )
             self._thread = threading.get_ident()
             self._passes += 1
 
     def leave(self) -> None:
-        """A pass has come to its end."""
+        """Note that one pass of this thread has ended."""
         with self._lock:
             self._passes = max(0, self._passes - 1)
 
@@ -316,6 +320,6 @@ class _User:
         return self._thread == threading.get_ident()
 
     def drop(self) -> None:
-        """All passes have come to their end."""
+        """Note that no pass is under way, whoever has begun some."""
         with self._lock:
             self._passes = 0

@@ -48,12 +48,12 @@ def parse_speed(text: str) -> float:
         raise InputError(f"{text!r} is not a speed; write it like 25GB/s")
     speed = _parse(size, _BYTES, "a speed", "25GB/s", whole=text)
     if not speed:
-        raise InputError(f"{text!r}: nothing would ever arrive; leave it out for a free link")
+        raise InputError(f"{text!r} must be greater than 0; leave it out for a free link")
     return speed
 
 
 def show_bytes(count: float) -> str:
-    """`1.5 GB`, as a person reads it."""
+    """Bytes as `1.5 GB`, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -62,7 +62,7 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """`12.3 s`, `0.46 s`, `3.21 ms`, `45.6 us`, as a person reads it."""
+    """Seconds as `12.3 s`, `0.46 s`, `3.21 ms` or `45.6 us`."""
     if seconds >= 0.1:
         return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
     if seconds >= 1e-4:

@@ -88,7 +88,7 @@ class SeededWeights:
                 continue
             made = {n: p.detach().clone() for n, p in own.items() if n not in empty}
             for old in empty.values():
-                put_everywhere(model, old, torch.full(old.shape, torch.nan, dtype=old.dtype))
+                _put_everywhere(model, old, torch.full(old.shape, torch.nan, dtype=old.dtype))
             digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
             identity = int.from_bytes(digest, "little")
             draw(Key(self.seed, 0, 0), identity, _initialise, model, module)
@@ -102,7 +102,7 @@ class SeededWeights:
                         "reset_parameters() that sets it, and the model no _init_weights(module). "
                         "Give weights= a file or a dictionary instead"
                     )
-                put_everywhere(model, new, new.detach().to(device))
+                _put_everywhere(model, new, new.detach().to(device))
 
 
 def _initialise(model: nn.Module, module: nn.Module) -> None:
@@ -151,7 +151,7 @@ class StoredWeights:
                     f"{stored!r} has shape {tuple(tensor.shape)} in {self._what}, but the model "
                     f"has {tuple(old.shape)}"
                 )
-            put_everywhere(model, old, tensor.detach().to(device, old.dtype, copy=True))
+            _put_everywhere(model, old, tensor.detach().to(device, old.dtype, copy=True))
 
     def _missing(self, name: str, is_parameter: bool) -> str:
         names = sorted(self._names)
@@ -165,7 +165,7 @@ class StoredWeights:
         )
 
 
-def put_everywhere(model: nn.Module, old: torch.Tensor, tensor: torch.Tensor) -> None:
+def _put_everywhere(model: nn.Module, old: torch.Tensor, tensor: torch.Tensor) -> None:
     """Put a tensor wherever the model has `old`; as a parameter if that is one."""
     new = tensor
     if isinstance(old, nn.Parameter):
@@ -197,10 +197,10 @@ def source_of(model: nn.Module, given: Any) -> Weights | None:
     """
     if is_on_meta(model) != (given is not None):
         raise InputError(
-            "the model has its weights already, so weights= has nothing to give"
+            "weights= was given, but the model has no parameters on the meta device"
             if given is not None
-            else "the model's parameters are on the meta device: give weights= a state dict, a "
-            "file of one, or penstock.SeededWeights(seed)"
+            else "the model's parameters are on the meta device: give weights= a state dict, the "
+            "path of its file, or penstock.SeededWeights(seed)"
         )
     if given is None:
         return None
@@ -211,7 +211,7 @@ def source_of(model: nn.Module, given: Any) -> Weights | None:
     if callable(getattr(given, "materialise", None)) and not isinstance(given, type):
         return given  # type: ignore[no-any-return]
     raise InputError(
-        f"weights={given!r} is neither a state dict, nor the name of a file, nor "
+        f"weights={given!r} is neither a state dict, nor the path of a file, nor "
         "penstock.SeededWeights()"
     )
 
@@ -237,7 +237,7 @@ def _from_path(path: Path) -> Weights:
     try:
         state = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
     except Exception as error:
-        raise InputError(f"{path} is no state dict that torch.load can read: {error}") from error
+        raise InputError(f"{path} is not a state dict for torch.load: {error}") from error
     if not isinstance(state, Mapping):
         raise InputError(f"{path} holds a {type(state).__name__}, not a state dict")
     return StoredWeights(state, state.__getitem__, str(path))
@@ -288,7 +288,7 @@ def _places_in(path: Path) -> dict[str, str]:
         if not all(isinstance(text, str) for item in places.items() for text in item):
             raise TypeError("weight_map must have names of files")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is no index of weights: {error!r}") from error
+        raise InputError(f"{path} is not an index of weights: {error!r}") from error
     found: dict[str, str] = places
     return found
 
@@ -297,4 +297,4 @@ def _safe_open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except Exception as error:
-        raise InputError(f"{path} is no safetensors file: {error}") from error
+        raise InputError(f"{path} is not a safetensors file: {error}") from error

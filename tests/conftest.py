@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import warnings
+from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
 import torch
 
 from tests.support import shares
+from tests.support.pool import pooled
+from tests.workers.ranks.launching import Launcher
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -49,3 +52,27 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[None]:
+    """Pipelines of worker processes share them."""
+    with pooled():
+        yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Plain models have as many intra-op threads as every worker."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """Starts ranks quickly."""
+    found = Launcher()
+    yield found
+    found.close()

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +23,16 @@ from torch import nn
 
 from penstock.audit.divergence import difference
 from penstock.audit.pace import Pace, Setting
-from penstock.capture import Program, Ref, Trace, untouched
-from penstock.capture.calls import TensorInfo, ambient
-from penstock.capture.seeding import seeded
+from penstock.capture import Program, Trace, untouched
+from penstock.capture.calls import TensorInfo, ambient, input_leaves
+from penstock.capture.replay import seeded
 from penstock.capture.trees import flatten, unflatten
+from penstock.comparison.compare import Comparison, compare, compare_results
 from penstock.comparison.reference import run_with_threads
-from penstock.comparison.verify_report import Comparison, compare, compare_results
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
-from penstock.engine.trial import Attributes, kept
+from penstock.engine.state import Attributes, kept
 from penstock.errors import AuditError, InputError, WorkerDied, WorkerError, WorkerTimeout
 from penstock.plan import Plan
 from penstock.runner import Runner
@@ -135,7 +134,7 @@ class Auditor:
         self._pace.work(time.perf_counter() - begun)
 
     def expect_news(self) -> None:
-        """The next pass is worth an audit."""
+        """Audit the next pass as soon as the pace allows, as after a state was loaded."""
         self._pace.expect_news()
 
     def _audit(self, order: Order, batch: Batch) -> None:
@@ -181,12 +180,13 @@ class Auditor:
                 raise
             except (WorkerError, InputError) as error:  # so will the pass itself, and say it better
                 return f"the stages failed: {error}"
-            alone = partial(subject.alone, split)
             silent: list[Any] = []
             try:
                 with silenced(model.modules()) as silent, untouched(model):
                     attributes = Attributes(model)
-                    comparisons = run_with_threads(alone, self._threads, self._timeout)
+                    comparisons = run_with_threads(
+                        lambda: subject.alone(split), self._threads, self._timeout
+                    )
                     counted = attributes.changed()
             except WorkerTimeout:
                 raise
@@ -210,7 +210,7 @@ class Auditor:
         return every if sum(b.nbytes for b in every) <= _COPIED else known
 
     def _without_gradients(self, order: Order) -> str:
-        """Why only results are compared, if so."""
+        """Why results are compared, but not gradients; empty if gradients are compared, too."""
         parameters = list(self._program.model.parameters())
         learning = [p for p in parameters if p.requires_grad]
         if order.what == "infer":
@@ -268,7 +268,7 @@ class _Subject:
     def split(self, parameters: Sequence[nn.Parameter], learns: bool) -> _Split:
         """Run it by the stages; parameters have no gradients afterwards."""
         leaves = self._fresh()
-        values = tuple(leaves[value.leaf] for value in self._way.inputs if isinstance(value, Ref))
+        values = tuple(input_leaves(self._way.inputs, leaves))
         order = replace(
             self._order,
             what="forward" if learns else "infer",

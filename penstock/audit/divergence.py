@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from penstock.capture import Program, Size, Trace, untouched
-from penstock.capture.calls import Call, Sizes
+from penstock.capture.calls import Call, Sizes, Unrecordable
 from penstock.capture.equality import same_tensor
-from penstock.capture.listening import heard_forward, replay_heard
+from penstock.capture.replay import ForwardResults, replay_results
 from penstock.capture.trees import flatten
 from penstock.engine.stage import MicroBatch
 from penstock.errors import Difference
@@ -60,13 +60,20 @@ def _first(
     microbatch: MicroBatch,
 ) -> Difference:
     model, key = program.model, microbatch.key
+    stopped = ""
     with untouched(model), torch.no_grad():
-        theirs, calls, stopped = heard_forward(program, model, args, kwargs, key)
+        forward = ForwardResults(program, model, key)  # of the tensors that are there inside
+        try:
+            forward.run(args, kwargs)
+        except Unrecordable as error:
+            stopped = error.why
+        except Exception as error:
+            stopped = f"it raises {type(error).__name__}: {error}"
     with untouched(model), torch.no_grad():
-        ours = replay_heard(program, model, args, kwargs, key, trace)
+        ours = replay_results(program, model, args, kwargs, key, trace)
     known = {call.identity: number for number, call in enumerate(trace.calls)}
     reached = -1
-    for call in calls:
+    for call in forward.trace.calls:
         number = known.get(call.identity)
         if number is None:
             why = f"the forward calls {call.label} now, which it did not when it was recorded"
@@ -77,7 +84,9 @@ def _first(
         if changed:
             why = f"the forward passes {changed[1]!r} where it passed {changed[0]!r} when recorded"
             return _difference(program, trace, plan, number, old, why)
-        pairs = zip(ours.get(call.identity, ()), theirs.get(call.identity, ()), strict=False)
+        pairs = zip(
+            ours.get(call.identity, ()), forward.results.get(call.identity, ()), strict=False
+        )
         if not all(same_tensor(a, b) for a, b in pairs):
             why = "it gives something else, and nothing before it does"
             return _difference(program, trace, plan, number, old, why)

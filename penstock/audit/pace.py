@@ -69,7 +69,7 @@ class Pace:
         return self._later + ahead <= _SHARE * self._worked
 
     def spend(self, seconds: float) -> None:
-        """An audit has taken this long."""
+        """Count the seconds that an audit has taken."""
         self._news = False
         self._latest = seconds
         self._spent += seconds
@@ -77,10 +77,10 @@ class Pace:
             self._later += seconds
 
     def work(self, seconds: float) -> None:
-        """A pass has taken this long."""
+        """Count the seconds that a pass has taken."""
         if self._passes >= _FIRST:
             self._worked += seconds
 
     def expect_news(self) -> None:
-        """Something has changed that a pass does not show."""
+        """Audit the next pass as soon as earlier audits are paid for."""
         self._news = True

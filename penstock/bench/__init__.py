@@ -1,1 +1,1 @@
-"""The measured comparisons that `penstock bench` runs and draws."""
+"""Every benchmark: those that `penstock bench` runs and draws, and those of `python -m`."""

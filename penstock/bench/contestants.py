@@ -7,24 +7,71 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from penstock.bench.tasks import Task
-from penstock.bench.turns import Contestant
+from penstock.bench.turns import Contestant, timed
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.trees import flatten, unflatten
 from penstock.devices.choice import existing_devices, threads_per_worker
+from penstock.display.terminal import Progress
 from penstock.engine.ends import to_device
 from penstock.engine.microbatch import split, split_rows
+from penstock.loading import load_model
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan, plan
-from penstock.profile.measure import Progress, profile
+from penstock.planning.tuning import mean_square
+from penstock.profile.measure import profile
 from penstock.workers.threads.pool import ThreadPool
 
 RATE = 0.001
+RESNET50 = "torchvision.models:resnet50"
+LossFn = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all contestants do the same step of.
+
+    Attributes:
+        title: for figures.
+        model: the module, in training mode.
+        args: positional arguments of the batch.
+        kwargs: keyword arguments of the batch.
+        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target.
+        target: a tensor with a row for each of the batch's, or `None`.
+    """
+
+    title: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: LossFn
+    target: torch.Tensor | None = None
+
+    @classmethod
+    def tutorial(cls, rows: int) -> Task:
+        """The tutorial's: images of 128x128, 1000 classes, squared error against one-hot labels."""
+        model = load_model(RESNET50).train()
+        images = torch.randn(rows, 3, 128, 128)
+        labels = F.one_hot(torch.randint(1000, (rows,)), 1000).float()
+        return cls("ResNet-50, 128x128 images", model, (images,), {}, F.mse_loss, labels)
+
+    @classmethod
+    def given(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss_fn: LossFn | None = None,
+    ) -> Task:
+        """Any model on a batch of the user's; without a loss it is the outputs' mean square."""
+        return cls(type(model).__name__, model.train(), args, kwargs, loss_fn or mean_square)
 
 
 class Field:
@@ -106,7 +153,7 @@ class Field:
             "bound_seconds": chosen.bound_seconds,
             "predicted_seconds": chosen.predicted_step_seconds,
         }
-        return Contestant(name, step, facts, inner)
+        return Contestant(name, timed(step), facts, inner)
 
     def one_device(self, name: str, num_microbatches: int = 1) -> Contestant:
         """The first device alone: a worker like those of the pipelines, with as many threads."""
@@ -138,7 +185,7 @@ class Field:
             self._synchronize()
 
         facts = {"devices": [str(device)], "threads": threads, "num_microbatches": count}
-        return Contestant(name, self._in_a_worker(device, threads, step), facts)
+        return Contestant(name, timed(self._in_a_worker(device, threads, step)), facts)
 
     def _in_a_worker(
         self, device: torch.device, threads: int, step: Callable[[], None]

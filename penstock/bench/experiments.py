@@ -18,15 +18,16 @@ from typing import Any
 
 from torch import nn
 
-from penstock.bench import process_memory, tasks
 from penstock.bench.charts import save_bars, save_sweep
-from penstock.bench.contestants import Field
+from penstock.bench.contestants import RESNET50, Field, LossFn, Task
+from penstock.bench.footprint import keep_memory
+from penstock.bench.record import machine
 from penstock.bench.report import BenchReport
 from penstock.bench.toy import run_toy
-from penstock.bench.turns import Contestant, Ticker, machine, take_turns, warm_up
+from penstock.bench.turns import Contestant, Ticker, measure, warm_up
 from penstock.display.figures import require_matplotlib
+from penstock.display.terminal import Progress
 from penstock.errors import InputError
-from penstock.profile.measure import Progress
 from penstock.units import show_seconds
 
 _TUTORIAL_ROWS, _QUICK_ROWS = 120, 24
@@ -53,9 +54,9 @@ class BenchSettings:
         output: where figures and `bench.json` go; `None` for nowhere.
     """
 
-    model: str = tasks.RESNET50
+    model: str = RESNET50
     given: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
-    loss_fn: tasks.LossFn | None = None
+    loss_fn: LossFn | None = None
     devices: tuple[str, ...] = ("cpu", "cpu")
     quick: bool = False
     output: Path | None = Path("out/bench")
@@ -92,7 +93,7 @@ def run_bench(
         settings.output.mkdir(parents=True, exist_ok=True)
     end = time.perf_counter() + _QUICK_SECONDS
     progress, talk = progress or (lambda *_: None), talk or (lambda _: None)
-    allocator = process_memory.prepare(len(settings.devices))
+    allocator = keep_memory(len(settings.devices))
     talk(f"allocator: {allocator}")
     progress(0, 1, "capturing")
     with ExitStack() as stack:
@@ -101,8 +102,8 @@ def run_bench(
         bars, sweep = _contestants(field, settings, progress, lambda: end - time.perf_counter())
         repeats = _repeats(settings, [*bars, *sweep], end - time.perf_counter(), talk)
         tick = Ticker(repeats * (len(bars) + len(sweep)), progress)
-        take_turns(bars, repeats, settings.batches, tick)
-        take_turns(sweep, repeats, settings.batches, tick)
+        measure(bars, repeats, settings.batches, tick)
+        measure(sweep, repeats, settings.batches, tick)
     description = {**_described(settings, field), "repeats": repeats, "allocator": allocator}
     notes = _notes(field, allocator)
     report = BenchReport(description, machine(), toy, bars, sweep, notes)
@@ -111,10 +112,10 @@ def run_bench(
     return report
 
 
-def _task(settings: BenchSettings) -> tasks.Task:
+def _task(settings: BenchSettings) -> Task:
     if settings.given is not None:
-        return tasks.given(*settings.given, settings.loss_fn)
-    return tasks.resnet50(_QUICK_ROWS if settings.quick else _TUTORIAL_ROWS)
+        return Task.given(*settings.given, settings.loss_fn)
+    return Task.tutorial(_QUICK_ROWS if settings.quick else _TUTORIAL_ROWS)
 
 
 def _contestants(

@@ -24,16 +24,19 @@ import torch
 from torch import nn
 
 from penstock.bench.charts import save_counts
-from penstock.bench.peers.models import Task, resnet50, tutorial_cut
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
+from penstock.bench.peers.workload import Workload
+from penstock.bench.record import machine
 from penstock.bench.rpc_report import PLAIN, STEPPED, TUTORIAL, RpcReport
-from penstock.bench.turns import Contestant, Ticker, machine, take_turns, warm_up
+from penstock.bench.subjects import images, resnet50, tutorial_cut
+from penstock.bench.turns import Contestant, Ticker, measure, timed, warm_up
 from penstock.capture import capture
 from penstock.devices.allocator import keep_freed_memory
 from penstock.display.figures import require_matplotlib
+from penstock.display.terminal import Progress
 from penstock.pipeline import Pipeline
 from penstock.plan import plan
-from penstock.profile.measure import Progress, profile
+from penstock.profile.measure import profile
 
 _WORKERS = ("cpu", "cpu")
 _RATE = 0.05
@@ -96,7 +99,7 @@ def run_rpc(
             f"about {settings.repeats * one_round:.0f} s to go"
         )
         tick = Ticker(settings.repeats * len(contestants), progress)
-        take_turns(contestants, settings.repeats, settings.batches, tick)
+        measure(contestants, settings.repeats, settings.batches, tick)
     report = RpcReport(_described(settings, kept), machine(), contestants)
     if settings.output is not None:
         (settings.output / "rpc.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -124,19 +127,14 @@ def _title(settings: RpcSettings) -> str:
     )
 
 
-def _task(settings: RpcSettings, count: int) -> Task:
-    return Task(settings.rows, settings.image, count, _RATE)
+def _workload(settings: RpcSettings, count: int) -> Workload:
+    data = partial(images, settings.rows, settings.image)
+    return Workload(settings.model, data, nn.functional.mse_loss, count, _RATE)
 
 
 def _tutorial(settings: RpcSettings, stack: ExitStack, progress: Progress) -> Iterator[Contestant]:
     """The tutorial's way: one master and two workers that take any number of micro-batches."""
-    peer = rpc_pipeline(
-        batch=settings.rows,
-        image=settings.image,
-        microbatches=max(settings.counts),
-        stages=settings.stages(),
-        learning_rate=_RATE,
-    )
+    peer = rpc_pipeline(_workload(settings, max(settings.counts)), settings.stages())
     stack.callback(peer.close)
     for count in settings.counts:
         facts: dict[str, Any] = {"way": TUTORIAL, "num_microbatches": count}
@@ -145,17 +143,17 @@ def _tutorial(settings: RpcSettings, stack: ExitStack, progress: Progress) -> It
             peer.step(count)
             facts.setdefault("first_loss", peer.loss)
 
-        yield _warm(Contestant(f"{TUTORIAL}, m={count}", step, facts), progress)
+        yield _warm(Contestant(f"{TUTORIAL}, m={count}", timed(step), facts), progress)
 
 
 def _penstock(settings: RpcSettings, stack: ExitStack, progress: Progress) -> Iterator[Contestant]:
     """Penstock with worker processes, one pair of them for each number of micro-batches."""
     costs = None
     for count in settings.counts:
-        task = _task(settings, count)
+        workload = _workload(settings, count)
         model = settings.model().train()
-        images, target = task.data()
-        program = capture(model, (images,))
+        inputs, target = workload.data()
+        program = capture(model, (inputs,))
         costs = costs or profile(program, devices=_WORKERS, progress=progress)
         chosen = plan(costs, num_microbatches=count)
         pipe = Pipeline(model, devices=_WORKERS, program=program, plan=chosen, workers="processes")
@@ -168,8 +166,8 @@ def _penstock(settings: RpcSettings, stack: ExitStack, progress: Progress) -> It
                 "schedule": chosen.schedule,
                 "cuts": [stage.first for stage in chosen.stages[1:]],
             }
-            step = partial(_STEPS[way], pipe, optimizer, images, target, facts)
-            yield _warm(Contestant(f"{way}, m={count}", step, facts), progress)
+            step = partial(_STEPS[way], pipe, optimizer, inputs, target, facts)
+            yield _warm(Contestant(f"{way}, m={count}", timed(step), facts), progress)
 
 
 def _warm(contestant: Contestant, progress: Progress) -> Contestant:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.bench.contestants import RATE
-from penstock.bench.turns import Contestant, take_turns, warm_up
+from penstock.bench.turns import Contestant, measure, timed, warm_up
 from penstock.pipeline import Pipeline
 from penstock.workers.threads.pool import ThreadPool
 
@@ -83,11 +83,11 @@ def run_toy(devices: Sequence[str], repeats: int = 5) -> ToyResult:
         threads, first = pipe.threads_per_worker, torch.device(devices[0])
         alone = ThreadPool([first], threads, abort=lambda: None, reset=lambda: None)
         stack.callback(alone.close)
-        on_one = partial(train, twin, twin, inputs.to(first))
-        one_device = Contestant("one device", partial(alone.run, [on_one]), _where(devices[:1]))
-        split = Contestant("split", partial(train, pipe, model, inputs), _where(devices))
+        on_one = partial(alone.run, [partial(train, twin, twin, inputs.to(first))])
+        one_device = Contestant("one device", timed(on_one), _where(devices[:1]))
+        split = Contestant("split", timed(partial(train, pipe, model, inputs)), _where(devices))
         warm_up([one_device, split], _quietly)
-        take_turns([one_device, split], repeats, 1, _quietly)
+        measure([one_device, split], repeats, 1, _quietly)
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     exact = all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
     return ToyResult(one_device, split, _STEPS, exact)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-
-from penstock.profile.measure import Progress
+from penstock.display.terminal import Progress
 
 Tick = Callable[[str], None]
 """Called before every turn, with who has it."""
+
+
+class Timed(Protocol):
+    """What can take turns."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables and figures."""
+
+    def step(self) -> float:
+        """Do the work once; its seconds."""
 
 
 @dataclass
@@ -26,7 +32,7 @@ class Contestant:
 
     Attributes:
         name: what it is called in tables and figures.
-        step: does the work once.
+        step: does the work once, and returns its seconds.
         facts: what else the report should say of it.
         inner: seconds of every `train_step` within `step`, which appends them; empty if it has
             none.
@@ -35,7 +41,7 @@ class Contestant:
     """
 
     name: str
-    step: Callable[[], Any]
+    step: Callable[[], float]
     facts: dict[str, Any] = field(default_factory=dict)
     inner: list[float] = field(default_factory=list)
     warm_up: float = 0.0
@@ -102,50 +108,69 @@ class Ticker:
         self._done += 1
 
 
+def timed(work: Callable[[], Any]) -> Callable[[], float]:
+    """A contestant's step: does this work, and returns the seconds that it takes."""
+
+    def step() -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    return step
+
+
 def warm_up(contestants: Sequence[Contestant], tick: Tick) -> None:
     """One step of each that does not count, but shows how long one takes."""
     for contestant in contestants:
         tick(contestant.name)
-        start = time.perf_counter()
-        contestant.step()
-        contestant.warm_up = time.perf_counter() - start
+        contestant.warm_up = contestant.step()
         contestant.inner.clear()
 
 
-def take_turns(contestants: Sequence[Contestant], repeats: int, batches: int, tick: Tick) -> None:
+def take_turns(
+    contestants: Sequence[Timed],
+    rounds: int,
+    tick: Tick = lambda _: None,
+    *,
+    steps: int = 1,
+    warm_up: int = 0,
+    seed: int = 0,
+) -> list[list[float]]:
     """Measure all of them round by round, so that what disturbs one disturbs all.
 
     The order of a round is drawn anew, the same in every run: nobody always follows the same one.
 
     Args:
+        contestants: who takes part.
+        rounds: that count.
+        tick: called before each turn.
+        steps: of each in a round.
+        warm_up: rounds before, which do not count.
+        seed: of the order.
+
+    Returns:
+        for each contestant, in the order given, the mean seconds of its steps in every round.
+    """
+    drawn = random.Random(seed)
+    seconds: list[list[float]] = [[] for _ in contestants]
+    for turn in range(warm_up + rounds):
+        for k in drawn.sample(range(len(contestants)), len(contestants)):
+            tick(contestants[k].name)
+            mean = statistics.fmean([contestants[k].step() for _ in range(steps)])
+            if turn >= warm_up:
+                seconds[k].append(mean)
+    return seconds
+
+
+def measure(contestants: Sequence[Contestant], repeats: int, batches: int, tick: Tick) -> None:
+    """Let contestants take turns, and note the seconds of each one's repeats.
+
+    Args:
         contestants: who takes part; they have warmed up.
-        repeats: rounds.
-        batches: steps of each in a round.
+        repeats: that are measured.
+        batches: steps in a repeat.
         tick: called before each turn.
     """
-    drawn = random.Random(0)
-    for _ in range(repeats):
-        for contestant in drawn.sample(contestants, len(contestants)):
-            tick(contestant.name)
-            start = time.perf_counter()
-            for _ in range(batches):
-                contestant.step()
-            contestant.seconds.append(time.perf_counter() - start)
-
-
-def machine() -> dict[str, Any]:
-    """What the measurements ran on."""
-    processor = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
-        named = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        processor = named[0] if named else processor
-    return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
-        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-    }
+    taken = take_turns(contestants, repeats, tick, steps=batches)
+    for contestant, means in zip(contestants, taken, strict=True):
+        contestant.seconds += [batches * mean for mean in means]

@@ -13,8 +13,8 @@ from penstock.capture.calls import (
     Trace,
     Value,
 )
+from penstock.capture.capturing import capture
 from penstock.capture.cuts import Cuts
-from penstock.capture.opening import capture
 from penstock.capture.preserve import untouched
 from penstock.capture.program import Program, StageProgram
 from penstock.capture.randomness import Key

@@ -37,6 +37,19 @@ def with_history(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, held in named_tensors(model) if held.grad_fn is not None)
 
 
+def attributes_of_all(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """For every module by name its attributes, buffers and parameters, as they are now."""
+    return {
+        path: {
+            **{name: value for name, value in vars(module).items() if name not in REGISTRIES},
+            **module._buffers,
+            **module._parameters,
+        }
+        for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    }
+
+
 def owner_of(model: nn.Module, attribute: str) -> tuple[str, str]:
     """The path of the module that has an attribute, and its name there; places are left out."""
     parts, path = attribute.split("."), ""

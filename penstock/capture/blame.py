@@ -48,8 +48,8 @@ def hint(error: BaseException, model: nn.Module, leaves: Sequence[Any]) -> str:
     place = where(error, model)
     if isinstance(error, TypeError) and "argument" in str(error) and place == _OF_THE_MODEL:
         taken = inspect.signature(model.forward).parameters.values()
-        shown = ", ".join(str(p.replace(annotation=p.empty)) for p in taken)
-        return f"; its forward takes ({shown})"
+        parameters = ", ".join(str(p.replace(annotation=p.empty)) for p in taken)
+        return f"; its forward takes ({parameters})"
     tensors = (t for t in (*leaves, *model.parameters()) if isinstance(t, torch.Tensor))
     devices = dict.fromkeys(str(t.device) for t in tensors)
     if len(devices) > 1:
@@ -83,8 +83,7 @@ def lone_row(error: BaseException, rows: Sequence[int]) -> InputError | None:
         f"{total} row{'s' * (total > 1)} is in {len(rows)} micro-batch{'es' * (len(rows) > 1)}, "
         f"the smallest of one row; {fewer if total > 1 else ''}leave out a batch that is so small "
         f"(drop_last=True of a DataLoader){'' if has_none else evaluated}. "
-        'batchnorm="deferred" does not help: micro-batches are normalised by themselves all the '
-        "same"
+        'batchnorm="deferred" does not help: micro-batches are still normalised separately'
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -11,9 +11,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from penstock.capture.numbers import Number
-from penstock.capture.reads import Reads
+from penstock.capture.numbers import Given, Number, Outcome, name_of
+from penstock.capture.places import MISSING, Place, frozen
 from penstock.capture.trees import Leaf, Structure, flatten, map_leaves
 
 INPUTS = -1
@@ -57,6 +58,11 @@ class Attribute(Leaf):
 Value = Ref | Attribute
 
 
+def input_leaves(values: Sequence[Value], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of inputs that these values are, which enter a program at its beginning."""
+    return [leaves[value.leaf] for value in values if isinstance(value, Ref)]
+
+
 ROWS = "B"
 """The name of the dimension that micro-batches are split along."""
 
@@ -92,8 +98,8 @@ class Size(Leaf):
 
 
 def _term(factor: int, names: tuple[str, ...]) -> str:
-    shown = {1: "", -1: "-"}.get(factor, str(factor)) if names else str(factor)
-    return shown + "·".join(names)
+    text = {1: "", -1: "-"}.get(factor, str(factor)) if names else str(factor)
+    return text + "·".join(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,7 @@ class Ambient(NamedTuple):
 
     @contextmanager
     def autocasting(self) -> Iterator[None]:
-        """While open, autocast is as it is here."""
+        """While open, autocast has these settings for every kind of device."""
         with ExitStack() as stack:
             for device, on, dtype in self.autocast:
                 region = torch.autocast(device, enabled=on, dtype=dtype, cache_enabled=self.cache)
@@ -201,7 +207,7 @@ class Ambient(NamedTuple):
             yield
 
     def without_autocast(self) -> Ambient:
-        """The same, with autocast off."""
+        """These modes with autocast off for every kind of device."""
         return self._replace(autocast=tuple((d, False, dtype) for d, _, dtype in self.autocast))
 
 
@@ -297,6 +303,79 @@ class Join:
     mixes: bool = False
 
 
+@dataclass
+class Reads:
+    """What the Python of a recording has read, on which it depends that the forward is this one.
+
+    Attributes:
+        seen: what was in every place: plain data as it was, of anything else `MISSING`.
+        readers: the open module that was the first to read it.
+        grad: whether gradients were enabled, if that was read.
+        settings: what functions of torch said of the process, `torch.get_default_dtype()` say.
+        requires_grad: of parameters and other tensors of the model, by name.
+        layouts: how some of them lie in memory, by name.
+        inputs: what Python reads of them, by their number and the name of it, see
+            `penstock.capture.reads.input_property`.
+        numbers: the places whose number is passed in.
+        given: the leaves of the inputs that are numbers which are passed in.
+        outcomes: comparisons of those with others.
+        replaced: where closed modules put other tensors or modules themselves.
+        aliases: for places of objects, another one where the same object was; what is read of it
+            is noted there.
+    """
+
+    seen: dict[Place, Any] = field(default_factory=dict)
+    readers: dict[Place, str] = field(default_factory=dict, compare=False)
+    grad: bool | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    layouts: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[tuple[int, str], Any] = field(default_factory=dict)
+    numbers: tuple[Place, ...] = ()
+    given: tuple[int, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    replaced: frozenset[Place] = frozenset()
+    aliases: dict[Place, Place] = field(default_factory=dict)
+
+    def with_all_of(self, other: Reads) -> Reads:
+        """What two recordings have read that are generalised together."""
+        return Reads(
+            other.seen | self.seen,
+            other.readers | self.readers,
+            self.grad if self.grad is not None else other.grad,
+            other.settings | self.settings,
+            other.requires_grad | self.requires_grad,
+            other.layouts | self.layouts,
+            other.inputs | self.inputs,
+            self.numbers,
+            self.given,
+            tuple(dict.fromkeys((*self.outcomes, *other.outcomes))),
+            self.replaced | other.replaced,
+            other.aliases | self.aliases,
+        )
+
+    def passed_in(self, model: nn.Module, leaves: Sequence[Any] = ()) -> dict[str, Any]:
+        """The numbers as they are now, by the names under which they are passed.
+
+        Args:
+            model: where those in attributes are.
+            leaves: of the inputs; none where only those in attributes are asked for.
+        """
+        found = {name_of(place): place.find(model) for place in self.numbers}
+        if leaves:
+            found |= {name_of(Given(k)): leaves[k] for k in self.given}
+        return found
+
+    def changed(self, model: nn.Module) -> Place | None:
+        """A place where, after the forward, something else is than it has read."""
+        for place, value in self.seen.items():
+            if value is MISSING or place.last == "training" or place in self.numbers:
+                continue
+            if frozen(place.find(model)) != frozen(value):
+                return place
+        return None
+
+
 @dataclass(slots=True)
 class Trace:
     """One recording of a model's forward: its calls in order, inputs and outputs.
@@ -318,7 +397,7 @@ class Trace:
         answers: what was decided.
         joins: for every leaf of the result how it is put together from micro-batches, see
             `penstock.capture.results`.
-        reads: what Python has read besides, see `penstock.capture.reads`.
+        reads: what Python has read besides, see `Reads`.
         shared: plain objects that a forward changes, and the modules that have them.
     """
 
@@ -370,8 +449,8 @@ class Trace:
     def leading_to(self, values: tuple[Ref, ...]) -> Trace:
         """The calls that lead from the inputs to values that are made of nothing else."""
         structure = flatten(tuple(self.info(value) for value in values))[1]
-        asked = replace(self, outputs=values, output_structure=structure)
-        return asked._only(lambda call: bool(call.mutates) and self._is_of_inputs(call))
+        leading = replace(self, outputs=values, output_structure=structure)
+        return leading._only(lambda call: bool(call.mutates) and self._is_of_inputs(call))
 
     def _is_of_inputs(self, call: Call) -> bool:
         infos = [self.info(value) for value in call.reads()]
@@ -388,7 +467,7 @@ class Trace:
                 needed.update(v.call for v in call.reads() if isinstance(v, Ref))
         place = {old: new for new, old in enumerate(reversed(keep))} | {INPUTS: INPUTS}
 
-        def renumber(leaf: Any) -> Any:
+        def renumber(leaf: object) -> Any:
             return Ref(place[leaf.call], leaf.leaf) if isinstance(leaf, Ref) else leaf
 
         calls = [

@@ -73,20 +73,20 @@ class Cuts:
             if isinstance(info, TensorInfo) and self._mutated.get(info.storage, -1) >= cut
         )
 
-    def num_bytes(self, cut: int, sizes: Sizes, narrow: torch.dtype | None = None) -> int:
+    def num_bytes(self, cut: int, sizes: Sizes, boundary_dtype: torch.dtype | None = None) -> int:
         """The bytes that cross the cut for inputs that are this large.
 
         Args:
             cut: which.
             sizes: of the inputs.
-            narrow: the dtype in which floating point values cross that are wider.
+            boundary_dtype: the dtype in which floating point values cross that are wider.
         """
         infos = (self.trace.info(value) for value in self.boundary(cut))
         tensors = [info for info in infos if isinstance(info, TensorInfo)]
-        if narrow is not None:
+        if boundary_dtype is not None:
             tensors = [
-                replace(t, dtype=narrow)
-                if t.dtype.is_floating_point and t.dtype.itemsize > narrow.itemsize
+                replace(t, dtype=boundary_dtype)
+                if t.dtype.is_floating_point and t.dtype.itemsize > boundary_dtype.itemsize
                 else t
                 for t in tensors
             ]
@@ -148,7 +148,7 @@ class Cuts:
         return None
 
     def _name(self, value: Value) -> str:
-        """What a person calls it."""
+        """A value in words: an input, an attribute, or the result of a call."""
         if isinstance(value, Attribute) or value.call == INPUTS:
             return str(value)
         return f"the result of {self.trace.calls[value.call].label}"

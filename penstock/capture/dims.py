@@ -47,12 +47,12 @@ class Varying:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """All that vary, the rows first."""
+        """The names of all dimensions that vary, the rows first."""
         return tuple(dict.fromkeys([ROWS, *(a.name for axes in self.axes for a in axes.values())]))
 
     @cached_property
     def batch_dims(self) -> tuple[Dim, ...]:
-        """For every leaf the dimension to split."""
+        """For every leaf the dimension that counts its rows; `None` for one that has no rows."""
         return tuple(
             next(
                 ((dim, a.per) if a.per > 1 else dim for dim, a in axes.items() if a.name == ROWS),

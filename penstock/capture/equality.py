@@ -83,7 +83,7 @@ def same_constant(one: Any, other: Any) -> bool:
         return False
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: object, other: object) -> bool:
     """Whether two results are the same: in structure, in type, and in everything they hold.
 
     Objects of types that do not say when they are equal are so if their attributes are.
@@ -113,7 +113,7 @@ class _Sameness:
             return list(one) == list(other) and all(self.holds(one[k], other[k]) for k in one)
         return same_constant(one, other) or self._alike_inside(one, other)
 
-    def _alike_inside(self, one: Any, other: Any) -> bool:
+    def _alike_inside(self, one: object, other: object) -> bool:
         says = any("__eq__" in vars(kind) for kind in type(one).__mro__[:-1])
         if says or callable(one) or not hasattr(one, "__dict__"):
             return False

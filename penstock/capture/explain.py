@@ -1,23 +1,39 @@
-"""What a program is made of, for people and for programs."""
+"""What a program is made of: its calls, and the tree of its modules, as text and as data."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
 
-from penstock.capture.calls import ROWS, Attribute, Call, TensorInfo, function_name
-from penstock.capture.outline import LEFT, lines, reasons
+from torch import nn
+
+from penstock.capture.calls import (
+    ROWS,
+    Attribute,
+    Call,
+    Sizes,
+    TensorInfo,
+    Trace,
+    function_name,
+)
+from penstock.capture.cuts import Cuts
 from penstock.display.tables import aligned
 from penstock.units import show_bytes
 
-if TYPE_CHECKING:
-    from torch import nn
+_NAMED = 3  # calls, modules or functions that a line names before it says "and 5 more"
+_LINES = 48  # as many as fit a screen; deeper levels are left out
+_BAR = 12
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 
-    from penstock.capture.program import Program
-
-_NAMED = 3  # calls that a sentence names before it says "and 5 more"
+_TableRow = tuple[str, ...]
+_CALL_HEADING = ("call", "what", "parameters", "weights", "time", "cut after", "marks", "returns")
+_CALL_TEXT = (1, 6, 7)  # the columns that are text
+_MODULE_HEADING = ("module", "class", "calls", "weights", "share", "time", "", "enters", "")
+_MODULE_TEXT = (0, 1, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -112,60 +128,67 @@ class Explanation:
             depth: how many levels to show; as many as fit a screen by default.
             width: how long lines of the tree may be.
         """
-        return "\n".join([*aligned(lines(self, depth), LEFT, width), *self.notes()])
+        return "\n".join([*aligned(_tree_rows(self, depth), _MODULE_TEXT, width), *self.notes()])
 
     def table(self, width: int | None = None) -> str:
         """Every call, and what crosses a cut after it, in lines no longer than `width`."""
-        rows = [_HEADING, *map(_cells, self.rows)]
-        return "\n".join([*aligned(rows, _LEFT, width), *self.notes()])
+        rows = [_CALL_HEADING, *map(_call_row, self.rows)]
+        return "\n".join([*aligned(rows, _CALL_TEXT, width), *self.notes()])
 
     def notes(self) -> list[str]:
         """The modules that stayed closed, what evaluation does otherwise, and the summary."""
         composite = {path: why for path, why in self.closed.items() if path in self.kinds}
         modes = [f"evaluation: {difference}" for difference in self.differences]
-        return ["", *reasons(composite), *modes, self.summary]
+        return ["", *_reasons(composite), *modes, self.summary]
 
     def __str__(self) -> str:
         return self.tree()
 
 
-_HEADING = ("call", "what", "parameters", "weights", "time", "cut after", "marks", "returns")
-_LEFT = (1, 6, 7)
-
-
-def explain(program: Program, seconds: Sequence[float] | None = None) -> Explanation:
-    """What the program does, call by call.
+def explain(
+    model: nn.Module,
+    cuts: Cuts,
+    evaluation: Trace,
+    sizes: Sizes,
+    closed: Mapping[str, str],
+    seconds: Sequence[float] | None = None,
+) -> Explanation:
+    """What a program does, call by call, see `Program.explain`.
 
     Args:
-        program: a captured program.
+        model: the recorded module.
+        cuts: where its trace in training can be cut.
+        evaluation: its trace in evaluation mode; the same object where nothing differs.
+        sizes: of the example.
+        closed: why the program does not look into these modules, by qualified name.
         seconds: forward and backward of every call, if they were measured.
     """
-    first_used = _first_used(program)
+    train = cuts.trace
     return Explanation(
-        model=type(program.model).__name__,
-        batch_size=program.example_sizes[ROWS],
-        parameters=sum(p.numel() for p in program.model.parameters()),
+        model=type(model).__name__,
+        batch_size=sizes[ROWS],
+        parameters=sum(p.numel() for p in model.parameters()),
         rows=tuple(
-            _row(program, n, used, seconds[n] if seconds is not None else None)
-            for n, used in enumerate(first_used)
+            _explained(cuts, sizes, number, used, seconds[number] if seconds is not None else None)
+            for number, used in enumerate(_first_used(model, train))
         ),
-        differences=_differences(program),
-        closed=dict(program.closed),
-        kinds={path: type(module).__name__ for path, module in program.model.named_modules()},
+        differences=_differences(train, evaluation),
+        closed=dict(closed),
+        kinds={path: type(module).__name__ for path, module in model.named_modules()},
     )
 
 
-def weight_bytes(program: Program) -> tuple[int, ...]:
+def weight_bytes(model: nn.Module, trace: Trace) -> tuple[int, ...]:
     """For every call, the bytes of the parameters that it is the first to use."""
-    return tuple(sum(p.nbytes for p in used) for used in _first_used(program))
+    return tuple(sum(p.nbytes for p in used) for used in _first_used(model, trace))
 
 
-def _first_used(program: Program) -> list[list[nn.Parameter]]:
+def _first_used(model: nn.Module, trace: Trace) -> list[list[nn.Parameter]]:
     """For every call, the parameters that it is the first to use."""
-    parameters = dict(program.model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     result = []
-    for call in program.train.calls:
+    for call in trace.calls:
         names = [*call.hidden, *(v.name for v in call.reads() if isinstance(v, Attribute))]
         used = {id(parameters[n]): parameters[n] for n in names if n in parameters}
         result.append([p for k, p in used.items() if k not in seen])
@@ -173,11 +196,11 @@ def _first_used(program: Program) -> list[list[nn.Parameter]]:
     return result
 
 
-def _row(
-    program: Program, number: int, used: Sequence[nn.Parameter], seconds: float | None
+def _explained(
+    cuts: Cuts, sizes: Sizes, number: int, used: Sequence[nn.Parameter], seconds: float | None
 ) -> CallRow:
-    call, after = program.train.calls[number], number + 1
-    is_last = after == len(program)
+    call, after = cuts.trace.calls[number], number + 1
+    is_last = after == len(cuts.trace.calls)
     return CallRow(
         number=number,
         label=call.label,
@@ -188,17 +211,17 @@ def _row(
         outputs=tuple(str(o) for o in call.outputs if isinstance(o, TensorInfo)),
         random=call.random,
         in_place=bool(call.mutates),
-        cut_bytes=None if is_last else program.cuts.num_bytes(after, program.example_sizes),
-        forbidden=None if is_last else program.cuts.forbidden(after),
+        cut_bytes=None if is_last else cuts.num_bytes(after, sizes),
+        forbidden=None if is_last else cuts.forbidden(after),
         seconds=seconds,
     )
 
 
-def _differences(program: Program) -> tuple[str, ...]:
+def _differences(train: Trace, evaluation: Trace) -> tuple[str, ...]:
     """What evaluation does otherwise than training, in words."""
-    if program.eval is program.train:
+    if evaluation is train:
         return ()
-    ours, theirs = program.train.calls, program.eval.calls
+    ours, theirs = train.calls, evaluation.calls
     blocks = difflib.SequenceMatcher(
         None, [c.label for c in ours], [c.label for c in theirs], autojunk=False
     ).get_matching_blocks()
@@ -210,7 +233,7 @@ def _differences(program: Program) -> tuple[str, ...]:
         "draws no random numbers in": [a for a, b in pairs if a.random and not b.random],
     }
     sentences = [f"{verb} {_listed(calls)}" for verb, calls in found.items() if calls]
-    updated = set(program.train.changed) - set(program.eval.changed)
+    updated = set(train.changed) - set(evaluation.changed)
     if updated:
         sentences.append(f"leaves alone {len(updated)} buffers that training changes")
     return tuple(sentences or ["gives some calls other arguments"])
@@ -223,7 +246,7 @@ def _listed(calls: Sequence[Call]) -> str:
     return f"{len(calls)} call{'s' if len(calls) > 1 else ''}: {shown}{rest}"
 
 
-def _cells(row: CallRow) -> tuple[str, ...]:
+def _call_row(row: CallRow) -> _TableRow:
     marks = [
         *(["random"] if row.random else []),
         *(["in place"] if row.in_place else []),
@@ -239,3 +262,192 @@ def _cells(row: CallRow) -> tuple[str, ...]:
         ", ".join(marks),
         ", ".join(row.outputs),
     )
+
+
+# -- the tree of modules ---------------------------------------------------------------------
+
+
+@dataclass
+class _Node:
+    """A module, or the functions that a module's own forward calls.
+
+    Attributes:
+        name: within the module that it is in.
+        kind: its class; empty for functions.
+        rows: the calls that it makes, or is.
+        children: what is in it, in the order of the calls.
+        closed: what to say of one that the program does not look into.
+    """
+
+    name: str
+    kind: str = ""
+    rows: list[CallRow] = field(default_factory=list)
+    children: dict[str, _Node] = field(default_factory=dict)
+    closed: str = ""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the parameters that it is the first to use."""
+        return sum(row.weight_bytes for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of its calls; 0 where nothing was measured."""
+        return sum(row.seconds or 0.0 for row in self.rows)
+
+    def is_like(self, other: _Node) -> bool:
+        """Whether both are the same but for their names."""
+        return self is other or (
+            bool(self.kind)
+            and (self.kind, self.weight_bytes, len(self.rows), self.closed)
+            == (other.kind, other.weight_bytes, len(other.rows), other.closed)
+            and len(self.children) == len(other.children)
+            and all(
+                a.name == b.name and (a.is_like(b) or not a.kind)
+                for a, b in zip(self.children.values(), other.children.values(), strict=True)
+            )
+        )
+
+    def groups(self) -> list[list[_Node]]:
+        """Its children, those that are alike and follow each other together."""
+        groups: list[list[_Node]] = []
+        for child in self.children.values():
+            if groups and groups[-1][0].is_like(child):
+                groups[-1].append(child)
+            else:
+                groups.append([child])
+        return groups
+
+
+def _tree(explanation: Explanation) -> _Node:
+    """The modules of the program as a tree; its root is the model."""
+    root = _Node(explanation.model, explanation.model, closed=_why_closed(explanation, ""))
+    for row in explanation.rows:
+        path = row.module.split(".") if row.module else []
+        node = root
+        node.rows.append(row)
+        for depth, name in enumerate(path, start=1):
+            full = ".".join(path[:depth])
+            if name not in node.children:
+                kind = explanation.kinds.get(full, "")
+                node.children[name] = _Node(name, kind, closed=_why_closed(explanation, full))
+            node = node.children[name]
+            node.rows.append(row)
+        if row.function:
+            node.children.setdefault("()", _Node("")).rows.append(row)
+    return root
+
+
+def _why_closed(explanation: Explanation, path: str) -> str:
+    """A note for a module that has others inside, but is one call."""
+    if path in explanation.closed:
+        return "one call, see below"
+    is_call = any(row.module == path and not row.function for row in explanation.rows)
+    inside = any(other.startswith(f"{path}.") for other in explanation.kinds)
+    return "one call: it has fused kernels" if is_call and inside else ""
+
+
+def _tree_rows(explanation: Explanation, depth: int | None = None) -> list[_TableRow]:
+    """The cells of the tree's lines, the heading first.
+
+    Args:
+        explanation: of the program.
+        depth: how many levels of modules to show; as many as fit a screen by default.
+    """
+    root = _tree(explanation)
+    total = _Totals(root, explanation)
+    if depth is None:
+        depth = 1
+        while depth < 12:
+            deeper = list(_lines_of(root, depth + 1, "", total))
+            if len(deeper) > _LINES or len(deeper) == len(list(_lines_of(root, depth, "", total))):
+                break
+            depth += 1
+    first = _tree_row([root], root.name, total)
+    return [_MODULE_HEADING, first, *_lines_of(root, depth, "", total)]
+
+
+class _Totals:
+    """What shares are shares of, and what enters every call."""
+
+    def __init__(self, root: _Node, explanation: Explanation) -> None:
+        self.weight_bytes = root.weight_bytes or 1
+        self.seconds = root.seconds
+        before = [None, *explanation.rows[:-1]]
+        self.before = {row.number: b for row, b in zip(explanation.rows, before, strict=True)}
+
+
+def _lines_of(node: _Node, depth: int, indent: str, total: _Totals) -> Iterator[_TableRow]:
+    groups = node.groups()
+    if depth == 0 or (len(groups) == 1 and not groups[0][0].kind):
+        return
+    for place, group in enumerate(groups):
+        last = place == len(groups) - 1
+        yield _tree_row(group, indent + ("└ " if last else "├ ") + _name(group), total)
+        yield from _lines_of(group[0], depth - 1, indent + ("  " if last else "│ "), total)
+
+
+def _name(group: Sequence[_Node]) -> str:
+    if not group[0].kind and group[0].name == "":
+        counts = Counter(row.function for row in group[0].rows)
+        names = [f"{name}{f' ×{n}' if n > 1 else ''}" for name, n in counts.most_common(_NAMED)]
+        return ", ".join(names) + (", …" if len(counts) > _NAMED else "")
+    return group[0].name if len(group) == 1 else f"{group[0].name} … {group[-1].name}"
+
+
+def _tree_row(group: Sequence[_Node], name: str, total: _Totals) -> _TableRow:
+    first = group[0]
+    weights = sum(node.weight_bytes for node in group)
+    seconds = sum(node.seconds for node in group)
+    share = seconds / total.seconds if total.seconds else 0.0
+    before = total.before[first.rows[0].number]
+    notes = []
+    if first.closed:
+        notes.append(first.closed)
+    elif before is not None and before.forbidden:
+        notes.append("no cut before it")
+    return (
+        name,
+        first.kind + (f" ×{len(group)}" if len(group) > 1 else ""),
+        str(sum(len(node.rows) for node in group)),
+        show_bytes(weights) if weights else "",
+        f"{weights / total.weight_bytes:.0%}" if weights else "",
+        f"{share:.0%}" if total.seconds else "",
+        _bar(share),
+        show_bytes(before.cut_bytes or 0) if before is not None and first.kind else "",
+        "; ".join(notes),
+    )
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * _BAR * 8)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _reasons(closed: dict[str, str]) -> list[str]:
+    """Why modules are closed, those with the same reason together, and what would open them."""
+    found = []
+    by_reason = sorted(closed.items(), key=lambda item: item[1])
+    for why, group in groupby(by_reason, key=lambda item: item[1]):
+        names = [path or "the model itself" for path, _ in group]
+        shown = ", ".join(names[:_NAMED]) + (
+            f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        )
+        found.append(f"closed: {shown}: {why}{_advice(why)}")
+    return found
+
+
+_ADVICE = (
+    ("reads a tensor's value", "compute with it (torch.where), or decide outside of the model"),
+    ("asks for the size of a tensor", "a mask in place of x[condition] keeps sizes known"),
+    ("an autograd.Function of its own", "called in a small module, only that one stays closed"),
+    ("assigns to self.", "return it, or keep what changes in a small module or a buffer"),
+    ("no recorded call made", "keep that tensor as a buffer or an attribute of a module"),
+    ("depends on the size of the inputs", "or let the module that decides be a small one"),
+    ("hooks", "hooks on a smaller module leave the others open"),
+    ("compiled by torch.", "compile the stages instead, or smaller modules"),
+)
+
+
+def _advice(why: str) -> str:
+    return next((f". To open it: {advice}" for part, advice in _ADVICE if part in why), "")

@@ -18,20 +18,21 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import REGISTRIES, find
+from penstock.capture.calls import Reads
 from penstock.capture.memory_layout import layout
-from penstock.capture.numbers import Given, come_out, name_of
+from penstock.capture.numbers import Given, Numeric, come_out, name_of
 from penstock.capture.places import (
     MISSING,
     Item,
     Place,
-    asks_itself,
     attributes_of,
     frozen,
     look,
+    overrides_lookup,
     parts_of,
     static,
 )
-from penstock.capture.reads import SETTINGS, Reads
+from penstock.capture.reads import SETTINGS
 from penstock.errors import InputError
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
@@ -97,9 +98,9 @@ class Guards:
             passed = reads.passed_in(self._model)
             if not come_out(self._outcomes, passed):
                 return next(iter(self._kinds))
-        asked = list(map(_REQUIRES_GRAD, self._tensors))
-        if asked != self._requires_grad:
-            pairs = zip(reads.requires_grad, asked, self._requires_grad, strict=True)
+        now = list(map(_REQUIRES_GRAD, self._tensors))
+        if now != self._requires_grad:
+            pairs = zip(reads.requires_grad, now, self._requires_grad, strict=True)
             return f"{next(name for name, one, other in pairs if one != other)}.requires_grad"
         if self._fast is not None:
             verdict = self._fast.verdict()
@@ -152,10 +153,10 @@ class Guards:
         now = MISSING if value is MISSING else frozen(value)
         name = _name_in(place, now, self._frozen[place])
         return InputError(
-            f"{name!r} is another tensor than when the pipeline was built, or another module, or "
-            "it came or went since; the stages have what was there then. Copy values into it "
-            "instead (parameter.data.copy_(...), or load_state_dict without assign=True), or build "
-            "a new pipeline"
+            f"{name!r} was replaced, added or removed after the pipeline was built; the stages "
+            "still have the earlier tensor or module. Copy values into it instead "
+            "(parameter.data.copy_(...), or load_state_dict without assign=True), or build a new "
+            "pipeline"
         )
 
     def rebind(self) -> None:
@@ -174,7 +175,7 @@ class Guards:
             self._frozen = {p: value for p, value in self._frozen.items() if p not in places}
             self._fast = None
 
-    def other_numbers(self) -> dict[Place, Any]:
+    def other_numbers(self) -> dict[Place, Numeric]:
         """The places where a number was read, and is another one of its kind now; what it was."""
         found = {}
         for place, seen in self.reads.seen.items():
@@ -194,7 +195,7 @@ class _Cells:
         self._found: dict[tuple[int, str], tuple[Any, str]] = {}
         self._places: list[Place] = []
         self._static: dict[tuple[type, str], tuple[Any, str]] = {}
-        self._asked: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._looked_up: dict[tuple[int, str], tuple[Any, str]] = {}
         self._lists: dict[int, Any] = {}
         self._mappings: dict[int, Any] = {}
         self._arrays: list[tuple[Any, bytes]] = []
@@ -211,21 +212,21 @@ class _Cells:
         self._dicts = [held for held, _ in self._found.values()]
         self._names = [name for _, name in self._static.values()]
         self._classes = [held for held, _ in self._static.values()]
-        self._asked_names = [name for _, name in self._asked.values()]
-        self._objects = [held for held, _ in self._asked.values()]
+        self._looked_up_names = [name for _, name in self._looked_up.values()]
+        self._objects = [held for held, _ in self._looked_up.values()]
         self._sequences = list(self._lists.values())
         self._tables = list(self._mappings.values())
         self._expected = self._now()
 
-    def _add(self, owner: Any, place: Place) -> None:
+    def _add(self, owner: object, place: Place) -> None:
         name, value = place.last, look(owner, place.last)
         if isinstance(name, Item):  # the container is looked at
             return
         if name == "__dict__":
             self._lists[id(attributes_of(owner))] = attributes_of(owner)
             return
-        if asks_itself(owner) or _has_slot(owner, name):
-            self._asked[id(owner), name] = owner, name
+        if overrides_lookup(owner) or _has_slot(owner, name):
+            self._looked_up[id(owner), name] = owner, name
         elif isinstance(owner, type):
             self._add_class(owner, name)
         else:
@@ -253,7 +254,7 @@ class _Cells:
             if name in vars(owner):
                 return
 
-    def _add_contents(self, value: Any) -> None:
+    def _add_contents(self, value: object) -> None:
         if isinstance(value, dict):
             if id(value) not in self._mappings:
                 self._mappings[id(value)] = value
@@ -274,7 +275,7 @@ class _Cells:
         return [
             *map(dict.get, self._dicts, self._keys, missing),
             *map(MappingProxyType.get, self._classes, self._names, missing),
-            *map(getattr, self._objects, self._asked_names, missing),
+            *map(getattr, self._objects, self._looked_up_names, missing),
             *chain.from_iterable(self._sequences),
             *chain.from_iterable(self._tables),
             *chain.from_iterable(map(dict.values, self._tables)),
@@ -336,7 +337,7 @@ class _Registered:
             return False
 
 
-def _is_registry(owner: Any, name: str) -> bool:
+def _is_registry(owner: object, name: str) -> bool:
     """Whether a module keeps there what it has registered."""
     if name not in REGISTRIES or not isinstance(owner, nn.Module):
         return False
@@ -344,7 +345,7 @@ def _is_registry(owner: Any, name: str) -> bool:
     return isinstance(held, dict) and look(owner, name) is held
 
 
-def _has_slot(owner: Any, name: str) -> bool:
+def _has_slot(owner: object, name: str) -> bool:
     """Whether an object keeps this attribute in a slot, or as objects of built-in types do."""
     return isinstance(static(type(owner), name), MemberDescriptorType)
 
@@ -363,7 +364,7 @@ def _name_in(place: Place, now: Any, before: Any) -> str:
     return ".".join((place.module, *names)).lstrip(".")
 
 
-def check_settled(new: Guards, all_of_them: Sequence[Guards]) -> None:
+def check_stable(new: Guards, all_of_them: Sequence[Guards]) -> None:
     """Raise if a recording is of no use, or if they become too many.
 
     Args:
@@ -376,14 +377,14 @@ def check_settled(new: Guards, all_of_them: Sequence[Guards]) -> None:
     different = new.different()
     if different is not None:
         raise InputError(
-            f"the forward reads {different}, which was something else while it was recorded than "
-            "it is now, so nobody can know what it will do"
+            f"the forward reads {different}, whose value changed during the recording, so the "
+            "forward cannot be predicted"
         )
     if len(all_of_them) > MOST_WAYS:
         often = Counter(str(g.different()) for g in all_of_them[:-1]).most_common(1)[0][0]
         raise InputError(
-            f"the forward reads {often}, which was something else {MOST_WAYS} times, and each time "
-            "the forward was recorded anew. A number that changes may be used in arithmetic and "
+            f"the forward reads {often}, which has changed {MOST_WAYS} times, and each time the "
+            "forward was recorded again. A number that changes may be used in arithmetic and "
             "comparisons, and is then passed in; otherwise keep it in a buffer that is changed in "
-            "place, or keep the module closed that reads it, with keep_closed="
+            "place, or keep the module that reads it closed, with keep_closed="
         )

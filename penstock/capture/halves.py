@@ -59,7 +59,7 @@ class Deferral:
         self.anchor: torch.Tensor | None = None
 
     def anchored(self) -> torch.Tensor:
-        """The anchor, for one more call."""
+        """The anchor, which one more call hangs on; made by the first."""
         if self.anchor is None:
             self.anchor = torch.empty(0, requires_grad=True)
         return self.anchor
@@ -164,7 +164,7 @@ def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs
     return _Halve.apply(own, half, half.deferral.anchored(), result.detach(), *entering)
 
 
-def is_one_product(result: Any, entering: Iterable[torch.Tensor] = ()) -> bool:
+def is_one_product(result: object, entering: Iterable[torch.Tensor] = ()) -> bool:
     """Whether the backward from here is one product, and views, and not watched.
 
     Args:
@@ -202,7 +202,7 @@ def _parameters(function: Callable[..., Any], given: Sequence[Any]) -> list[nn.P
 
 
 class _Own(NamedTuple):
-    """The autograd graph of a call's own."""
+    """The autograd graph of one call: where it ends, what entered it, whose gradients it makes."""
 
     edge: GradientEdge
     inputs: list[torch.Tensor]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -14,62 +15,114 @@ from torch.utils import checkpoint as checkpointing
 from penstock.capture.reads import SETTINGS, Reading
 from penstock.errors import CaptureError
 
-if TYPE_CHECKING:
-    from penstock.capture.recorder import Recorder
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+# Reading these says nothing of a tensor's values, so they are not calls of the program.
+METADATA = frozenset(
+    """
+    shape dtype device ndim is_cuda is_cpu requires_grad layout is_sparse is_quantized is_meta
+    is_mkldnn names grad_fn is_leaf itemsize nbytes is_mps is_xpu is_nested output_nr _version
+    size dim stride is_contiguous numel nelement is_floating_point is_complex __len__ is_signed
+    element_size storage_offset get_device has_names is_inference is_conj is_neg ndimension
+    is_tensor __repr__ __hash__ __format__ _is_view is_same_size result_type can_cast
+    promote_types broadcast_shapes dim_order is_shared is_pinned
+    """.split()
+)
+# Those that say whether gradients flow to it.
+GRADIENTS = frozenset(["requires_grad", "grad_fn", "is_leaf"])
+# How it lies in memory, as far as that is a matter of strides.
+LAYOUT = frozenset("stride is_contiguous dim_order".split())
+# What Python may ask of an input besides, that batches may have different.
+STATE = frozenset("is_inference storage_offset is_shared is_pinned is_conj is_neg _is_view".split())
+# Those that say how large it is, and the calls whose number of results does.
+SIZES = frozenset("shape size numel nelement __len__ nbytes stride is_contiguous".split())
+PARTS = frozenset("unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
+# What a program cannot do across its cuts, or whose results no recording can follow: the names of
+# the functions themselves.
+CLOSING = {
+    "grad": "computes gradients (torch.autograd.grad)",
+    "backward": "computes gradients (backward)",
+    "register_hook": "hangs hooks on tensors (register_hook)",
+    "register_post_accumulate_grad_hook": "hangs hooks on tensors",
+    "data_ptr": "asks for addresses (data_ptr)",
+    "_pack_padded_sequence": "packs sequences, whose sizes depend on values",
+}
 
 _PATCH_LOCK = threading.Lock()
 _RECORDING = threading.local()
 
 
-@contextmanager
-def intercepted(recorder: Recorder) -> Iterator[None]:
-    """Every `module(...)` and `Function.apply` asks first. One recording at a time per process.
+def is_plain(leaf: object) -> bool:
+    """Whether it is data that a program may have as a constant."""
+    return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, nn.Module))
 
-    Checkpoints in open modules do not throw away what they would compute again: the seeds of the
-    random calls in them are not those of the backward. Closed modules keep theirs.
+
+class Patch(NamedTuple):
+    """An attribute of a class or a Python module that is another one while a forward is recorded.
+
+    Attributes:
+        owner: has the attribute.
+        name: of the attribute.
+        ours: what it is meanwhile.
+        original: what the owner itself had; `None` if nothing.
     """
-    call_module = nn.Module.__call__
-    apply = torch.autograd.Function.__dict__["apply"]
-    set_plainly = nn.Module.__setattr__
-    hook = checkpointing._checkpoint_hook
-    find_registered = nn.Module.__getattr__
-    grad_enabled = torch.is_grad_enabled
-    reading = recorder.reading
 
-    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_module(module, call_module, args, kwargs)
+    owner: object
+    name: str
+    ours: object
+    original: object
 
-    def checked(function: type, /, *args: Any, **kwargs: Any) -> Any:
-        recorder.check_function(function)
-        return apply.__get__(None, function)(*args, **kwargs)
+    def apply(self) -> None:
+        """Put ours in the place of the attribute."""
+        setattr(self.owner, self.name, self.ours)
 
-    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        recorder.check_assignment(module, name)
-        set_plainly(module, name, value)
+    def undo(self) -> None:
+        """Put the original back, or delete the attribute where the owner had none of its own."""
+        if self.original is None:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
 
-    def get_attribute(module: nn.Module, name: str) -> Any:
-        value = object.__getattribute__(module, name)
-        reading.attribute(module, name, value)
-        return value
 
-    def get_registered(module: nn.Module, name: str) -> Any:
-        try:
-            with reading.paused():  # of its registries
-                value = find_registered(module, name)
-        except AttributeError:
-            reading.absent(module, name)
-            raise
-        reading.attribute(module, name, value)
-        return value
+class Interceptor(Protocol):
+    """What is called in the place of modules, and sees what a forward does.
 
-    def is_grad_enabled() -> bool:
-        enabled = grad_enabled()
-        reading.asked_for_grad(enabled)
-        return enabled
+    Attributes:
+        model: whose forward runs.
+        reading: notes what its Python reads.
+        patches: that are in force.
+    """
 
-    def checkpoint_hook(frame: Any) -> Any:
-        return nullcontext() if recorder.is_outside else hook(frame)
+    model: nn.Module
+    reading: Reading
+    patches: list[Patch]
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether the Python that runs now is an open module's own."""
+
+    def call_module(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What `module(*args, **kwargs)` does; `call` is `nn.Module.__call__`."""
+
+    def check_function(self, function: type) -> None:
+        """Raise if this `autograd.Function` may not be applied."""
+
+    def check_assignment(self, module: nn.Module, name: str) -> None:
+        """Raise if this attribute of a module may not be assigned to."""
+
+
+@contextmanager
+def intercepted(recorder: Interceptor) -> Iterator[None]:
+    """Every `module(...)` and `Function.apply` asks first. One recording at a time per process."""
     if getattr(_RECORDING, "model", None) is not None:
         raise CaptureError(
             f"the forward of {_RECORDING.model} captures another model while it is captured itself"
@@ -77,38 +130,86 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
     with _PATCH_LOCK, ExitStack() as stack:
         _RECORDING.model = type(recorder.model).__name__
         stack.callback(setattr, _RECORDING, "model", None)
-        for owner, name, ours in (
-            (nn.Module, "__call__", call),
-            (nn.Module, "__setattr__", set_attribute),
-            (nn.Module, "__getattr__", get_registered),
-            (nn.Module, "__getattribute__", get_attribute),
-            (torch, "is_grad_enabled", is_grad_enabled),
-            *((torch, name, _asking(name, reading)) for name in SETTINGS),
-            (torch.autograd.Function, "apply", classmethod(checked)),
-            (checkpointing, "_checkpoint_hook", checkpoint_hook),
-        ):
-            original = vars(owner).get(name)
-            recorder.patches.append((owner, name, ours, original))
-            stack.callback(put_back, owner, name, original)
-            setattr(owner, name, ours)
-        stack.callback(reading.release)
+        for owner, name, ours in (*_of_modules(recorder), *_of_torch(recorder)):
+            patch = Patch(owner, name, ours, vars(owner).get(name))
+            recorder.patches.append(patch)
+            stack.callback(patch.undo)
+            patch.apply()
+        stack.callback(recorder.reading.release)
         yield
 
 
-def _asking(name: str, reading: Reading) -> Callable[[], Any]:
-    """The function of torch of this name, which says how it is set, and that it was asked."""
+def _of_modules(recorder: Interceptor) -> list[tuple[object, str, object]]:
+    """What stands in the place of methods of `nn.Module`."""
+    call_module = nn.Module.__call__
+    set_plainly = nn.Module.__setattr__
+    find_registered = nn.Module.__getattr__
+    reading = recorder.reading
 
-    def ask() -> Any:
-        value = SETTINGS[name]()
-        reading.asked_for(name, value)
+    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(module, call_module, args, kwargs)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        recorder.check_assignment(module, name)
+        set_plainly(module, name, value)
+
+    def get_attribute(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        reading.note_attribute(module, name, value)
         return value
 
-    return ask
+    def get_registered(module: nn.Module, name: str) -> Any:
+        try:
+            with reading.paused():  # of its registries
+                value = find_registered(module, name)
+        except AttributeError:
+            reading.note_missing(module, name)
+            raise
+        reading.note_attribute(module, name, value)
+        return value
+
+    return [
+        (nn.Module, "__call__", call),
+        (nn.Module, "__setattr__", set_attribute),
+        (nn.Module, "__getattr__", get_registered),
+        (nn.Module, "__getattribute__", get_attribute),
+    ]
 
 
-def put_back(owner: Any, name: str, original: Any) -> None:
-    """Let an owner have what it had under this name, if it had anything of its own."""
-    if original is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, original)
+def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
+    """What stands in the place of functions of torch.
+
+    Checkpoints in open modules do not throw away what they would compute again: the seeds of the
+    random calls in them are not those of the backward. Closed modules keep theirs.
+    """
+    grad_enabled = torch.is_grad_enabled
+    apply = torch.autograd.Function.__dict__["apply"]
+    hook = checkpointing._checkpoint_hook
+    reading = recorder.reading
+
+    def is_grad_enabled() -> bool:
+        enabled = grad_enabled()
+        reading.note_grad_mode(enabled)
+        return enabled
+
+    def setting(name: str) -> Callable[[], Any]:
+        def get() -> Any:
+            value = SETTINGS[name]()
+            reading.note_setting(name, value)
+            return value
+
+        return get
+
+    def checked(function: type, /, *args: Any, **kwargs: Any) -> Any:
+        recorder.check_function(function)
+        return apply.__get__(None, function)(*args, **kwargs)
+
+    def checkpoint_hook(frame: object) -> Any:
+        return nullcontext() if recorder.is_outside else hook(frame)
+
+    return [
+        (torch, "is_grad_enabled", is_grad_enabled),
+        *((torch, name, setting(name)) for name in SETTINGS),
+        (torch.autograd.Function, "apply", classmethod(checked)),
+        (checkpointing, "_checkpoint_hook", checkpoint_hook),
+    ]

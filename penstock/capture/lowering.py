@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from typing import Any
@@ -32,14 +33,13 @@ from penstock.capture.calls import (
 from penstock.capture.halves import Deferral, Half, may_be_halved, run_halved
 from penstock.capture.numbers import Number, at
 from penstock.capture.randomness import draw, draw_in_python
-from penstock.capture.stage_module import Stage
 from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
 
 _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot
     *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_TAKEN = {*dir(fx.GraphModule), *vars(Stage({}, fx.Graph()))}
+_TAKEN = {*dir(fx.GraphModule), *vars(fx.GraphModule({}, fx.Graph()))}
 _READ: Callable[..., Any] = getattr
 _WRITE: Callable[..., Any] = setattr
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -56,7 +56,7 @@ def lower(
     outputs: Sequence[Value],
     device: torch.device | None = None,
     deferral: Deferral | None = None,
-) -> Stage:
+) -> StageModule:
     """The module that runs `trace.calls[calls]`.
 
     Args:
@@ -80,7 +80,7 @@ def lower(
     for node in lowering.graph.nodes:  # a parameter that only the result has belongs to the last
         if node.op not in ("placeholder", "output"):
             node.meta.setdefault("call", calls.stop - 1)
-    module = Stage(lowering.leaves, lowering.graph, class_name="Stage")
+    module = StageModule(lowering.leaves, lowering.graph, class_name="Stage")
     module.training = model.training  # its own flag only: the user may have frozen submodules
     return module
 
@@ -202,7 +202,7 @@ class _Lowering:
         part.meta["call"] = ref.call  # it belongs to the call that made it, not to the one here
         return part
 
-    def _build(self, tree: Any) -> Any:
+    def _build(self, tree: object) -> Any:
         """Arguments as fx wants them: nodes and literals in plain containers."""
         leaves, structure = flatten(tree)
         return self._assemble(structure, iter(leaves))
@@ -216,7 +216,7 @@ class _Lowering:
         build = self._constant(structure.build)
         return self.graph.call_function(build_with, (build, children))
 
-    def _leaf(self, leaf: Any) -> Any:
+    def _leaf(self, leaf: object) -> Any:
         if isinstance(leaf, (Ref, Attribute)):
             return self.value(leaf)
         if isinstance(leaf, Size):
@@ -259,7 +259,7 @@ class _Lowering:
     def _multiplied(self, one: Any, other: Any) -> fx.Node:
         return self.graph.call_function(operator.mul, (one, other))
 
-    def _constant(self, constant: Any) -> fx.Node:
+    def _constant(self, constant: object) -> fx.Node:
         name = f"constant_{len(self.leaves)}"
         self.leaves[name] = constant
         return self.graph.get_attr(name)
@@ -272,7 +272,7 @@ def under(ambient: Ambient, function: Callable[..., Any], /, *args: Any, **kwarg
         return function(*args, **kwargs)
 
 
-def leaf_of(tree: Any, leaf: int) -> Any:
+def leaf_of(tree: object, leaf: int) -> Any:
     """Leaf number `leaf` of a container whose items have no public key."""
     return flatten(tree)[0][leaf]
 
@@ -319,3 +319,55 @@ def _as_function(function: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(function, "__name__", "") == "__get__":
         return operator.attrgetter(function_name(function))
     return function
+
+
+# -- the module of a stage --------------------------------------------------------------------
+
+_PickledNode = tuple[str, str, Any, Any, Any, dict[str, Any]]
+"""An operation, its name, target, arguments, keyword arguments and what else is known of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Stands for another node, in what is pickled."""
+
+    name: str
+
+
+class StageModule(fx.GraphModule):
+    """A stretch of a program: `forward(sizes, key, *values) -> tuple`.
+
+    An `fx.GraphModule` is unpickled by tracing its code once more, which calls that draw random
+    numbers do not survive. This one is put together again from its nodes.
+    """
+
+    def __reduce__(self) -> Any:
+        leaves: dict[str, Any] = {}
+        nodes: list[_PickledNode] = []
+        for node in self.graph.nodes:
+            if node.op in ("get_attr", "call_module"):
+                leaves[node.target] = operator.attrgetter(node.target)(self)
+            args, kwargs = (fx.node.map_arg(tree, _named) for tree in (node.args, node.kwargs))
+            meta = {k: v for k, v in node.meta.items() if k == "call"}
+            nodes.append((node.op, node.name, node.target, args, kwargs, meta))
+        return _restored, (leaves, nodes, self.training)
+
+
+def _named(node: fx.Node) -> Any:
+    return _Named(node.name)
+
+
+def _restored(leaves: dict[str, Any], nodes: list[_PickledNode], training: bool) -> StageModule:
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+
+    def found(leaf: object) -> Any:
+        return made[leaf.name] if isinstance(leaf, _Named) else leaf
+
+    for op, name, target, args, kwargs, meta in nodes:
+        args, kwargs = (fx.node.map_aggregate(tree, found) for tree in (args, kwargs))
+        made[name] = graph.create_node(op, target, args, kwargs, name)
+        made[name].meta.update(meta)
+    module = StageModule(leaves, graph, class_name="Stage")
+    module.training = training
+    return module

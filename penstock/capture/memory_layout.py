@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from penstock.capture.places import frozen
-
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What strides say besides the shape: whether there are gaps, and the order of dimensions."""
@@ -38,16 +36,3 @@ def laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return room[tuple(slice(n) for n in tensor.shape)].copy_(tensor)
     copied = tensor.permute(*dims).contiguous()
     return copied.permute([dims.index(d) for d in range(tensor.ndim)])
-
-
-def asked_of(tensor: Any, what: str) -> Any:
-    """What Python is told of an input: of a tensor its `"layout"`, or what has this name.
-
-    Of a number it is the `"value"`.
-    """
-    if what == "layout":
-        return layout(tensor)
-    if what == "value":
-        return frozen(tensor)
-    found = getattr(tensor, what)
-    return found() if callable(found) else found

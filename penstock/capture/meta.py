@@ -1,23 +1,28 @@
-"""Capturing a model whose weights are not there: its parameters are on the `meta` device.
+"""Forwards that hold little: weights on the `meta` device, and graphs without saved tensors.
 
-Whatever touches a weight has shapes and dtypes but no values. What is made of the inputs alone
-keeps its values, so that Python may look at them.
+Whatever touches a weight on `meta` has shapes and dtypes but no values. What is made of the inputs
+alone keeps its values, so that Python may look at them. So models are captured whose weights are
+not there, and those that have weights are recorded at further sizes for next to nothing: only one
+size costs the time and the memory of running it. Where a forward asks for values, an exception says
+so, and it is run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.capture.attributes import named_tensors, put
-from penstock.capture.calls import Call, Ref, Trace, Unrecordable, function_name
+from penstock.capture.calls import Call, Ref, Trace, Unrecordable, function_name, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.lowering import lower
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.errors import CaptureError
 
 META = torch.device("meta")
@@ -27,12 +32,12 @@ _CPU = torch.device("cpu")
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether any of its parameters are."""
+    """Whether any parameter of the model is on the `meta` device, where there are no values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def reads_values(call: Call) -> bool:
-    """Whether the call tells Python values of its arguments."""
+    """Whether the call gives Python values of its arguments."""
     return not isinstance(call.target, str) and function_name(call.target) in _READS
 
 
@@ -92,11 +97,11 @@ class Weightless:
 
     def values(self, trace: Trace, value: Ref) -> torch.Tensor:
         """A value that is made of nothing but the inputs, computed with them."""
-        asked = trace.leading_to((value,))
-        inputs = Cuts(asked).boundary(0)
-        everything = range(len(asked.calls))
-        module = lower(self._model, asked, everything, inputs, asked.outputs, _CPU)
-        given = [self._inputs[v.leaf] for v in inputs if isinstance(v, Ref)]
+        questions = trace.leading_to((value,))
+        inputs = Cuts(questions).boundary(0)
+        everything = range(len(questions.calls))
+        module = lower(self._model, questions, everything, inputs, questions.outputs, _CPU)
+        given = input_leaves(inputs, self._inputs)
         with torch.no_grad():
             result: torch.Tensor = module({}, None, *given)[0]
         return result
@@ -123,3 +128,54 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin
+
+
+def completed(shapes: Trace, real: Trace) -> Trace:
+    """A recording of shapes, with what only values show: devices, what is drawn, and written."""
+    if len(shapes.calls) != len(real.calls):
+        return shapes
+    calls = [_completed(*pair) for pair in zip(shapes.calls, real.calls, strict=True)]
+    return replace(shapes, calls=calls, changed=real.changed, rewritten=real.rewritten)
+
+
+def _completed(call: Call, real: Call) -> Call:
+    leaves, structure = flatten((call.args, call.kwargs))
+    others, other = flatten((real.args, real.kwargs))
+    if structure == other:
+        leaves = [_placed(*pair) for pair in zip(leaves, others, strict=True)]
+    args, kwargs = unflatten(structure, leaves)
+    return replace(
+        call,
+        args=args,
+        kwargs=kwargs,
+        random=real.random,
+        draws_in_python=real.draws_in_python,
+        mutates=real.mutates,
+    )
+
+
+def _placed(leaf: object, real: object) -> Any:
+    on_meta = isinstance(leaf, torch.device) and leaf.type == "meta"
+    return real if on_meta and isinstance(real, torch.device) else leaf
+
+
+class NoSavedTensors(saved_tensors_hooks):
+    """While open, autograd builds graphs as ever, but saves no tensors for their backward.
+
+    A forward that computes gradients itself cannot do so then.
+
+    Attributes:
+        was_needed: whether a backward has wanted what was not saved.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_forget, self._refuse)
+        self.was_needed = False
+
+    def _refuse(self, _: None) -> torch.Tensor:
+        self.was_needed = True
+        raise RuntimeError("this graph was built without what its backward needs")
+
+
+def _forget(_: torch.Tensor) -> None:
+    """A hook for tensors that autograd saves, which keeps none of them."""

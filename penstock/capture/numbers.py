@@ -11,12 +11,15 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
 from penstock.capture.places import MISSING, Place, attributes_of
 from penstock.capture.trees import Leaf
+
+Numeric = int | float
+"""A number of Python's that may be passed in."""
 
 PASSED = "@"
 """Names of numbers that are passed in begin with it, among those of sizes."""
@@ -117,19 +120,19 @@ Where = Place | Given
 
 
 def found(model: nn.Module, leaves: Sequence[Any], where: Where) -> Any:
-    """The number that is there now."""
+    """The number at a place of the model, or among the leaves of the inputs."""
     return leaves[where.leaf] if isinstance(where, Given) else where.find(model)
 
 
 def name_of(place: Where) -> str:
-    """By which the number there is passed in."""
+    """The name by which the number there is passed in, among those of sizes."""
     return f"{PASSED}{place}"
 
 
 class Followed:
     """A number that remembers how others are made of it. One of its subclasses is a number."""
 
-    plain: int | float
+    plain: Numeric
     number: Number
     note: Callable[[Outcome], None]
 
@@ -141,13 +144,13 @@ class Followed:
         self.note((Number("ne", (self.number, 0)), self.plain != 0))
         return self.plain != 0
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return type(self.plain), (self.plain,)
 
-    def __copy__(self) -> int | float:
+    def __copy__(self) -> Numeric:
         return self.plain
 
-    def __deepcopy__(self, memo: Any) -> int | float:
+    def __deepcopy__(self, memo: object) -> Numeric:
         return self.plain
 
 
@@ -159,7 +162,7 @@ class _Int(Followed, int):
     __hash__ = Followed.__hash__
 
 
-def followed(plain: int | float, number: Number, note: Callable[[Outcome], None]) -> Any:
+def followed(plain: Numeric, number: Number, note: Callable[[Outcome], None]) -> Any:
     """The number, which remembers that it is this expression."""
     kind = _Float if type(plain) is float else _Int
     made = kind(plain)
@@ -167,12 +170,12 @@ def followed(plain: int | float, number: Number, note: Callable[[Outcome], None]
     return made
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """The plain Python number behind one that is followed; anything else as it is."""
     return value.plain if isinstance(value, Followed) else value
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     return value.number if isinstance(value, Followed) else value
 
 
@@ -223,7 +226,7 @@ for _name in _STEPS:
 
 
 @contextmanager
-def put(model: nn.Module, leaves: list[Any], numbers: Mapping[Where, Any]) -> Iterator[None]:
+def put(model: nn.Module, leaves: list[Any], numbers: Mapping[Where, Numeric]) -> Iterator[None]:
     """While open, these numbers are in these places."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     given = list(leaves)
@@ -253,8 +256,8 @@ def can_be_put(model: nn.Module, place: Where) -> bool:
 
 
 def alternatives(
-    now: Mapping[Where, Any], then: Mapping[Where, Any], outcomes: Sequence[Outcome]
-) -> list[dict[Where, Any]]:
+    now: Mapping[Where, Numeric], then: Mapping[Where, Numeric], outcomes: Sequence[Outcome]
+) -> list[dict[Where, Numeric]]:
     """Other values of these numbers, with which all comparisons come out as they did.
 
     Those of an earlier recording first, then some on the way there, where most are allowed too.
@@ -270,8 +273,8 @@ def alternatives(
 
 
 def further(
-    now: Mapping[Where, Any], then: Mapping[Where, Any], outcomes: Sequence[Outcome]
-) -> list[dict[Where, Any]]:
+    now: Mapping[Where, Numeric], then: Mapping[Where, Numeric], outcomes: Sequence[Outcome]
+) -> list[dict[Where, Numeric]]:
     """Values to which these numbers may come if they go on as they do.
 
     What C makes of a number cannot be followed (`range(self.k)`, `numpy.interp`), and may be the
@@ -286,7 +289,7 @@ def further(
     return found
 
 
-def _between(now: Any, then: Any, share: float) -> Any:
+def _between(now: Numeric, then: Numeric, share: float) -> Numeric:
     if share == 1:
         return then
     between = now + (then - now) * share

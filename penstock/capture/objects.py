@@ -9,7 +9,7 @@ import array
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from penstock.capture.attributes import attributes_of_all
 from penstock.capture.places import INTERNAL, attributes_of, is_helper
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -68,7 +69,7 @@ class Objects:
                     self._look(value, (module, name), _DEPTH, outside=True)
             self._look_at_class(type(module), (module, "__class__"))
 
-    def _look(self, value: Any, root: Root, depth: int, outside: bool = False) -> None:
+    def _look(self, value: object, root: Root, depth: int, outside: bool = False) -> None:
         """Note a thing, and what it leads to.
 
         Args:
@@ -125,15 +126,15 @@ class Objects:
             held.swap(copied)
 
     def things(self) -> dict[int, Any]:
-        """All of them, by id."""
+        """The objects, containers and arrays themselves, by id."""
         return {key: held.thing for key, held in self._held.items()}
 
     def changed(self) -> dict[int, Any]:
-        """Those that hold something else now."""
+        """Those that hold something else than when this was made, by id."""
         return {key: held.thing for key, held in self._held.items() if held.has_changed()}
 
     def put_back(self) -> None:
-        """Let all hold what they held."""
+        """Let all hold what they held when this was made."""
         for held in self._held.values():
             if held.has_changed():
                 held.put_back()
@@ -164,6 +165,29 @@ def shared(model: nn.Module, changed: Objects) -> tuple[tuple[str, frozenset[str
     return tuple(found)
 
 
+def remembering(
+    model: nn.Module, before: Mapping[str, Mapping[str, Any]], objects: Objects
+) -> frozenset[str]:
+    """The names of modules whose attributes are others now, or lead to what holds something else.
+
+    Args:
+        model: whose modules.
+        before: what `attributes_of_all` gave.
+        objects: what its modules led to before.
+    """
+    missing = object()
+    found = {
+        path
+        for path, own in attributes_of_all(model).items()
+        if own.keys() != before.get(path, {}).keys()
+        or any(value is not before[path].get(name, missing) for name, value in own.items())
+    }
+    names = {id(module): path for path, module in model.named_modules()}
+    roots = (objects.roots[key] for key in objects.changed())
+    found |= {names[id(module)] for module, _ in roots if id(module) in names}
+    return frozenset(found)
+
+
 def _called(thing: Any) -> str:
     return f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
 
@@ -178,16 +202,16 @@ class _Held:
         self.before = self.now()
 
     def now(self) -> tuple[Any, ...]:
-        """All that it holds, each with its name."""
+        """Pairs of a name and a value: of its attributes, and then of its slots."""
         slots = ((s, s.__get__(self.thing)) for s in self.slots if _is_filled(s, self.thing))
         return *self.own.items(), *slots
 
     def items(self) -> list[Any]:
-        """What it held, without the names."""
+        """The values that it held when this was made."""
         return [value for _, value in self.before]
 
     def has_changed(self) -> bool:
-        """Whether it holds something else now."""
+        """Whether names or values are others now; values are compared by identity."""
         now = self.now()
         return len(now) != len(self.before) or any(
             new is not old or not _same_name(name, known)
@@ -195,7 +219,7 @@ class _Held:
         )
 
     def put_back(self) -> None:
-        """Let it hold what it held."""
+        """Let it hold the very values again that it held."""
         self.own.clear()
         for slot in self.slots:
             if _is_filled(slot, self.thing):
@@ -241,7 +265,7 @@ class _Class(_Held):
             type.__setattr__(self.thing, name, before[name])
 
     def swap(self, copied: Callable[[Any], Any]) -> None:
-        """What a class has stays."""
+        """Does nothing: tensors of classes are not copied."""
 
 
 class _Container(_Held):
@@ -311,7 +335,7 @@ class _Array(_Held):
 _KINDS: WeakKeyDictionary[type, type[_Held] | None] = WeakKeyDictionary()
 
 
-def _kind_of(value: Any) -> type[_Held] | None:
+def _kind_of(value: object) -> type[_Held] | None:
     """How what it holds is put back; `None` if it holds nothing that can be."""
     kind = type(value)
     if kind not in _KINDS:
@@ -335,7 +359,7 @@ def _is_kept(value: Any) -> bool:
     return len(value) <= _ARRAY_BYTES
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: object) -> list[Any]:
     """What something leads to that is not kept itself."""
     if isinstance(value, (list, tuple, set, deque)):
         return list(value)
@@ -367,7 +391,7 @@ def _is_filled(slot: Any, thing: Any) -> bool:
     return True
 
 
-def _same_name(one: Any, other: Any) -> bool:
+def _same_name(one: object, other: object) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one[1] is other[1]
     return bool(one is other or one == other)

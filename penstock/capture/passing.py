@@ -11,6 +11,7 @@ from torch import nn
 from penstock.capture.calls import Sizes, Trace
 from penstock.capture.numbers import (
     Given,
+    Numeric,
     Where,
     alternatives,
     can_be_put,
@@ -25,8 +26,8 @@ from penstock.capture.sizes import differs_from
 def passing_in(
     model: nn.Module,
     leaves: list[Any],
-    then: Mapping[Where, Any],
-    recorded: Callable[[Mapping[Where, Any]], Trace],
+    then: Mapping[Where, Numeric],
+    recorded: Callable[[Mapping[Where, Numeric]], Trace],
     again: Callable[[], Trace],
     sizes: Sizes,
 ) -> Trace:
@@ -45,7 +46,7 @@ def passing_in(
     """
     able = {place: number for place, number in then.items() if can_be_put(model, place)}
     groups = [able] if len(able) < 2 else [able, *({p: n} for p, n in able.items())]
-    followed: dict[Where, Any] = {}
+    followed: dict[Where, Numeric] = {}
     for group in groups:
         now = {place: found(model, leaves, place) for place in group}
         attempt = _Attempt(model, leaves, now, recorded, again, sizes)
@@ -67,12 +68,12 @@ class _Attempt:
 
     model: nn.Module
     leaves: list[Any]
-    now: Mapping[Where, Any]
-    recorded: Callable[[Mapping[Where, Any]], Trace]
+    now: Mapping[Where, Numeric]
+    recorded: Callable[[Mapping[Where, Numeric]], Trace]
     again: Callable[[], Trace]
     sizes: Sizes
 
-    def succeeds(self, then: Mapping[Where, Any]) -> bool:
+    def succeeds(self, then: Mapping[Where, Numeric]) -> bool:
         """Whether a trace with these numbers passed in says what the model does at others."""
         try:
             trace = self.recorded(self.now)
@@ -91,7 +92,7 @@ class _Attempt:
         return bool(others)
 
     def _is_as_said(
-        self, trace: Trace, numbers: Mapping[Where, Any], or_refused: bool = False
+        self, trace: Trace, numbers: Mapping[Where, Numeric], or_refused: bool = False
     ) -> bool:
         """Whether the model does with numbers what the trace says, if it takes them at all."""
         try:
@@ -101,5 +102,5 @@ class _Attempt:
             if or_refused:
                 return True
             raise
-        passed = {name_of(place): number for place, number in numbers.items()}
+        passed: dict[str, Any] = {name_of(place): number for place, number in numbers.items()}
         return differs_from(once_more, trace, {**self.sizes, **passed}) is None

@@ -49,7 +49,7 @@ class Item(str):
 
     key: Any
 
-    def __new__(cls, key: Any) -> Item:
+    def __new__(cls, key: object) -> Item:
         made = super().__new__(cls, f"[{key!r}]")
         made.key = key
         return made
@@ -69,7 +69,7 @@ class Place:
 
     @property
     def last(self) -> str:
-        """The name of the attribute."""
+        """The name of the attribute itself, without the way to it."""
         return self.names[-1]
 
     def owner(self, model: nn.Module) -> Any:
@@ -92,8 +92,8 @@ class Place:
         return ".".join((self.module, *self.names)).lstrip(".").replace(".[", "[")
 
 
-def attributes_of(obj: Any) -> dict[str, Any]:
-    """An object's own attributes, without asking the object."""
+def attributes_of(obj: object) -> dict[str, Any]:
+    """An object's own attributes, without calling its code."""
     try:
         found: dict[str, Any] = object.__getattribute__(obj, "__dict__")
     except AttributeError:
@@ -101,17 +101,17 @@ def attributes_of(obj: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _of(obj: Any, name: str) -> Mapping[str, Any]:
+def _of(obj: object, name: str) -> Mapping[str, Any]:
     return attributes_of(obj).get(name) or {}
 
 
-def look(obj: Any, name: str) -> Any:
+def look(obj: object, name: str) -> Any:
     """What Python finds as `obj.name`, as it is kept: a property itself, and not its value."""
     if isinstance(name, Item):
         return _item(obj, name.key)
     if name == "__dict__":  # the names of all
         return tuple(key for key in attributes_of(obj) if key not in INTERNAL)
-    if asks_itself(obj):
+    if overrides_lookup(obj):
         return getattr(obj, name, MISSING)
     kept = static(type(obj) if not isinstance(obj, type) else obj, name)
     if isinstance(kept, types.MemberDescriptorType):
@@ -135,7 +135,7 @@ def _item(held: Any, key: Any) -> Any:
     return held[key] if whole else MISSING
 
 
-def items_of(value: Any) -> list[tuple[Any, Any]]:
+def items_of(value: object) -> list[tuple[Any, Any]]:
     """What a list, a tuple or a dictionary holds, with indices or keys."""
     if isinstance(value, dict):
         return list(dict.items(value))
@@ -143,14 +143,14 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def static(kind: type, name: str) -> Any:
-    """What a class has under a name, without its descriptor being asked."""
+    """What a class has under a name, without calling its descriptor."""
     for owner in type.mro(kind):
         if name in vars(owner):
             return vars(owner)[name]
     return MISSING
 
 
-def asks_itself(obj: Any) -> bool:
+def overrides_lookup(obj: object) -> bool:
     """Whether an object of a helper's class finds its attributes by code of its own."""
     kind = type(obj)
     found = static(kind, "__getattribute__")
@@ -162,7 +162,7 @@ def noting(kind: type, note: Callable[[Any, str, Any], None]) -> Callable[[Any, 
     """A class's `__getattribute__` that notes what it finds."""
     finds: Callable[[Any, str], Any] = getattr(kind, "__getattribute__")  # noqa: B009 - as it is
 
-    def get_attribute(obj: Any, name: str) -> Any:
+    def get_attribute(obj: object, name: str) -> Any:
         try:
             value = finds(obj, name)
         except AttributeError:
@@ -175,7 +175,7 @@ def noting(kind: type, note: Callable[[Any, str, Any], None]) -> Callable[[Any, 
     return get_attribute
 
 
-def is_helper(value: Any) -> bool:
+def is_helper(value: object) -> bool:
     """Whether this is an object of a class in Python, the reads of whose attributes can be seen."""
     kind = type(value)
     if isinstance(value, (nn.Module, torch.Tensor, type, Enum, *_FUNCTIONS, *SCALARS)):
@@ -195,7 +195,7 @@ class Held:
 
     __slots__ = ("is_part", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
         self.is_part = isinstance(value, (torch.Tensor, nn.Module))
 
@@ -204,14 +204,14 @@ class Held:
             return NotImplemented
         if self.value is other.value:
             return True
-        method = isinstance(self.value, types.MethodType)  # made anew whenever it is asked for
+        method = isinstance(self.value, types.MethodType)  # made anew at every access
         return method and bool(self.value == other.value)
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
-def frozen(value: Any, depth: int = 8) -> Any:
+def frozen(value: object, depth: int = 8) -> Any:
     """What is compared of a value: equal for values that a forward cannot tell from each other."""
     if isinstance(value, float):
         return type(value), float(value).hex()  # 0.0 is not -0.0, and no number is no number
@@ -235,11 +235,11 @@ def frozen(value: Any, depth: int = 8) -> Any:
     return Held(value)
 
 
-def _key(key: Any) -> Any:
+def _key(key: object) -> Any:
     return (type(key), key)
 
 
-def parts_of(frozen_value: Any) -> Iterator[Any]:
+def parts_of(frozen_value: object) -> Iterator[Any]:
     """The tensors and modules in something that was frozen."""
     if isinstance(frozen_value, Held):
         if frozen_value.is_part:

@@ -69,8 +69,8 @@ class Parameters:
                 continue
             if copied is None:
                 raise CaptureError(
-                    "the forward writes parameters, which are too large to be put back afterwards; "
-                    "load them again, and close the module that does with keep_closed="
+                    "the forward writes parameters that are too large to be restored afterwards; "
+                    "load them again, and name the module that writes them in keep_closed="
                 )
             self.written.add(self._names[id(parameter)])
             parameter.detach().copy_(copied)
@@ -136,7 +136,7 @@ def _attributes(module: nn.Module) -> _Attributes:
     return own, {name: _items(value) for name, value in own.items() if _holds(value)}
 
 
-def _holds(value: Any) -> bool:
+def _holds(value: object) -> bool:
     return type(value) in (list, *_MAPPINGS)
 
 
@@ -182,8 +182,8 @@ def own_generators(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, one
 
 
-def state_of(generator: Any) -> Any:
-    """Where a generator is, to be put back by `put_state`."""
+def state_of(generator: object) -> Any:
+    """The state of a generator of torch's, Python's or numpy's; a copy, for `put_state`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -192,7 +192,7 @@ def state_of(generator: Any) -> Any:
 
 
 def put_state(generator: Any, state: Any) -> None:
-    """Let a generator be where it was."""
+    """Set a generator to a state that `state_of` gave."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
@@ -210,7 +210,7 @@ def same_state(one: Any, other: Any) -> bool:
     return bool(np.all(one == other))
 
 
-def _bits(generator: Any) -> Any:
+def _bits(generator: object) -> Any:
     """What a generator of numpy's draws from."""
     bits = generator
     if isinstance(generator, np.random.Generator):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Ref, Sizes, TensorInfo, Trace, Value
+from penstock.capture.calls import ROWS, Sizes, TensorInfo, Trace, Value, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
@@ -32,9 +32,9 @@ class StageProgram:
 
     Attributes:
         module: runs it, see `penstock.capture.lowering`.
-        inputs: the values that it is given, in order.
+        inputs: the values that the module takes, in order.
         outputs: the values that it returns, in order.
-        overwritten: the places of inputs that are changed in place, here or later.
+        overwritten: the positions of inputs that are changed in place, here or later.
     """
 
     module: fx.GraphModule
@@ -44,26 +44,27 @@ class StageProgram:
 
 
 class Program:
-    """What `penstock.capture` returns. `program(*args, **kwargs)` replays the model's forward.
+    """A captured model; `program(*args, **kwargs)` replays the model's forward.
+
+    If the model's Python reads a boolean from its inputs ("is anything masked?"), other inputs may
+    take another way. Each way has its own trace, recorded when inputs first take it; `train` and
+    `eval` are the traces of the example. Each autocast setting has its own ways as well, because a
+    model may read dtypes or disable autocast in places.
 
     Attributes:
         model: the user's module; its submodules are the leaves of every stage.
         train: the trace of the forward in training mode.
-        eval: the trace in evaluation mode; the same object where nothing differs.
+        eval: the trace in evaluation mode; the same object if nothing differs.
         varying: which dimensions of the inputs vary.
-        example: the inputs' leaves that were captured with.
-        closed: why the program does not look inside these modules, by qualified name.
-        is_open: whether it looks inside the module of this name.
-        was_on_meta: whether it was captured without weights.
-        written: the parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
-        signatures: that it was called with.
-        recordings: of all ways that were taken so far.
-        left: the attributes in which a forward leaves tensors with a history, by qualified name.
-
-    Where the model's Python reads a yes or no off its inputs ("is anything masked?"), other inputs
-    may lead another way. Every way that a mode can go is a trace of its own, recorded when inputs
-    first go it; `train` and `eval` are those of the example. So it is with autocast: a model may
-    read dtypes, and switch it off in places, so every autocast has ways of its own.
+        example: the leaves of the example inputs.
+        closed: for every closed module, by qualified name, why it is one call.
+        is_open: a function of a module's name: whether the module is open.
+        was_on_meta: whether the model was captured without weights.
+        written: names of parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
+        signatures: the signatures of the calls so far.
+        recordings: the recordings of all ways taken so far.
+        left: qualified names of attributes in which a forward leaves tensors with autograd history.
+        remembering: names of modules whose attributes are others after a forward, or hold others.
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class Program:
         self.is_open = is_open
         self.written = written
         self.left: frozenset[str] = frozenset()
+        self.remembering: frozenset[str] = frozenset()
         self.was_on_meta = is_on_meta(model)
         self._whole: dict[int, StageProgram] = {}
         first = Signature(train.input_structure, train.inputs, varying)
         self.signatures = Signatures(first, source.varying_of)
-        self.recordings = Recordings(self, source, points)
+        self.recordings = Recordings(model, train, evaluation, self.signatures, source, points)
 
     def __len__(self) -> int:
         return len(self.train.calls)
@@ -107,12 +109,12 @@ class Program:
 
     @property
     def same_in_eval(self) -> bool:
-        """Whether evaluation runs the same program as training, whatever the inputs."""
+        """Whether evaluation always runs the same program as training."""
         return self.eval is self.train and self.train.questions is None
 
     @property
     def random(self) -> dict[int, bool]:
-        """The calls that draw random numbers, by identity, and whether they do so in Python."""
+        """The identities of random calls, and whether Python or numpy generators give some."""
         calls = (call for trace in self.recordings.traces() for call in trace.calls)
         return {call.identity: call.draws_in_python for call in calls if call.random}
 
@@ -166,7 +168,7 @@ class Program:
         model: nn.Module | None = None,
     ) -> Any:
         sizes = {**varying.sizes(leaves), **trace.reads.passed_in(model or self.model, leaves)}
-        results = whole.module(sizes, key, *(leaves[_input(value)] for value in whole.inputs))
+        results = whole.module(sizes, key, *input_leaves(whole.inputs, leaves))
         values = dict(zip(whole.outputs, results, strict=True))
         return assemble(trace, values, sizes)
 
@@ -180,11 +182,11 @@ class Program:
 
     @cached_property
     def example_sizes(self) -> Sizes:
-        """How large the example is."""
+        """The rows of the example, and its other dimensions that vary."""
         return self.varying.sizes(self.example)
 
     def sizes(self, rows: int) -> Sizes:
-        """How large the example would be with this many rows."""
+        """The example's sizes with this many rows instead."""
         return {**self.example_sizes, ROWS: rows}
 
     def explain(self, seconds: Sequence[float] | None = None) -> Explanation:
@@ -193,7 +195,7 @@ class Program:
         Args:
             seconds: of every call, to be shown as well: `profile.call_seconds()`.
         """
-        return explain(self, seconds)
+        return explain(self.model, self.cuts, self.eval, self.example_sizes, self.closed, seconds)
 
     # -- cutting --------------------------------------------------------------------------
 
@@ -293,8 +295,3 @@ class Program:
             outputs = [str(o) for o in call.outputs if isinstance(o, TensorInfo)]
             digest.update(f"{call.path}|{call.label}|{outputs}\n".encode())
         return digest.hexdigest()[:16]
-
-
-def _input(value: Value) -> int:
-    """The number of the input leaf that a value of the first boundary is."""
-    return value.leaf if isinstance(value, Ref) else -1

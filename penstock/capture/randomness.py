@@ -53,7 +53,7 @@ class Key(NamedTuple):
 def draw_in_python(
     key: Key | None, call: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """The same for a call that draws from numpy's global generator or Python's as well."""
+    """Like `draw`, for a call that draws from numpy's global generator or Python's as well."""
     if key is None:
         return function(*args, **kwargs)
     with _GENERATOR_LOCK, python_kept():
@@ -165,7 +165,7 @@ def draw(
     """
     if key is None:
         return function(*args, **kwargs)
-    generator = default_generator(_device_of((args, kwargs)))
+    generator = _default_generator(_device_of((args, kwargs)))
     with _GENERATOR_LOCK:
         state = generator.get_state()
         generator.manual_seed(key.for_call(call))
@@ -178,7 +178,7 @@ def draw(
 @contextmanager
 def seeding(key: Key, call: int, device: torch.device) -> Iterator[None]:
     """While open, the device's generator is seeded for this key and call."""
-    generator = default_generator(device)
+    generator = _default_generator(device)
     with _GENERATOR_LOCK:
         state = generator.get_state()
         generator.manual_seed(key.for_call(call))
@@ -204,14 +204,14 @@ class Watched:
 
     @property
     def draws(self) -> bool:
-        """Whether it does, as far as is known."""
+        """Whether the function draws random numbers; `True` until its first call has shown it."""
         return self._draws is not False
 
     def __call__(self, key: Key, call: int, /, *args: Any, **kwargs: Any) -> Any:
         """Call it, as this call of this micro-batch."""
         if self._draws is False:
             return self._function(*args, **kwargs)
-        generator = default_generator(_device_of((args, kwargs)))
+        generator = _default_generator(_device_of((args, kwargs)))
         with _GENERATOR_LOCK:
             state = generator.get_state()
             start = generator.manual_seed(key.for_call(call)).get_state()
@@ -223,7 +223,7 @@ class Watched:
                 generator.set_state(state)
 
 
-def default_generator(device: torch.device) -> torch.Generator:
+def _default_generator(device: torch.device) -> torch.Generator:
     """The generator that torch functions draw from on `device`."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -234,7 +234,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """The generators of the CPU and of every CUDA device among `devices`."""
     cuda = sorted({d for d in devices if d.type == "cuda"}, key=str)
-    return [torch.default_generator, *(default_generator(d) for d in cuda)]
+    return [torch.default_generator, *(_default_generator(d) for d in cuda)]
 
 
 @contextmanager
@@ -250,7 +250,7 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _device_of(tree: Any) -> torch.device:
+def _device_of(tree: object) -> torch.device:
     for leaf in flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
             return leaf.device

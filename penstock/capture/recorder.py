@@ -2,21 +2,24 @@
 
 The model's own Python runs on real tensors, so control flow, keyword arguments and containers
 resolve themselves. What cannot be recorded inside an open module raises `Unrecordable`, and
-`penstock.capture.opening` then closes that module and starts again.
+`penstock.capture.capturing` then closes that module and starts again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -36,10 +39,20 @@ from penstock.capture.calls import (
     ambient,
     function_name,
 )
-from penstock.capture.interception import intercepted, put_back
-from penstock.capture.known import Known
+from penstock.capture.interception import (
+    CLOSING,
+    GRADIENTS,
+    LAYOUT,
+    METADATA,
+    PARTS,
+    SIZES,
+    STATE,
+    Patch,
+    intercepted,
+    is_plain,
+)
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
-from penstock.capture.numbers import Followed, Where, plain, put
+from penstock.capture.numbers import Followed, Numeric, Where, plain, put
 from penstock.capture.randomness import (
     Draws,
     Key,
@@ -51,16 +64,6 @@ from penstock.capture.randomness import (
 )
 from penstock.capture.reads import Reading
 from penstock.capture.trees import flatten, map_leaves, unflatten
-from penstock.capture.vocabulary import (
-    CLOSING,
-    GRADIENTS,
-    LAYOUT,
-    METADATA,
-    PARTS,
-    SIZES,
-    STATE,
-    is_plain,
-)
 from penstock.capture.watching import (
     Contents,
     OpenAttributes,
@@ -79,7 +82,7 @@ def record(
     key: Key | None = None,
     *,
     strict: bool = True,
-    numbers: Mapping[Where, Any] | None = None,
+    numbers: Mapping[Where, Numeric] | None = None,
 ) -> tuple[Trace, Any]:
     """Run `model(*args, **kwargs)` and record it.
 
@@ -111,7 +114,7 @@ def record(
             for name, tensor in named_tensors(model)
             if not isinstance(tensor, nn.Parameter)
         ]
-        with recorder, reading.listening():
+        with recorder, reading.active():
             result = model(*args, **kwargs)
         if strict:
             attributes.check_unchanged()
@@ -132,7 +135,7 @@ class Recorder(TorchFunctionMode):
         model: nn.Module,
         is_open: Callable[[str], bool],
         key: Key | None,
-        numbers: Mapping[Where, Any] | None = None,
+        numbers: Mapping[Where, Numeric] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -143,14 +146,19 @@ class Recorder(TorchFunctionMode):
         self.compiled = compiled(model)
         self.weightless = Weightless(model) if is_on_meta(model) else None
         self.generators = generators({p.device for p in model.parameters()})
-        self.patches: list[tuple[Any, str, Any, Any]] = []  # owner, name, ours, the original
+        self.patches: list[Patch] = []
         self.known = Known()
         self._mixed: dict[int, Origin] = {}  # into storages, by changes in place
         self._open: list[str] = [""]
         self._inside = 0
         self._seen: Counter[str] = Counter()
         self.reading = Reading(
-            model, self.paths, lambda: self.is_outside, lambda: self._open[-1], numbers or {}
+            model,
+            self.paths,
+            lambda: self.is_outside,
+            lambda: self._open[-1],
+            self.known.get,
+            numbers or {},
         )
         for name, tensor in named_tensors(model):
             if self.known.get(tensor) is None:
@@ -164,7 +172,11 @@ class Recorder(TorchFunctionMode):
     # -- the two things that can happen ---------------------------------------------------
 
     def call_module(
-        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """What `module(*args, **kwargs)` does while recording; `call` is the real thing."""
         path = self.paths.get(id(module))
@@ -180,11 +192,13 @@ class Recorder(TorchFunctionMode):
                 self._open.pop()
         with self.reading.paused():
             hidden = self._hidden(module, args, kwargs)
-            self.reading.called(path, module)
+            self.reading.note_call(path, module)
         function = self._undisturbed if path in self.compiled else self._without_mode
         return self._record(path, partial(function, call, module), args, kwargs, hidden)
 
-    def _hidden(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[str, ...]:
+    def _hidden(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, ...]:
         """The names of the tensors in a closed module, and in those that it is given."""
         given = (m for m in flatten((args, kwargs))[0] if id(m) in self.paths)
         return tuple(  # a tensor that an earlier call has put there is known by its place
@@ -203,9 +217,9 @@ class Recorder(TorchFunctionMode):
     def _undisturbed(self, *args: Any, **kwargs: Any) -> Any:
         """Run a closed module as if nothing was recorded: torch.compile looks at everything."""
         with ExitStack() as stack:
-            for owner, name, ours, original in self.patches:
-                put_back(owner, name, original)
-                stack.callback(setattr, owner, name, ours)
+            for patch in self.patches:
+                patch.undo()
+                stack.callback(patch.apply)
             return self._without_mode(*args, **kwargs)
 
     def check_function(self, function: type) -> None:
@@ -240,11 +254,11 @@ class Recorder(TorchFunctionMode):
         if name in SIZES or name in PARTS:
             self._check_sizes(leaves)
         if name in GRADIENTS:
-            self.reading.asked_of(leaves, self.known.get)
+            self.reading.note_requires_grad(leaves)
         if name in LAYOUT:
             self._check_layout(name, leaves)
         if name in STATE:
-            self.reading.asked_for_state(name, leaves, self.known.get)
+            self.reading.note_state(name, leaves)
         if name in METADATA or (name == "type" and len(leaves) == 1):
             return func(*args, **kwargs)
         if name == "type":
@@ -256,7 +270,7 @@ class Recorder(TorchFunctionMode):
     def _check_layout(self, name: str, leaves: Sequence[Any]) -> None:
         """Note that Python asks how tensors lie in memory."""
         try:
-            self.reading.asked_for_layout(name, leaves, self.known.get, self._inputs)
+            self.reading.note_layout(name, leaves, self._inputs)
         except ValueError as error:
             raise Unrecordable(self._open[-1], f"its Python {error}") from None
 
@@ -270,7 +284,9 @@ class Recorder(TorchFunctionMode):
                     "its Python asks for the size of a tensor that depends on values",
                 )
 
-    def _without_tensors(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _without_tensors(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A function of no tensors: a factory such as `torch.arange`, or a setting."""
         versions = [g.get_state() for g in self.generators]
         plainly = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
@@ -313,7 +329,7 @@ class Recorder(TorchFunctionMode):
         if self.weightless is not None:
             self.weightless.begin(())
 
-    def end(self, result: Any) -> None:
+    def end(self, result: object) -> None:
         """Finish the trace with what the model returned."""
         self._check_draws("")
         leaves, structure = flatten(result)
@@ -355,7 +371,7 @@ class Recorder(TorchFunctionMode):
         digest = hashlib.blake2b(f"{label} {self._seen[label]}".encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little")
 
-    def _append(self, call: Call, result: Any, dynamic: bool) -> None:
+    def _append(self, call: Call, result: object, dynamic: bool) -> None:
         """Add the call to the trace, unless it only read something harmless."""
         leaves, call.result = flatten(result)
         origin = self._origin(call)
@@ -447,7 +463,7 @@ class Recorder(TorchFunctionMode):
 
     # -- values ---------------------------------------------------------------------------
 
-    def _is_value(self, leaf: Any) -> bool:
+    def _is_value(self, leaf: object) -> bool:
         return isinstance(leaf, torch.Tensor) or not is_plain(leaf)
 
     def _is_dynamic(self, value: Value) -> bool:
@@ -455,7 +471,7 @@ class Recorder(TorchFunctionMode):
         info = self.trace.info(value) if isinstance(value, Ref) else None
         return isinstance(info, TensorInfo) and info.dynamic
 
-    def _bind(self, leaf: Any, value: Ref, origin: Origin, dynamic: bool = False) -> Any:
+    def _bind(self, leaf: object, value: Ref, origin: Origin, dynamic: bool = False) -> Any:
         """Give a result leaf its name from here on, and say what is known of it."""
         if not self._is_value(leaf):
             return leaf
@@ -498,7 +514,7 @@ class Recorder(TorchFunctionMode):
         return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
 
 
-def _dtype(tensor: torch.Tensor, dtype: Any, non_blocking: bool = False) -> Any:
+def _dtype(tensor: torch.Tensor, dtype: object, non_blocking: bool = False) -> Any:
     """The dtype of a kind of tensors such as `"torch.FloatTensor"`, if it has the same device.
 
     So the program runs on whatever device it is placed.
@@ -509,3 +525,61 @@ def _dtype(tensor: torch.Tensor, dtype: Any, non_blocking: bool = False) -> Any:
     device, _, kind = name.rpartition(".")
     same = device == tensor.type().rpartition(".")[0] and hasattr(torch, kind)
     return getattr(torch, kind).dtype if same else dtype
+
+
+class Known:
+    """The names of the objects that calls have given, as long as these live.
+
+    Whoever else holds them does: a recording keeps nothing alive, for then it would need as much
+    memory as all results of all calls together.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, Value] = {}
+        self._living: dict[int, Any] = {}  # references; an id may be another object's afterwards
+        self._storages: dict[int, int] = {}
+        self._numbers = count()
+        self._memory: list[Any] = []  # keeps addresses of storages apart, but not what is there
+
+    def get(self, leaf: object) -> Value | None:
+        """The value that an object is; `None` for one that nobody has named."""
+        return self._values.get(id(leaf))
+
+    def put(self, leaf: object, value: Value) -> None:
+        """Let an object stand for this value, as long as it lives or until it is named again."""
+        number = id(leaf)
+        self._values[number] = value
+        if number not in self._living:
+            self._living[number] = self._reference(leaf, number)
+
+    def _reference(self, leaf: object, number: int) -> Any:
+        values, living, storages = self._values, self._living, self._storages
+        is_storage = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+
+        def forget(_: object) -> None:
+            values.pop(number, None)
+            living.pop(number, None)
+            if is_storage:
+                storages.pop(number, None)
+
+        try:
+            return weakref.ref(leaf, forget)
+        except TypeError:  # there are no weak references to it; it stays
+            return leaf
+
+    def storage(self, tensor: torch.Tensor) -> int:
+        """A number that tensors sharing memory have in common."""
+        memory = _memory(tensor)
+        if memory not in self._storages:
+            if tensor.layout is torch.strided:
+                self._memory.append(StorageWeakRef(tensor.untyped_storage()))
+            self._storages[memory] = next(self._numbers)
+        return self._storages[memory]
+
+    def has_storage(self, tensor: torch.Tensor) -> bool:
+        """Whether any value shares this tensor's memory."""
+        return _memory(tensor) in self._storages
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

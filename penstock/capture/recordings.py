@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Ref, Size, Sizes, Trace, ambient
+from penstock.capture.calls import ROWS, Size, Sizes, Trace, ambient, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
-from penstock.capture.guards import MOST_WAYS, Guards, check_settled
+from penstock.capture.guards import MOST_WAYS, Guards, check_stable
 from penstock.capture.lowering import lower
-from penstock.capture.memory_layout import asked_of
-from penstock.capture.numbers import come_out
+from penstock.capture.meta import is_on_meta
+from penstock.capture.numbers import Numeric, come_out
 from penstock.capture.places import Place
-from penstock.capture.signatures import Signature
+from penstock.capture.reads import input_property
+from penstock.capture.signatures import Signature, Signatures
 from penstock.capture.trees import flatten, unflatten
 from penstock.errors import InputError, PenstockError
-
-if TYPE_CHECKING:
-    from penstock.capture.program import Program
 
 _FIRST = 4  # new sizes that are all compared with the model
 
@@ -30,46 +28,63 @@ _FIRST = 4  # new sizes that are all compared with the model
 class Source(Protocol):
     """Where more of a program comes from, when inputs show that it is needed."""
 
-    @property
-    def varying_of(self) -> Callable[[Sequence[Any], Mapping[str, Any]], Varying]:
-        """Says what varies in the arguments of another signature."""
+    def varying_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Varying:
+        """What varies in the arguments of another signature.
 
-    def way(
-        self, program: Program, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Any]
-    ) -> Trace:
+        Raises:
+            InputError: they have no rows, or no dimension that was named.
+        """
+
+    def way(self, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Numeric]) -> Trace:
         """The trace that these inputs take, with the numbers passed in for which that is possible.
 
         `numbers` are those in attributes that have changed, with what they were before.
+
+        Raises:
+            CaptureError: it cannot be recorded with the modules that are open already.
         """
 
-    def check_at(
-        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool
-    ) -> None:
-        """Raise unless the model does on these inputs what the trace says."""
+    def check_at(self, trace: Trace, leaves: Sequence[Any], training: bool) -> None:
+        """Raise unless the model does on these inputs what the trace says.
 
-    def holds_at(
-        self, program: Program, trace: Trace, leaves: Sequence[Any], training: bool, sizes: Sizes
-    ) -> bool:
+        Raises:
+            CaptureError: it does something else.
+        """
+
+    def holds_at(self, trace: Trace, leaves: Sequence[Any], training: bool, sizes: Sizes) -> bool:
         """Whether it is sure without a run that the model does so on inputs of these sizes."""
 
 
 class Recordings:
-    """All of them.
+    """All recordings of a model, in both modes.
 
     Args:
-        program: which has the example's, in both modes.
-        source: makes more of them.
+        model: the recorded module.
+        train: the trace that the example takes in training mode.
+        evaluation: the one that it takes in evaluation mode.
+        signatures: that the program was called with; the first is the example's.
+        source: makes more recordings.
         points: the sizes at which the example's were compared with the model.
     """
 
-    def __init__(self, program: Program, source: Source, points: Sequence[Sizes]) -> None:
-        self._program = program
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Trace,
+        evaluation: Trace,
+        signatures: Signatures,
+        source: Source,
+        points: Sequence[Sizes],
+    ) -> None:
+        self._model = model
+        self._signatures = signatures
         self._source = source
+        self._was_on_meta = is_on_meta(model)
         self._of = {
-            training: [_Recording(program.model, trace, program.signatures.first, points)]
-            for training, trace in ((True, program.train), (False, program.eval))
+            training: [_Recording(model, trace, signatures.first, points)]
+            for training, trace in ((True, train), (False, evaluation))
         }
-        self._numbers: dict[Place, list[Any]] = {}  # in attributes, that change: some values
+        self._numbers: dict[Place, list[Numeric]] = {}  # in attributes, that change: some values
         self._looked: dict[int, bool] | None = None
         self._leave_out_replaced()
 
@@ -81,10 +96,10 @@ class Recordings:
 
     def trace_for(self, leaves: Sequence[Any], training: bool) -> Trace:
         """See `Program.trace_for`."""
-        program, known = self._program, self._of[training]
-        signature = program.signatures.of(leaves)
+        known = self._of[training]
+        signature = self._signatures.of(leaves)
         sizes = signature.varying.sizes(leaves)
-        casting = None if program.was_on_meta else ambient().casting
+        casting = None if self._was_on_meta else ambient().casting
         for each in known:
             if each.signature is not signature:
                 continue
@@ -94,36 +109,36 @@ class Recordings:
                     self._compare(each, leaves, training, sizes)
                 return each.trace
         trace = self._way(signature, leaves, training)
-        known.append(_Recording(program.model, trace, signature, [sizes]))
+        known.append(_Recording(self._model, trace, signature, [sizes]))
         self._leave_out_replaced()
         if (unlike := known[-1].unlike(leaves)) is not None:
             raise InputError(
-                f"the forward asks input {unlike[0]} of the batch for {unlike[1]}, and a copy says "
-                "something else than the input itself, so nobody can know what it will do"
+                f"the forward asks input {unlike[0]} of the batch for {unlike[1]}, for which a "
+                "copy has another value than the input itself, so the forward cannot be predicted"
             )
         alike = [each.guards for each in known if each.signature is signature]
         constant = [k for k, what in trace.reads.inputs if what == "value"]
         if constant and len(alike) > MOST_WAYS:
             known.pop()
             raise InputError(
-                f"input {constant[0]} of the batch is a number that was another one {MOST_WAYS} "
-                "times, and each time the forward was recorded anew. A number that changes may be "
-                "used in arithmetic and comparisons, and is then passed in; otherwise give it as "
-                "a tensor, torch.tensor(t), or keep the module closed that reads it, with "
+                f"input {constant[0]} of the batch is a number that has changed {MOST_WAYS} times, "
+                "and each time the forward was recorded again. A number that changes may be used "
+                "in arithmetic and comparisons, and is then passed in; otherwise give it as a "
+                "tensor, torch.tensor(t), or keep the module that reads it closed, with "
                 "keep_closed="
             )
-        check_settled(known[-1].guards, alike)
+        check_stable(known[-1].guards, alike)
         return trace
 
     def _compare(
         self, recording: _Recording, leaves: Sequence[Any], training: bool, sizes: Sizes
     ) -> None:
         """Compare a recording with the model, and also at twice these sizes, if they are new."""
-        program, trace = self._program, recording.trace
-        self._source.check_at(program, trace, leaves, training)
+        trace = recording.trace
+        self._source.check_at(trace, leaves, training)
         ahead = recording.ahead_of(sizes)
         recording.see(sizes)
-        if ahead and self._source.holds_at(program, trace, leaves, training, ahead):
+        if ahead and self._source.holds_at(trace, leaves, training, ahead):
             recording.foresee(ahead)
 
     def traces(self) -> Iterator[Trace]:
@@ -136,19 +151,19 @@ class Recordings:
         Raises:
             InputError: the model takes no such arguments.
         """
-        program, numbers = self._program, self._changed_numbers(training)
+        numbers = self._changed_numbers(training)
         recorded = (each.signature for mode in (True, False) for each in self._of[mode])
         if any(known is signature for known in recorded):
-            return self._source.way(program, leaves, training, numbers)
+            return self._source.way(leaves, training, numbers)
         try:
-            return self._source.way(program, leaves, training, numbers)
+            return self._source.way(leaves, training, numbers)
         except Exception as error:
-            program.signatures.forget(signature)
+            self._signatures.forget(signature)
             if isinstance(error, PenstockError):
                 raise
             args, kwargs = unflatten(signature.structure, leaves)
             raise InputError(
-                f"{program.signatures.unlike(args, kwargs)}, and the forward does not take this "
+                f"{self._signatures.unlike(args, kwargs)}, and the forward does not take this "
                 f"one: {type(error).__name__}: {error}"
             ) from error
 
@@ -178,19 +193,19 @@ class Recordings:
         guards = next(each.guards for each in self._of[training] if each.trace is trace)
         if not self._holds(guards):
             raise InputError(
-                f"the forward reads {guards.different()}, which is not on this rank what it is on "
-                "the one with the first stage; change models on all ranks alike"
+                f"the forward reads {guards.different()}, which differs between this rank and the "
+                "rank with the first stage; change models on all ranks in the same way"
             )
 
-    def _changed_numbers(self, training: bool) -> Mapping[Place, Any]:
+    def _changed_numbers(self, training: bool) -> Mapping[Place, Numeric]:
         """The numbers in attributes that have ever changed, with some other value of each."""
         for each in self._of[training]:
             each.guards.check_replaced()
             for place, was in each.guards.other_numbers().items():
                 self._numbers.setdefault(place, []).append(was)
-        found: dict[Place, Any] = {}
+        found: dict[Place, Numeric] = {}
         for place, values in self._numbers.items():
-            now = place.find(self._program.model)
+            now = place.find(self._model)
             others = [was for was in values if type(was) is type(now) and was != now]
             found |= {place: others[-1]} if others else {}
             values[:] = [*values[-2:], now]
@@ -229,7 +244,7 @@ class _Recording:
         self.casting = ambient().casting
         self.guards = Guards(model, trace.reads)
         self._model = model
-        self._asked: fx.GraphModule | None = None
+        self._questions: fx.GraphModule | None = None
 
     def _named(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(sizes[name] for name in self._names)
@@ -255,7 +270,7 @@ class _Recording:
         return between and _divisors(named) in map(_divisors, self._compared)
 
     def see(self, sizes: Sizes) -> None:
-        """It was compared at these."""
+        """Note that the model did at these sizes what the trace says."""
         self._rows = min(self._rows[0], sizes[ROWS]), max(self._rows[1], sizes[ROWS])
         named = self._named(sizes)
         self._new += named not in self._others
@@ -263,9 +278,11 @@ class _Recording:
         self._compared.add(named)
 
     def unlike(self, leaves: Sequence[Any]) -> tuple[int, str] | None:
-        """What Python has asked of an input, by its number, that is something else of these."""
-        asked = self.trace.reads.inputs
-        different = (key for key, said in asked.items() if asked_of(leaves[key[0]], key[1]) != said)
+        """What Python has read of an input, by its number, that is something else in these."""
+        known = self.trace.reads.inputs
+        different = (
+            key for key, said in known.items() if input_property(leaves[key[0]], key[1]) != said
+        )
         return next(different, None)
 
     def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
@@ -280,16 +297,16 @@ class _Recording:
             return True
         crossing = Cuts(questions)
         inputs = crossing.boundary(0)
-        if self._asked is None:
+        if self._questions is None:
             everything = range(len(questions.calls))
             device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
             outputs = questions.outputs
-            self._asked = lower(self._model, questions, everything, inputs, outputs, device)
-        values = [leaves[_input(value)] for value in inputs]
+            self._questions = lower(self._model, questions, everything, inputs, outputs, device)
+        values = input_leaves(inputs, leaves)
         if any(call.mutates for call in questions.calls):
             values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
         with torch.no_grad():
-            answers = self._asked(sizes, None, *values)
+            answers = self._questions(sizes, None, *values)
         return tuple(answers) == self.trace.answers
 
     def ahead_of(self, sizes: Sizes) -> Sizes | None:
@@ -318,8 +335,3 @@ def _has_floats(trace: Trace) -> bool:
     arguments = [leaf for call in trace.calls for leaf in flatten((call.args, call.kwargs))[0]]
     leaves = (*arguments, *trace.outputs)
     return any(isinstance(leaf, Size) and leaf.kind is float for leaf in leaves)
-
-
-def _input(value: Any) -> int:
-    """The number of the input leaf that a value of the first boundary is."""
-    return value.leaf if isinstance(value, Ref) else -1

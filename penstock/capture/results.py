@@ -77,18 +77,18 @@ def joined(
     made = _what_makes(model, trace, varying)
     found = [_by_sizes(trace, leaf, made) for leaf in trace.outputs]
     names = _names(trace)
-    open_ones = [k for k, f in enumerate(found) if f.asked and not f.by_chance]
+    open_ones = [k for k, f in enumerate(found) if f.compare and not f.by_chance]
     verdicts: dict[int, bool] = {}
     if make is not None and open_ones:
         verdicts = _compared(trace, varying, inputs, points, make, found, open_ones)
     joins = []
     for k, each in enumerate(found):
         join, verdict = each.join, verdicts.get(k)
-        if each.asked and verdict is None and _is_alike(trace, other, k):
+        if each.compare and verdict is None and _is_alike(trace, other, k):
             join = other.joins[k]  # type: ignore[union-attr]
-        elif each.asked and verdict is False:
+        elif each.compare and verdict is False:
             join = replace(join, why=f"{names[k]}, of which {MIXED}", mixes=True)
-        elif each.asked and verdict is None and not each.exact:
+        elif each.compare and verdict is None and not each.exact:
             join = replace(join, why=f"{names[k]}, which has not one entry a row")
         elif join.why:
             join = replace(join, why=f"{names[k]}, {join.why}")
@@ -104,7 +104,7 @@ def _is_alike(trace: Trace, other: Trace | None, leaf: int) -> bool:
     return mine == theirs and mine is not None
 
 
-def _shape(trace: Trace, leaf: Any) -> Any:
+def _shape(trace: Trace, leaf: object) -> Any:
     info = trace.info(leaf) if isinstance(leaf, (Ref, Attribute)) else None
     return info.shape if isinstance(info, TensorInfo) else None
 
@@ -115,18 +115,18 @@ class _Found:
 
     Attributes:
         join: how it may be put together.
-        asked: whether that has to be compared.
+        compare: whether that has to be compared.
         exact: whether it has one entry a row.
         by_chance: whether comparing says nothing.
     """
 
     join: Join
-    asked: bool = False
+    compare: bool = False
     exact: bool = False
     by_chance: bool = False
 
 
-def _by_sizes(trace: Trace, leaf: Any, made: dict[Value, _Made]) -> _Found:
+def _by_sizes(trace: Trace, leaf: object, made: dict[Value, _Made]) -> _Found:
     if not isinstance(leaf, (Ref, Attribute)):
         return _Found(Join())  # a number that is known from the sizes, or a constant
     info = trace.info(leaf)
@@ -152,7 +152,7 @@ def _by_sizes(trace: Trace, leaf: Any, made: dict[Value, _Made]) -> _Found:
 
 
 def _names(trace: Trace) -> list[str]:
-    """Every leaf of the result, in words."""
+    """Every leaf of the result in words: `float32[Bx10] as result['logits']`."""
     paths = leaf_paths(trace.output_structure)
     whats = [trace.info(v) if isinstance(v, (Ref, Attribute)) else v for v in trace.outputs]
     names = []
@@ -200,7 +200,7 @@ def _what_makes(model: nn.Module, trace: Trace, varying: Varying) -> dict[Value,
 
 
 def _own(model: nn.Module, call: Call, changed: set[str]) -> _Made:
-    """What a call adds to what it reads."""
+    """What the results of a call depend on besides its arguments."""
     sizes = (x for x in flatten((call.args, call.kwargs))[0] if isinstance(x, Size))
     what = _Made.ROWS if any(size.grows_with(ROWS) for size in sizes) else _Made.NOTHING
     if call.random:
@@ -228,7 +228,7 @@ def _compared(
     points: Sequence[Sizes],
     make: Make,
     found: Sequence[_Found],
-    asked: Sequence[int],
+    leaves: Sequence[int],
 ) -> dict[int, bool]:
     """For leaves of the result, whether the pieces of a batch give what the whole does.
 
@@ -238,7 +238,7 @@ def _compared(
     """
     verdicts: dict[int, bool] = {}
     for rows in sorted({1, points[0][ROWS]}):
-        left = [k for k in asked if not verdicts.get(k)]
+        left = [k for k in leaves if not verdicts.get(k)]
         try:
             verdicts |= _compared_by(rows, trace, varying, inputs, points[0], make, found, left)
         except Exception:
@@ -256,22 +256,22 @@ def _compared_by(
     sizes: Sizes,
     make: Make,
     found: Sequence[_Found],
-    asked: Sequence[int],
+    leaves: Sequence[int],
 ) -> dict[int, bool]:
     """The same for two pieces of so many rows, in either order: one may happen to be sorted."""
 
     def given(*pieces: int) -> dict[int, torch.Tensor]:
         replay = make()
         results = flatten(replay(varying.rows_of(inputs, sizes, (rows, rows), pieces)))[0]
-        return {k: results[k] for k in asked}
+        return {k: results[k] for k in leaves}
 
     with torch.no_grad():
         parts = given(0), given(1)
         bound = _bound(trace, any(x.is_cuda for x in parts[0].values()))
-        verdicts = dict.fromkeys(asked, True)
+        verdicts = dict.fromkeys(leaves, True)
         for one, other in ((0, 1), (1, 0)):
             whole = given(one, other)
-            for k in asked:
+            for k in leaves:
                 pieces = (parts[one][k], parts[other][k])
                 same = _is_joined(whole[k], pieces, found[k].join.dim or 0, bound)
                 verdicts[k] = verdicts[k] and same

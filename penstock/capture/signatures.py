@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from penstock.capture.calls import Origin, Size, TensorInfo
 from penstock.capture.dims import Axis, Varying
 from penstock.capture.equality import same
-from penstock.capture.example import unpacked
+from penstock.capture.numbers import Numeric
 from penstock.capture.trees import Structure, flatten, unflatten
 from penstock.errors import InputError
 
@@ -32,7 +32,7 @@ class Signature:
     structure: Structure | None
     inputs: tuple[Any, ...]
     varying: Varying
-    numbers: Mapping[int, Any] = field(default_factory=dict)
+    numbers: Mapping[int, Numeric] = field(default_factory=dict)
 
     def is_of(self, leaves: Sequence[Any], structure: Structure | None) -> bool:
         """Whether inputs have this signature, but for the sizes and types of their tensors."""
@@ -41,18 +41,20 @@ class Signature:
             for k, (leaf, known) in enumerate(zip(leaves, self.inputs, strict=True))
         )
 
-    def other_number(self, leaf: int, now: Any) -> Any:
+    def other_number(self, leaf: int, now: object) -> Numeric:
         """A number that this leaf was, and that it is not now."""
         return self.numbers[leaf] if self.numbers[leaf] != now else self.inputs[leaf]
 
-    def other_numbers(self, leaves: Sequence[Any], structure: Structure | None) -> dict[int, Any]:
+    def other_numbers(
+        self, leaves: Sequence[Any], structure: Structure | None
+    ) -> dict[int, Numeric]:
         """The leaves that would have to be any number for inputs to have it, and what it has.
 
         None if that is not enough.
         """
         if structure != self.structure:
             return {}
-        found: dict[int, Any] = {}
+        found: dict[int, Numeric] = {}
         for k, (leaf, known) in enumerate(zip(leaves, self.inputs, strict=True)):
             if not _is_like(leaf, known):
                 if type(leaf) not in (int, float) or type(leaf) is not type(known):
@@ -124,8 +126,10 @@ class Signatures:
         signature = self._of(leaves, structure)
         if signature is None:
             try:
-                signature = new_signature(leaves, structure, self._varying_of(args, kwargs))
-                signature = replace(signature, numbers=self._numbers(leaves, structure))
+                varying = self._varying_of(args, kwargs)
+                infos = tuple(map(_info, leaves, varying.axes))
+                numbers = self._numbers(leaves, structure)
+                signature = Signature(structure, infos, varying, numbers)
             except InputError as error:
                 raise InputError(f"{self.unlike(args, kwargs)}: {error}") from None
             signature.check(leaves, self._may_vary())
@@ -151,9 +155,9 @@ class Signatures:
         """
         if len(self._known) >= _MOST:
             raise InputError(
-                f"the pipeline was called with {_MOST} signatures, which differ in what arguments "
-                f"there are or in plain values, and now with {signature}. Each is recorded by "
-                "itself: give what changes at every call as a tensor"
+                f"the pipeline was called with {_MOST} signatures, which differ in their arguments "
+                f"or in plain values, and now with {signature}. Each is recorded separately: give "
+                "what changes at every call as a tensor"
             )
         self._known.append(signature)
         return signature
@@ -168,13 +172,13 @@ class Signatures:
         kinds = [type(a).__name__ for a in args], {k: type(v).__name__ for k, v in kwargs.items()}
         return (
             f"the batch has another structure than the example: {_listed(*kinds)}, but the example "
-            f"was captured with {self._known[0]}{unpacked(args, kwargs)}"
+            f"was captured with {self._known[0]}{_unpacked(args, kwargs)}"
         )
 
     def _of(self, leaves: Sequence[Any], structure: Structure | None) -> Signature | None:
         return next((s for s in self._known if s.is_of(leaves, structure)), None)
 
-    def _numbers(self, leaves: Sequence[Any], structure: Structure | None) -> dict[int, Any]:
+    def _numbers(self, leaves: Sequence[Any], structure: Structure | None) -> dict[int, Numeric]:
         """The numbers in which inputs differ from some that were given before."""
         for known in self._known:
             if found := known.other_numbers(leaves, structure):
@@ -188,14 +192,7 @@ class Signatures:
         return "the batch size (B), and dimensions that dynamic= names,"
 
 
-def new_signature(
-    leaves: Sequence[Any], structure: Structure | None, varying: Varying
-) -> Signature:
-    """The signature of inputs that nothing was recorded of yet."""
-    return Signature(structure, tuple(map(_info, leaves, varying.axes)), varying)
-
-
-def _info(leaf: Any, axes: Mapping[int, Axis]) -> Any:
+def _info(leaf: object, axes: Mapping[int, Axis]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape: list[int | Size] = list(leaf.shape)
@@ -204,11 +201,11 @@ def _info(leaf: Any, axes: Mapping[int, Axis]) -> Any:
     return TensorInfo(tuple(shape), leaf.dtype, False, 0, Origin.INPUTS)
 
 
-def _is_like(leaf: Any, known: Any) -> bool:
+def _is_like(leaf: object, known: object) -> bool:
     return _kind(leaf) == _kind(known) and (_kind(leaf) is not None or same(leaf, known))
 
 
-def _kind(leaf: Any) -> str | None:
+def _kind(leaf: object) -> str | None:
     """What sort of tensor a leaf is; `None` if it is none."""
     if isinstance(leaf, torch.Tensor):
         return "tensor" if leaf.ndim else "scalar"
@@ -229,3 +226,12 @@ def _mismatch(leaf: torch.Tensor, expected: TensorInfo, axes: Mapping[int, Axis]
 
 def _listed(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
     return f"({', '.join([*map(str, args), *(f'{k}={v}' for k, v in kwargs.items())])})"
+
+
+def _unpacked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A hint for who gives a batch as it comes from a data loader."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, list)):
+        return " (a batch that is a tuple is unpacked by *batch)"
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        return " (a batch that is a dict is unpacked by **batch)"
+    return ""

@@ -21,6 +21,7 @@ from penstock.capture.calls import (
     ROWS,
     Call,
     Irregular,
+    Reads,
     Size,
     Sizes,
     TensorInfo,
@@ -29,7 +30,6 @@ from penstock.capture.calls import (
 )
 from penstock.capture.equality import same_constant
 from penstock.capture.numbers import Number
-from penstock.capture.reads import Reads
 from penstock.capture.trees import flatten, unflatten
 
 
@@ -156,7 +156,7 @@ class _Adapter:
         _demand(len(general) == len(one))
         return tuple(self.leaf(*pair) for pair in zip(general, one, strict=True))
 
-    def leaf(self, general: Any, one: Any) -> Any:
+    def leaf(self, general: object, one: object) -> Any:
         if isinstance(general, Size):
             _demand(type(one) is general.kind and general.at(self.sizes) == one)
             return general
@@ -177,7 +177,7 @@ class _Adapter:
             said == n or isinstance(known, Irregular) for known, said, n in sizes
         )
 
-    def alike(self, general: Any, one: Any) -> bool:
+    def alike(self, general: object, one: object) -> bool:
         """Whether a constant may have become another: `training=False`, `dropout_p=0.0`."""
         switched_off = type(one) is bool or (type(one) is float and one == 0.0)
         return switched_off or same_constant(general, one)
@@ -198,7 +198,7 @@ class _Comparison(_Adapter):
             for known, said, n in sizes
         )
 
-    def alike(self, general: Any, one: Any) -> bool:
+    def alike(self, general: object, one: object) -> bool:
         """Whether it is the same constant, or a device, for the model may have been moved."""
         return isinstance(one, torch.device) or same_constant(general, one)
 
@@ -230,7 +230,7 @@ def _check_same_calls(traces: Sequence[Trace], points: Sequence[Sizes]) -> None:
                 raise Unrecordable(
                     path,
                     "what it calls depends on the size of the inputs: "
-                    f"with {shown(point)} it is not what it is with {shown(points[0])}",
+                    f"with {describe(point)} it is not what it is with {describe(points[0])}",
                 )
     for group in zip(*(trace.calls for trace in traces), strict=True):
         if len({(call.path, call.target) for call in group}) > 1:
@@ -249,8 +249,8 @@ def _calls_by_path(trace: Trace) -> dict[str, list[tuple[Any, ...]]]:
     return made
 
 
-def shown(point: Sizes) -> str:
-    """Sizes as people write them."""
+def describe(point: Sizes) -> str:
+    """Sizes as text: `B=4, length=12`."""
     return ", ".join(f"{name}={size}" for name, size in point.items())
 
 
@@ -296,8 +296,8 @@ class _Merge:
         other = next(k for k, g in enumerate(group) if not same_constant(g, first))
         raise Unrecordable(
             path,
-            f"{what} is {first!r} with {shown(self.points[0])}, {group[other]!r} with "
-            f"{shown(self.points[other])}, and that is no whole number that grows with them",
+            f"{what} is {first!r} with {describe(self.points[0])}, {group[other]!r} with "
+            f"{describe(self.points[other])}, and that is no whole number that grows with them",
         )
 
     def _dimension(self, group: Sequence[int], path: str, what: str) -> int | Size | Irregular:
@@ -315,7 +315,7 @@ class _Merge:
         size = self._fitted(group)
         if size is None:
             seen = ", ".join(
-                f"{g} with {shown(p)}" for g, p in zip(group, self.points, strict=True)
+                f"{g} with {describe(p)}" for g, p in zip(group, self.points, strict=True)
             )
             raise Unrecordable(path, f"{what} does not grow evenly with the inputs: {seen}")
         return size

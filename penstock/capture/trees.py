@@ -106,7 +106,7 @@ def _open(value: Any) -> _Level | None:
     return None
 
 
-def _open_registered(value: Any, kind: type) -> _Level:
+def _open_registered(value: object, kind: type) -> _Level:
     children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
     keys: tuple[tuple[str, Any] | None, ...] = (None,) * len(children)
     if isinstance(value, dict) and len(value) == len(children):
@@ -117,13 +117,13 @@ def _open_registered(value: Any, kind: type) -> _Level:
     return list(children), keys, _Rebuild(kind, context)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Structure | None]:
+def flatten(tree: object) -> tuple[list[Any], Structure | None]:
     """The leaves of `tree` from left to right, and its structure (`None` when it is a leaf)."""
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves)
 
 
-def _flatten(tree: Any, leaves: list[Any]) -> Structure | None:
+def _flatten(tree: object, leaves: list[Any]) -> Structure | None:
     level = _open(tree)
     if level is None:
         leaves.append(tree)
@@ -153,7 +153,7 @@ def _unflatten(structure: Structure | None, leaves: Iterator[Any]) -> Any:
     return structure.build([_unflatten(child, leaves) for child in structure.children])
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
     """`tree` with `function` applied to every leaf."""
     leaves, structure = flatten(tree)
     return unflatten(structure, [function(leaf) for leaf in leaves])

@@ -1,11 +1,10 @@
-"""`Checkpoint`: what a folder has of a training run, and how it is put back."""
+"""`Checkpoint`: a saved training run in a folder, and how it is restored."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +18,7 @@ from penstock.checkpoint.contents import (
     GENERATOR,
     OPTIMIZER,
     STATE,
+    StateNames,
     groups_of,
     names_of,
     unlike,
@@ -27,57 +27,55 @@ from penstock.checkpoint.contents import (
 from penstock.errors import CheckpointError, InputError
 from penstock.plan import Plan
 from penstock.runner import Runner
-from penstock.storage.folder import INDEX, Entry, checked, is_begun, read_index
+from penstock.storage.folder import INDEX, Index, checked, is_begun, read_index
 from penstock.weights import is_inside
 
 _MANY = 5  # differences that a message lists
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder that `Pipeline.save` has written.
+    """Open a checkpoint that `Pipeline.save` has written.
 
-    Weights and what optimizers remember are not read before they are asked for; then their
-    checksums are compared. No code that the files might contain is run.
+    Weights and optimizer state are read, and their checksums verified, only when needed. No code
+    from the files is run.
 
     Args:
-        path: of the folder.
+        path: the folder.
 
     Raises:
-        CheckpointError: there is none, or not all of it.
+        CheckpointError: there is no checkpoint, or it is incomplete.
     """
     return Checkpoint(Path(path))
 
 
 @runtime_checkable
 class Running(Protocol):
-    """A pipeline, as far as restoring is concerned."""
+    """What restoring needs of a pipeline."""
 
     model: nn.Module
     _runner: Runner
 
 
 class Checkpoint:
-    """A training run as it was saved. Reading it needs neither a pipeline nor the model.
+    """A saved training run. Reading it needs neither a pipeline nor the model.
 
     Args:
-        path: of the folder.
+        path: the folder.
 
     Attributes:
-        path: of the folder.
-        number: how many saves to this folder have begun, this one included.
-        batches: how many batches the pipeline had trained on.
-        random_state: of the pipeline, see `Pipeline.random_state`.
+        path: the folder.
+        number: the number of the save; every save to this folder gets a higher one.
+        batches: the number of batches that the pipeline had trained on.
+        random_state: the pipeline's, see `Pipeline.random_state`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         index = _index_at(path)
-        self._weights: dict[str, str] = index["weight_map"]
-        self._files: dict[str, Entry] = index["penstock"]["files"]
-        self.number: int = index["penstock"]["number"]
+        self._weights, self._files, self.number = index.weights, index.files, index.number
         self._check_sizes()
         training = self._pickled(self._name("training"))
-        self._model: dict[str, Any] = training["model"]
+        self._model: StateNames = training["model"]
         self.batches: int = training["batches"]
         # Earlier versions saved the count alone; the seed is then that of the generators.
         self.random_state: dict[str, int] = training.get("random_state", {"trained": self.batches})
@@ -96,31 +94,31 @@ class Checkpoint:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise CheckpointError(
                     f"the checkpoint {self.path} is incomplete: {name} {found}, and was written "
-                    f"with {entry['size']}. Copy the whole folder, or take another checkpoint"
+                    f"with {entry['size']}. Copy the whole folder, or use another checkpoint"
                 )
 
     # -- what is in it --------------------------------------------------------------------
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of the things that were saved with the model, `"optimizer"` for instance."""
+        """The names of what was saved with the model, such as `"optimizer"`."""
         return tuple(self._things)
 
     @property
     def data(self) -> dict[str, Any]:
-        """The plain data among them."""
+        """The plain data that was saved, by name."""
         return {name: value for name, (kind, value) in self._things.items() if kind == DATA}
 
     @property
     def plan(self) -> Plan:
-        """The plan that was followed; another may be followed now."""
+        """The plan of the saved run. A restored run may use another one."""
         return Plan.load(checked(self.path / self._name("plan"), self._files[self._name("plan")]))
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state dict, as the plain model has it; tensors are on the CPU.
+        """The model's state dict, under the model's own names; tensors are on the CPU.
 
         Raises:
-            CheckpointError: a file is not as it was written.
+            CheckpointError: a file is damaged.
         """
         tensors: dict[str, torch.Tensor] = {}
         for file in dict.fromkeys(self._weights.values()):
@@ -129,7 +127,7 @@ class Checkpoint:
         names = [tied.get(name, name) for name in self._model["names"] if name not in extras]
         if missing := next((name for name in names if name not in tensors), None):
             raise CheckpointError(
-                f"the checkpoint {self.path} is incomplete: no file has {missing!r}. Take another "
+                f"the checkpoint {self.path} is incomplete: no file has {missing!r}. Use another "
                 "checkpoint"
             )
         return {
@@ -138,22 +136,22 @@ class Checkpoint:
         }
 
     def optimizer_state(self, name: str = "optimizer") -> dict[str, Any]:
-        """What a plain optimizer loads that has the same groups, with parameters in this order.
+        """A state dict for a plain optimizer with the same groups and order of parameters.
 
-        `restore` goes by names instead, and takes them in any order.
+        `restore` matches parameters by name instead, so their order may differ.
 
         Raises:
             InputError: there is no such optimizer.
-            CheckpointError: a file is not as it was written.
+            CheckpointError: a file is damaged.
         """
         groups = self._thing(name, OPTIMIZER)
         return _numbered(groups, self._remembered(name), [group["params"] for group in groups])
 
     def state(self, name: str) -> Any:
-        """The `state_dict()` of something else that was saved, or a generator's state.
+        """The saved `state_dict()` of another object, or the state of a generator.
 
         Raises:
-            InputError: there is no such thing.
+            InputError: nothing was saved under this name.
         """
         return self._thing(name, STATE, GENERATOR)
 
@@ -173,24 +171,24 @@ class Checkpoint:
     # -- putting it back ------------------------------------------------------------------
 
     def restore(self, target: Running | nn.Module, **things: Any) -> dict[str, Any]:
-        """Put everything back: the run goes on from here with the bits that it would have had.
+        """Restore the saved run, which then continues as if it had not been interrupted.
 
-        That is the model's state, the things that were saved, the random generators, and a
-        pipeline's `random_state()`. Gradients are cleared. If something does not fit, nothing is
-        changed. Under torchrun all ranks do it together.
+        This restores the model's state, the given objects, the random generators, and a pipeline's
+        `random_state()`, and clears gradients. If something does not fit, nothing changes. Under
+        torchrun all ranks must call it.
 
         Args:
-            target: a pipeline, of any number of stages and any kind of workers, or a plain model.
-            **things: the objects, under the names that they were saved by. All that has a state
-                must be given; `scheduler=None` leaves one out.
+            target: a pipeline, with any number of stages and kind of workers, or a plain model.
+            **things: the objects to restore, under the names under which they were saved. Every
+                saved object with a state must be given; `scheduler=None` leaves one out.
 
         Returns:
             the plain data that was saved, by name.
 
         Raises:
-            InputError: the model has other names or shapes, an optimizer other groups, or
-                something is missing.
-            CheckpointError: a file is not as it was written.
+            InputError: names or shapes of the model differ, the groups of an optimizer differ, or
+                an object is missing.
+            CheckpointError: a file is damaged.
         """
         running = target if isinstance(target, Running) else None
         model = target if running is None else running.model
@@ -218,8 +216,7 @@ class Checkpoint:
         if unknown := sorted(things.keys() - with_state):
             what = "plain data, which is returned" if unknown[0] in self._things else "not in it"
             raise InputError(
-                f"cannot restore {unknown[0]}= from {self.path}: it is {what}. To be given are: "
-                f"{listed}"
+                f"cannot restore {unknown[0]}= from {self.path}: it is {what}. Give {listed}"
             )
         if missing := sorted(with_state - things.keys()):
             raise InputError(
@@ -228,7 +225,7 @@ class Checkpoint:
             )
 
     def _fitting(self, model: nn.Module) -> dict[str, Any]:
-        """The state for this model, without what has no memory here."""
+        """The state for this model, without tensors that are on `meta` here."""
         own, state = model.state_dict(keep_vars=True), self.model_state()
         wrong = [f"{name!r} is not in the model" for name in state if name not in own]
         wrong += [f"{name!r} is only in the model" for name in own if name not in state]
@@ -245,21 +242,22 @@ class Checkpoint:
         return {n: v for n, v in state.items() if not getattr(own[n], "is_meta", False)}
 
     def _load_of(self, model: nn.Module, name: str, thing: Any) -> Callable[[], Any]:
-        """What puts one thing back."""
+        """A function that restores one object."""
         kind, saved = self._things[name]
         if thing is None:
             return lambda: None
         if kind == OPTIMIZER and isinstance(thing, Optimizer):
-            return partial(thing.load_state_dict, self._optimizer_for(name, thing, model))
+            state = self._optimizer_for(name, thing, model)
+            return lambda: thing.load_state_dict(state)
         if kind == GENERATOR and isinstance(thing, torch.Generator):
-            return partial(thing.set_state, saved)
+            return lambda: thing.set_state(saved)
         loads = getattr(thing, "load_state_dict", None)
         if kind == STATE and callable(loads) and not isinstance(thing, Optimizer):
-            return partial(loads, saved)
+            return lambda: loads(saved)
         words = {OPTIMIZER: "an optimizer", GENERATOR: "a torch.Generator"}
         raise InputError(
-            f"{name}= is a {type(thing).__name__}, which cannot take what {self.path} has under "
-            f"that name, the state of {words.get(kind, 'something with load_state_dict()')}"
+            f"{name}= is a {type(thing).__name__}, which cannot load what {self.path} has under "
+            f"that name, the state of {words.get(kind, 'an object with load_state_dict()')}"
         )
 
     def _optimizer_for(self, name: str, optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -270,15 +268,15 @@ class Checkpoint:
         if [set(group) for group in own] != [set(group) for group in saved]:
             sizes = [", ".join(str(len(group)) for group in part) for part in (own, saved)]
             raise InputError(
-                f"{name}= has other groups than in {self.path}: of {sizes[0]} parameters, there of "
-                f"{sizes[1]}. Make it with the groups that it had, of the same parameters"
+                f"{name}= has other groups than in {self.path}: groups of {sizes[0]} parameters, "
+                f"there of {sizes[1]}. Create it with the same groups of the same parameters"
             )
         missing, other = unlike(optimizer, groups)
         if missing and other:
             raise InputError(
                 f"{name}= is of another class than in {self.path}: it needs {', '.join(missing)}, "
-                f"which are not there, and does not know {', '.join(other)}, which are. Make one "
-                "of the class that was saved"
+                f"which are not there, and does not know {', '.join(other)}, which are. Create "
+                "one of the class that was saved"
             )
         return _numbered(groups, self._remembered(name), own)
 
@@ -294,7 +292,7 @@ class Checkpoint:
         return value
 
     def _remembered(self, optimizer: str) -> dict[Any, Any]:
-        """What an optimizer remembers, by the names of parameters."""
+        """The state of an optimizer, by parameter names."""
         found: dict[Any, Any] = {}
         for file in self._files:
             if file.startswith("optimizer-"):
@@ -305,7 +303,7 @@ class Checkpoint:
         found = next((name for name in self._files if name.startswith(f"{what}-")), None)
         if found is None:
             raise CheckpointError(
-                f"the checkpoint {self.path} is incomplete: its index names no {what}-… file. Take "
+                f"the checkpoint {self.path} is incomplete: its index names no {what}-… file. Use "
                 "another checkpoint"
             )
         return found
@@ -315,7 +313,7 @@ class Checkpoint:
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _index_at(path: Path) -> dict[str, Any]:
+def _index_at(path: Path) -> Index:
     """The index of a checkpoint.
 
     Raises:
@@ -325,13 +323,12 @@ def _index_at(path: Path) -> dict[str, Any]:
         what = "there is no such folder"
         if path.is_dir():
             begun = is_begun(path)
-            what = "no save to it has come to its end" if begun else f"it has no {INDEX}"
+            what = "no save to it was completed" if begun else f"it has no {INDEX}"
         raise CheckpointError(f"there is no checkpoint {path}: {what}")
     index = read_index(path / INDEX)
-    penstock = index["penstock"]
-    if penstock is None:
+    if index is None:
         raise CheckpointError(
-            f"{path} has weights, but is no checkpoint of Penstock; Pipeline(weights=...) reads "
+            f"{path} has weights, but is not a checkpoint of Penstock; Pipeline(weights=...) reads "
             "weights alone"
         )
     return index

@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -27,6 +27,20 @@ OPTIMIZER, STATE, GENERATOR, DATA = "optimizer", "state", "generator", "data"
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """What schedulers leave in the groups of optimizers."""
+
+
+class StateNames(TypedDict):
+    """How the model's state dict is made of the tensors that workers write.
+
+    Attributes:
+        names: all of it, in order.
+        tied: of tensors that have several names, every name but the first, and that first name.
+        extras: what is no tensor, by name.
+    """
+
+    names: list[str]
+    tied: dict[str, str]
+    extras: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,13 +79,15 @@ class Contents:
         Raises:
             InputError: something cannot be saved.
         """
-        portions = [Portion() for _ in ownership.parameters]
-        owners, names = _owners(ownership), names_of(model)
+        owned = ownership.owned()
+        portions = [Portion() for _ in owned]
+        owners = {id(tensor): worker for worker, own in enumerate(owned) for tensor in own}
+        names = names_of(model)
         weights = _divide_weights(model, owners, portions)
         saved: dict[str, tuple[str, Any]] = {}
         remote: dict[str, Parts] = {}
         for label, thing in things.items():
-            kind = kind_of(thing)
+            kind = _kind_of(thing)
             if kind != OPTIMIZER:
                 saved[label] = kind, _state_of(thing, kind)
                 continue
@@ -88,8 +104,8 @@ class Contents:
         return cls(portions, names, remote, _packed(training, saved))
 
 
-def kind_of(thing: Any) -> str:
-    """Which of the four kinds it is."""
+def _kind_of(thing: Any) -> str:
+    """`OPTIMIZER`, `STATE`, `GENERATOR` or `DATA`: how an object is saved."""
     if isinstance(thing, Optimizer):
         return OPTIMIZER
     if isinstance(thing, torch.Generator):
@@ -174,21 +190,13 @@ def use_generators(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
 
 
-def _owners(ownership: Ownership) -> dict[int, int]:
-    """The worker that owns each tensor, by the tensor's id."""
-    owners: dict[int, int] = {}
-    for worker, parameters in enumerate(ownership.parameters):
-        for tensor in [*parameters, *ownership.buffers[worker]]:
-            owners.setdefault(id(tensor), worker)
-    return owners
-
-
 def _divide_weights(
     model: nn.Module, owners: Mapping[int, int], portions: Sequence[Portion]
-) -> dict[str, Any]:
-    """Give every worker its tensors, each once; what else there is to know of the state dict."""
+) -> StateNames:
+    """Give every worker its tensors, each once; how the state dict is made of them."""
     first: dict[int, str] = {}
-    tied, extras = {}, {}
+    tied: dict[str, str] = {}
+    extras: dict[str, Any] = {}
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -19,8 +18,8 @@ from penstock.checkpoint.contents import Contents, generators_now
 from penstock.errors import CheckpointError
 from penstock.plan import Plan
 from penstock.runner import Runner
-from penstock.storage.folder import VERSION, Folder, entry, sync
-from penstock.storage.part import WHOLE, Part, compact, names_of_save
+from penstock.storage.folder import Folder, Index, entry, sync
+from penstock.storage.part import WHOLE, Note, Part, compact, names_of_save
 from penstock.workers.backend import Workers
 from penstock.workers.saving import SaveOrder
 
@@ -134,7 +133,7 @@ class Saver:
                 generators = workers.all_gather("save", generators_now())
             with workers.operation("the end of a save"):
                 if workers.role.leads:
-                    save.run(partial(self._finish, folder, parts, training, generators), background)
+                    save.run(lambda: self._finish(folder, parts, training, generators), background)
         except BaseException as error:
             if save.revoke():  # else its thread has the folder, and lets go of it
                 folder.end(isinstance(error, Exception))
@@ -149,8 +148,10 @@ class Saver:
         """Order every worker's part; what the index has to say, and the parts under way."""
         runner = self._runner
         found = Contents.of(self._model, runner.workers.ownership, runner.random_state(), things)
-        names = partial(names_of_save, len(found.portions))
-        begun = folder.begin(names, self._number) if runner.workers.role.leads else None
+        begun = None
+        if runner.workers.role.leads:
+            count = len(found.portions)
+            begun = folder.begin(lambda number: names_of_save(count, number), self._number)
         self._number = runner.workers.broadcast(begun, "leader")
         where = os.fspath(folder.path)
         order = SaveOrder(
@@ -185,21 +186,22 @@ class Saver:
         finally:
             folder.end()
 
-    def _notes(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    def _notes(self, parts: Sequence[Part]) -> list[Note]:
         """What every part says of itself, when all are written.
 
         Raises:
             CheckpointError: one is not.
         """
-        notes: dict[int, dict[str, Any]] = {}
+        notes: dict[int, Note] = {}
         size, grown = -1, time.monotonic()
         while True:
             alive = self._runner.workers.all_alive()
             for part in parts:
                 if part.index not in notes and part.note.exists():
-                    notes[part.index] = note = json.loads(part.note.read_text())
-                    if "error" in note:
-                        raise CheckpointError(note["error"])
+                    note = msgspec.json.decode(part.note.read_bytes(), type=Note)
+                    if note.error is not None:
+                        raise CheckpointError(note.error)
+                    notes[part.index] = note
             missing = [part.index for part in parts if part.index not in notes]
             if not missing:
                 return [notes[part.index] for part in parts]
@@ -238,11 +240,9 @@ def _size_of(part: Part) -> int:
     return total
 
 
-def _index(number: int, notes: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> Any:
-    """The file that says what there is."""
-    found = {name: size for note in notes for name, size in note["files"].items()}
-    found |= {file.name: entry(file) for file in files}
-    weights = {name: file for note in notes for name, file in note["weights"].items()}
-    penstock = {"version": VERSION, "number": number, "files": found}
-    total = sum(note["bytes"] for note in notes)
-    return {"metadata": {"total_size": total, "penstock": penstock}, "weight_map": weights}
+def _index(number: int, notes: Sequence[Note], paths: Sequence[Path]) -> Index:
+    """The index of a save, of whose files these are no part of a worker."""
+    files = {name: size for note in notes for name, size in note.files.items()}
+    files |= {path.name: entry(path) for path in paths}
+    weights = {name: file for note in notes for name, file in note.weights.items()}
+    return Index(number, files, weights, sum(note.bytes for note in notes))

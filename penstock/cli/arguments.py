@@ -6,12 +6,17 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 
-from penstock.cli.common import recompute_asked
-from penstock.cli.usage import microbatch_count
+from penstock.cli.common import (
+    check_example,
+    listed,
+    microbatch_count,
+    recompute_of,
+    replica_count,
+)
 from penstock.errors import InputError, PenstockError
 from penstock.loading import load, load_model, parse_input
 from penstock.profile.hardware import Hardware
@@ -20,10 +25,25 @@ from penstock.weights import empty_weights
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
+Example = tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A model, and the positional and keyword arguments to call it with."""
+
+
+class PipelineArguments(TypedDict):
+    """Arguments of `Request` and of `penstock.verify`."""
+
+    num_microbatches: int | Literal["auto"]
+    schedule: str
+    cuts: list[str] | None
+    recompute: str | list[str]
+    memory_limit: str | None
+    stages_per_worker: int | Literal["auto"]
+    replicas: int | Literal["auto"]
+
 
 def load_example(
     model: str, inputs: Sequence[str], example: str | None, seed: int, empty: bool = False
-) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+) -> Example:
     """The module, and the arguments to call it with.
 
     Args:
@@ -36,13 +56,7 @@ def load_example(
     Raises:
         InputError: the model, an input or the example is not what it must be.
     """
-    if inputs and example is not None:
-        raise InputError("--input and --example both say what to call the model with; give one")
-    if not inputs and example is None:
-        raise InputError(
-            f"{model} needs an example to be called with: give --input 8x3x224x224 for every "
-            "argument, or --example package.module:callable"
-        )
+    check_example(model, inputs, example)
     torch.manual_seed(seed)
     with empty_weights() if empty else nullcontext():
         module = _made(model, lambda: load_model(model))
@@ -103,7 +117,7 @@ def load_optimizer(name: str) -> type[torch.optim.Optimizer]:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         known = [n for n in sorted(vars(torch.optim)) if n[:1].isupper() and n != "Optimizer"]
         raise InputError(
-            f"--optimizer {name} is no class of optimizers; give one of torch.optim "
+            f"--optimizer {name} is not an optimizer class; give one of torch.optim "
             f"({', '.join(known)}) or package.module:Class"
         )
     return found
@@ -177,12 +191,7 @@ def described_hardware(text: str | None) -> Hardware | None:
     return Hardware.load(text) if text is not None and text.endswith(".toml") else None
 
 
-def cut_list(text: str | None) -> list[str] | None:
-    """The modules of --cuts; `None` to choose."""
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
-
-
-def asked(
+def pipeline_arguments(
     *,
     microbatches: str,
     schedule: str,
@@ -190,8 +199,9 @@ def asked(
     recompute: str,
     memory_limit: str | None,
     stages_per_worker: int | None,
-) -> dict[str, Any]:
-    """The arguments of `Pipeline` and of `Request` that the options of `pipeline_options` mean.
+    replicas: str | None,
+) -> PipelineArguments:
+    """What the options of `pipeline_options` mean.
 
     Raises:
         InputError: the number of micro-batches is none.
@@ -199,8 +209,9 @@ def asked(
     return {
         "num_microbatches": microbatch_count(microbatches),
         "schedule": schedule,
-        "cuts": cut_list(cuts),
-        "recompute": recompute_asked(recompute),
+        "cuts": None if cuts is None else listed(cuts),
+        "recompute": recompute_of(recompute),
         "memory_limit": memory_limit,
         "stages_per_worker": stages_per_worker or "auto",
+        "replicas": replica_count(replicas),
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from penstock.cli.common import (
+    RESNET50,
     devices_option,
     example_options,
     make_directory,
@@ -16,7 +17,6 @@ from penstock.cli.common import (
     talk,
     width_of_stdout,
 )
-from penstock.cli.usage import RESNET50
 from penstock.errors import InputError, PenstockError
 
 
@@ -27,7 +27,9 @@ from penstock.errors import InputError, PenstockError
     "--loss", metavar="MODULE:CALLABLE", help="loss(output); default: the outputs' mean square."
 )
 @devices_option
-@click.option("--quick", is_flag=True, help="Small batches: done within two minutes on two cores.")
+@click.option(
+    "--quick", is_flag=True, help="Small batches; takes less than two minutes on two cores."
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
@@ -60,7 +62,7 @@ def command(
         return
     tutorial = model in (None, RESNET50) and not inputs and example is None
     if tutorial and loss is not None:
-        raise InputError("--loss is for a MODEL with --input; without, it is the tutorial's")
+        raise InputError("--loss needs a MODEL with --input; the tutorial has its own loss")
     import torch
 
     from penstock.bench.experiments import BenchSettings, run_bench

@@ -1,4 +1,4 @@
-"""Options that commands share, how results are shown, and how commands fail. No torch here."""
+"""What commands share: options and what is wrong with them, output, errors. No torch here."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import click
 
-from penstock.cli.usage import check_usage
 from penstock.errors import InputError, PenstockError, WorkerError
+from penstock.names import input_of, is_kind, target_of
 from penstock.schedule import SCHEDULES
 
+_DEVICE = re.compile(r"^(cpu|cuda(:\d+)?)$")
+RESNET50 = "torchvision.models:resnet50"
+"""The model of the tutorial that `penstock bench` repeats."""
+_NO_MODELS = ("rpc",)  # what `penstock bench` takes instead of a model
 
-def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
+Command = Callable[..., None]
+"""The function of a command, before or after options were added to it."""
+
+
+def model_options(function: Command) -> Command:
     """MODEL, and the options of `example_options`."""
     return click.argument("model", metavar="MODEL")(example_options(function))
 
 
-def example_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def example_options(function: Command) -> Command:
     """Add the options --input, --example and --seed to a command."""
     return _decorated(
         function,
@@ -34,19 +43,21 @@ def example_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "inputs",
             multiple=True,
             metavar="SPEC",
-            help="8x3x128x128, int64[8,512]<50257, name=float32[8,10]; once per argument.",
+            help="One argument: 8x3x128x128, int64[8,512]<50257 or name=float32[8,10]. Repeatable.",
         ),
         click.option(
             "--example",
             metavar="MODULE:CALLABLE",
             help="Returns a tuple of arguments, a dict of keywords, or both as a pair.",
         ),
-        click.option("--seed", type=int, default=0, show_default=True, help="For torch."),
+        click.option(
+            "--seed", type=int, default=0, show_default=True, help="Seed of torch.manual_seed."
+        ),
     )
 
 
-def pipeline_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--devices, and what a pipeline may be asked for: see `asked`."""
+def pipeline_options(function: Command) -> Command:
+    """--devices, and the arguments of a pipeline: see `pipeline_arguments`."""
     return _decorated(
         function,
         devices_option,
@@ -59,11 +70,12 @@ def pipeline_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help=f"{', '.join(SCHEDULES)}.",
         ),
         click.option(
-            "--cuts", metavar="LIST", help="Cut before these modules: layer2,layer4; default: auto."
+            "--cuts", metavar="LIST", help="Modules to cut before: layer2,layer4; default: auto."
         ),
         recompute_option,
         memory_option,
         stages_option,
+        replicas_option,
     )
 
 
@@ -72,21 +84,27 @@ recompute_option = click.option(
     default="auto",
     show_default=True,
     metavar="auto|none|all|boundaries|LIST",
-    help="What is computed again in the backward; auto: as little as the memory allows; or just "
-    "these modules: layer1,encoder.layers.0.",
+    help="Activations to recompute in the backward; auto: as few as the memory allows; or only "
+    "those of these modules: layer1,encoder.layers.0.",
 )
 
 memory_option = click.option(
     "--memory-limit",
     metavar="SIZE",
-    help="What every worker may hold, 8GiB; default: what its device has, where that is known.",
+    help="Memory of each worker, such as 8GiB; default: that of its device, if known.",
+)
+
+replicas_option = click.option(
+    "--replicas",
+    metavar="N|auto",
+    help="Replicas of all stages that share the micro-batches (threads only); default: 1.",
 )
 
 stages_option = click.option(
     "--stages-per-worker",
     type=click.IntRange(min=1),
     metavar="N",
-    help="For schedules that take any number; default: 2.",
+    help="Stages per worker, for schedules that take any number; default: 2.",
 )
 
 workers_option = click.option(
@@ -103,13 +121,13 @@ optimizer_option = click.option(
     default=2.0,
     show_default=True,
     metavar="FACTOR",
-    help="Bytes for every byte of weights: 2 for Adam, 1 for SGD with momentum.",
+    help="Bytes of optimizer state per byte of weights: 2 for Adam, 1 for SGD with momentum.",
 )
 
 figure_option = click.option(
     "--figure",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw it as a file of this name: step.png, step.svg, step.pdf.",
+    help="Save a figure to this file: step.png, step.svg or step.pdf.",
 )
 
 empty_option = click.option(
@@ -119,35 +137,38 @@ empty_option = click.option(
 devices_option = click.option(
     "--devices",
     metavar="LIST",
-    help="cpu,cpu or cuda:0,cuda:1; default: all GPUs, or one worker per core.",
+    help="Devices: cpu,cpu or cuda:0,cuda:1; default: all GPUs, or one worker per core.",
 )
 
 
-def recompute_asked(text: str) -> str | list[str]:
+def recompute_of(text: str) -> str | list[str]:
     """The word of --recompute, or the modules that it lists."""
     from penstock.plan.cutting import RECOMPUTE
 
-    return text if text in RECOMPUTE else [n for n in map(str.strip, text.split(",")) if n]
+    return text if text in RECOMPUTE else listed(text)
 
 
-def _decorated(
-    function: Callable[..., Any], *options: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any]:
+def listed(text: str) -> list[str]:
+    """The entries of a list with commas, without those that are empty."""
+    return [entry for entry in map(str.strip, text.split(",")) if entry]
+
+
+def _decorated(function: Command, *options: Callable[[Command], Command]) -> Command:
     """`function` with these options, which its help shows in this order."""
     for option in reversed(options):
         function = option(function)
     return function
 
 
-def reported(function: Callable[..., Any]) -> Callable[..., Any]:
+def reported(function: Command) -> Command:
     """Add --json and --traceback, and turn errors into messages and exit codes."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Data on stdout, as JSON.")
-    @click.option("--traceback", "full", is_flag=True, help="Show where an error came from.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the data to stdout as JSON.")
+    @click.option("--traceback", "full", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(function)
     def command(*args: Any, full: bool, **kwargs: Any) -> None:
         try:
-            check_usage(kwargs)
+            _check_usage(**kwargs)
             function(*args, **kwargs)
         except PenstockError as error:
             _fail(error, full)
@@ -156,7 +177,7 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fail(error: PenstockError, full: bool) -> NoReturn:
-    """Say what went wrong, and end."""
+    """Write the error to stderr and exit: 2 if the command was used wrongly, else 1."""
     if full:
         talk("".join(traceback.format_exception(error)).rstrip())
     else:
@@ -169,7 +190,7 @@ def _fail(error: PenstockError, full: bool) -> NoReturn:
 
 
 def talk(text: str) -> None:
-    """Say something to the person, on stderr."""
+    """Write a line to stderr, which is for people; stdout is for data."""
     click.echo(text, err=True)
 
 
@@ -180,12 +201,12 @@ def width_of_stdout() -> int | None:
     return None
 
 
-def show(data: dict[str, Any], text: str, as_json: bool) -> None:
-    """Put the result on stdout."""
+def show(data: Mapping[str, object], text: str, as_json: bool) -> None:
+    """Write the result to stdout, as JSON or as text."""
     click.echo(json.dumps(_strict(data), indent=2, allow_nan=False) if as_json else text)
 
 
-def _strict(value: Any) -> Any:
+def _strict(value: object) -> object:
     """The same data as strict JSON can hold it: numbers that are not finite become `null`."""
     if isinstance(value, dict):
         return {str(key): _strict(item) for key, item in value.items()}
@@ -204,3 +225,100 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}") from error
+
+
+# -- what is wrong with arguments ---------------------------------------------------------
+
+
+def _check_usage(
+    *,
+    model: str | None = None,
+    inputs: tuple[str, ...] = (),
+    example: str | None = None,
+    target: str | None = None,
+    loss: str | None = None,
+    devices: str | None = None,
+    microbatches: str | None = None,
+    schedule: str = "auto",
+    source: Path | None = None,
+    **_: object,
+) -> None:
+    """Check what the options that commands share mean, as far as that needs no torch.
+
+    Raises:
+        InputError: one has no meaning, or two do not fit together.
+    """
+    if model is not None and model not in _NO_MODELS:
+        if not is_kind(model):
+            target_of(model)
+        if model != RESNET50 or inputs or example is not None:  # the tutorial has its own
+            check_example(model, inputs, example)
+    for name in (example, loss):
+        if name is not None:
+            target_of(name)
+    for text in (*inputs, target):
+        if text is not None:
+            input_of(text)
+    if target is not None and loss is None:
+        raise InputError(f"--target {target} needs a --loss to be given to")
+    _check_devices(devices)
+    if microbatches is not None and source is None:  # of a plan they are a list
+        microbatch_count(microbatches)
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise InputError(f"--schedule {schedule} is unknown; choose {', '.join(SCHEDULES)} or auto")
+
+
+def check_example(model: str, inputs: Sequence[str], example: str | None) -> None:
+    """Raise unless there is one way to call the model.
+
+    Raises:
+        InputError: neither inputs nor an example are given, or both.
+    """
+    if inputs and example is not None:
+        raise InputError("--input and --example both say what to call the model with; give one")
+    if not inputs and example is None:
+        raise InputError(
+            f"{model} needs an example to be called with: give --input 8x3x224x224 for every "
+            "argument, or --example package.module:callable"
+        )
+
+
+def _check_devices(text: str | None) -> None:
+    """Those of --devices, or the file that it names."""
+    if text is None:
+        return
+    if text.endswith(".toml"):
+        if not Path(text).is_file():
+            raise InputError(f"cannot read the hardware description {text}: there is no such file")
+        return
+    for name in text.split(","):
+        if not _DEVICE.match(name.strip()):
+            raise InputError(
+                f"--devices: {name.strip()!r} is not a device; write cpu,cpu or cuda:0,cuda:1"
+            )
+
+
+def replica_count(text: str | None) -> int | Literal["auto"]:
+    """The number of --replicas, or `"auto"`.
+
+    Raises:
+        InputError: neither.
+    """
+    if text == "auto":
+        return "auto"
+    if text is not None and not text.isdecimal():
+        raise InputError(f'--replicas {text!r} is neither a number nor "auto"')
+    return 1 if text is None else int(text)
+
+
+def microbatch_count(text: str) -> int | Literal["auto"]:
+    """The number of --microbatches, or `"auto"`.
+
+    Raises:
+        InputError: neither.
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise InputError(f'--microbatches {text!r} is neither a number nor "auto"')
+    return int(text)

@@ -12,8 +12,12 @@ _ROWS = 4  # enough to see where the time goes
 @click.command("inspect")
 @model_options
 @empty_option
-@click.option("--calls", is_flag=True, help="Every call, instead of the tree of modules.")
-@click.option("--depth", type=click.IntRange(min=1), help="Levels of the tree; default: a screen.")
+@click.option("--calls", is_flag=True, help="List every call instead of the tree of modules.")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    help="Levels of the tree; default: as many as fit the screen.",
+)
 @click.option("--no-time", is_flag=True, help="Do not measure how long calls take.")
 @reported
 def command(

@@ -23,7 +23,9 @@ from penstock.cli.common import (
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
+    from penstock.cli.arguments import Example
     from penstock.plan import Plan
+    from penstock.plan.request import Request
     from penstock.profile import Profile
 
 _STDOUT = Path("-")
@@ -35,9 +37,9 @@ _STDOUT = Path("-")
 @pipeline_options
 @workers_option
 @optimizer_option
-@click.option("--any-order", is_flag=True, help="Devices may be put into another order.")
-@click.option("--tune", is_flag=True, help="Measure the best few plans, and keep the fastest.")
-@click.option("--fresh", is_flag=True, help="Profile again what was profiled before.")
+@click.option("--any-order", is_flag=True, help="Allow the devices to be reordered.")
+@click.option("--tune", is_flag=True, help="Measure the best few plans and keep the fastest.")
+@click.option("--fresh", is_flag=True, help="Profile again even if there is a cached profile.")
 @click.option("--show-schedule", is_flag=True, help="Draw the schedule in units of time.")
 @figure_option
 @click.option(
@@ -45,7 +47,7 @@ _STDOUT = Path("-")
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     default=Path("plan.json"),
     show_default=True,
-    help="Write the plan to this file, and the profile beside it; - for the plan on stdout.",
+    help="File of the plan; the profile is written next to it; - prints the plan to stdout.",
 )
 @click.option("--no-output", is_flag=True, help="Write no files.")
 @reported
@@ -76,12 +78,14 @@ def command(
     """
     import msgspec
 
-    from penstock.cli.arguments import asked, load_example
+    from penstock.cli.arguments import load_example, pipeline_arguments
     from penstock.display.figures import require_figure
-    from penstock.plan.describe import winner
+    from penstock.plan.plan import winner
     from penstock.plan.request import Request
 
-    request = Request(**asked(**pipeline), optimizer_state=optimizer_state, any_order=any_order)
+    request = Request(
+        **pipeline_arguments(**pipeline), optimizer_state=optimizer_state, any_order=any_order
+    )
     if figure is not None:
         require_figure(figure)
     _check(output, as_json, figure, no_output)
@@ -111,10 +115,10 @@ def _check(output: Path, as_json: bool, figure: Path | None, no_output: bool) ->
 
 
 def _planned(
-    given: tuple[Any, ...],
+    given: Example,
     devices: str | None,
     workers: str,
-    request: Any,
+    request: Request,
     *,
     tune: bool,
     fresh: bool,
@@ -175,7 +179,7 @@ def _measured(seconds: float, plan: Plan) -> str:
 def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     """What wins, the stages, the step, and what was considered."""
     from penstock.observe.timeline import as_text, legend
-    from penstock.plan.describe import advice, considered, prediction, stages, verdict
+    from penstock.plan.plan import advice, considered, prediction, stages, verdict
     from penstock.schedule import draw
 
     timeline, width = found.timeline(), width_of_stdout()
@@ -202,7 +206,7 @@ def _write(found: Plan, costs: Profile, output: Path) -> None:
 
 def _draw(found: Plan, model: str, path: Path) -> None:
     from penstock.observe.timeline import save_figure
-    from penstock.plan.describe import prediction
+    from penstock.plan.plan import prediction
 
     save_figure(found.timeline(), path, f"{model.rpartition(':')[2]}: {prediction(found)}")
     talk(f"drew {path}")

@@ -12,6 +12,7 @@ from penstock.cli.common import (
     devices_option,
     empty_option,
     make_directory,
+    microbatch_count,
     model_options,
     reported,
     show,
@@ -19,7 +20,6 @@ from penstock.cli.common import (
     width_of_stdout,
     workers_option,
 )
-from penstock.cli.usage import microbatch_count
 
 if TYPE_CHECKING:
     from penstock.profile import Profile
@@ -39,8 +39,8 @@ _LEFT = (1,)
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="About how long to measure; default: 30."
 )
-@click.option("--no-cache", is_flag=True, help="Measure again what was measured before.")
-@click.option("--calls", is_flag=True, help="Every call, instead of the heaviest.")
+@click.option("--no-cache", is_flag=True, help="Measure again even if there is a cached profile.")
+@click.option("--calls", is_flag=True, help="List every call instead of the heaviest.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),

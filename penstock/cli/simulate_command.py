@@ -15,7 +15,7 @@ from penstock.cli.common import (
     make_directory,
     memory_option,
     optimizer_option,
-    recompute_asked,
+    recompute_of,
     recompute_option,
     reported,
     show,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.plan.whatif import Outcome, WhatIf
     from penstock.profile.data import Profile
 
+D = TypeVar("D")
 T = TypeVar("T")
 
 _HEADING = (
@@ -46,26 +47,44 @@ _LEFT = (0, 13)
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path),
-    help="What was measured; default: PLAN's profile, which is beside it.",
+    help="The profile; default: the one next to PLAN.",
 )
-@click.option("--workers", metavar="LIST", help="How many; default: as in PLAN.")
-@click.option("--microbatches", metavar="LIST", help="Of every replica; default: as in PLAN.")
+@click.option("--workers", metavar="LIST", help="Numbers of workers; default: as in PLAN.")
+@click.option(
+    "--microbatches", metavar="LIST", help="Micro-batches of each replica; default: as in PLAN."
+)
 @click.option(
     "--schedule",
     "schedules",
     metavar="LIST",
     help=f"{', '.join(SCHEDULES)}, or all; default: as in PLAN.",
 )
-@click.option("--bandwidth", metavar="LIST", help="Of links, 25GB/s; default: as measured.")
-@click.option("--latency", metavar="LIST", help="One way, 10us; default: as measured.")
 @click.option(
-    "--speed", type=float, default=1.0, metavar="FACTOR", help="20: 20 times as fast as measured."
+    "--bandwidth", metavar="LIST", help="Bandwidth of links, such as 25GB/s; default: as measured."
 )
 @click.option(
-    "--microbatch-size", type=int, metavar="ROWS", help="Of a micro-batch; default: as in PLAN."
+    "--latency",
+    metavar="LIST",
+    help="One-way latency of links, such as 10us; default: as measured.",
 )
 @click.option(
-    "--batch", type=int, metavar="ROWS", help="Of all replicas together, instead of the size."
+    "--speed",
+    type=float,
+    default=1.0,
+    metavar="FACTOR",
+    help="Speed of devices; 20 is 20 times as fast as measured.",
+)
+@click.option(
+    "--microbatch-size",
+    type=int,
+    metavar="ROWS",
+    help="Rows of a micro-batch; default: as in PLAN.",
+)
+@click.option(
+    "--batch",
+    type=int,
+    metavar="ROWS",
+    help="Rows of a batch, over all replicas, instead of --microbatch-size.",
 )
 @click.option(
     "--replicas",
@@ -97,7 +116,7 @@ def command(
     Efficiency compares with as many workers that each work alone and wait for nothing.
     """
     plan, profile = _loaded(source, profile_path)
-    cases = _cases(plan, profile, options)
+    cases = _cases(plan, profile, **options)
     if figure is not None:
         from penstock.display.figures import require_figure
 
@@ -146,8 +165,25 @@ def _loaded(source: Path, profile_path: Path | None) -> tuple[Plan | None, Profi
     return plan, profile
 
 
-def _cases(plan: Plan | None, profile: Profile | None, asked: dict[str, Any]) -> list[WhatIf]:
-    """Every combination of what the lists say.
+def _cases(
+    plan: Plan | None,
+    profile: Profile | None,
+    *,
+    workers: str | None,
+    microbatches: str | None,
+    schedules: str | None,
+    bandwidth: str | None,
+    latency: str | None,
+    speed: float,
+    microbatch_size: int | None,
+    batch: int | None,
+    replicas: str,
+    stages_per_worker: int | None,
+    memory_limit: str | None,
+    optimizer_state: float,
+    recompute: str,
+) -> list[WhatIf]:
+    """Every combination of what the options say, of which some are lists.
 
     Raises:
         InputError: an option means nothing, or is missing without a plan.
@@ -156,46 +192,46 @@ def _cases(plan: Plan | None, profile: Profile | None, asked: dict[str, Any]) ->
     from penstock.plan.whatif import WhatIf
     from penstock.units import parse_seconds, parse_speed
 
-    size, batch = asked["microbatch_size"], asked["batch"]
-    if batch is not None and size is not None:
+    if batch is not None and microbatch_size is not None:
         raise InputError("--batch says how large micro-batches are: leave out --microbatch-size")
-    if plan is None and (asked["microbatches"] is None or (size or batch) is None):
+    if plan is None and (microbatches is None or (microbatch_size or batch) is None):
         raise InputError(
             "a profile says nothing of micro-batches: give --microbatches, and --microbatch-size "
             "or --batch; or give a plan"
         )
     request = Request(
-        recompute=recompute_asked(asked["recompute"]),
-        memory_limit=asked["memory_limit"],
-        optimizer_state=asked["optimizer_state"],
+        recompute=recompute_of(recompute),
+        memory_limit=memory_limit,
+        optimizer_state=optimizer_state,
     )
     devices = plan.devices if plan is not None else profile.devices if profile else ()
-    replicas = asked["replicas"]
-    lists: dict[str, list[Any]] = {
-        "workers": _list("--workers", asked["workers"], _whole, len(devices)),
-        "num_microbatches": _list(
-            "--microbatches", asked["microbatches"], _whole, plan and plan.num_microbatches
-        ),
-        "schedule": _schedules(asked["schedules"], plan.schedule if plan else "1f1b"),
-        "bandwidth": _list("--bandwidth", asked["bandwidth"], parse_speed, None),
-        "latency": _list("--latency", asked["latency"], parse_seconds, None),
-    }
+    every = product(
+        _list("--workers", workers, _whole, len(devices)),
+        _list("--microbatches", microbatches, _whole, plan.num_microbatches if plan else 1),
+        _schedules(schedules, plan.schedule if plan else "1f1b"),
+        _list("--bandwidth", bandwidth, parse_speed, None),
+        _list("--latency", latency, parse_seconds, None),
+    )
     return [
         WhatIf(
-            **dict(zip(lists, values, strict=True)),
-            microbatch_size=size or (plan.microbatch_size if plan else 1),
+            workers=count,
+            num_microbatches=m,
+            schedule=schedule,
+            bandwidth=link_speed,
+            latency=link_latency,
+            microbatch_size=microbatch_size or (plan.microbatch_size if plan else 1),
             batch=batch,
             replicas=None if replicas == "auto" else _list("--replicas", replicas, _whole, 1)[0],
-            stages_per_worker=asked["stages_per_worker"],
-            speed=asked["speed"],
+            stages_per_worker=stages_per_worker,
+            speed=speed,
             memory=request.memory,
             recompute=request.recompute,
         )
-        for values in product(*lists.values())
+        for count, m, schedule, link_speed, link_latency in every
     ]
 
 
-def _list(option: str, text: str | None, parsed: Callable[[str], T], default: Any) -> list[T]:
+def _list(option: str, text: str | None, parsed: Callable[[str], T], default: D) -> list[T | D]:
     """The entries of a list with commas.
 
     Raises:
@@ -211,7 +247,7 @@ def _list(option: str, text: str | None, parsed: Callable[[str], T], default: An
 
 def _whole(text: str) -> int:
     if not text.isdecimal():
-        raise InputError(f"{text!r} is no number; write a list like 1,2,4,8")
+        raise InputError(f"{text!r} is not a number; write a list like 1,2,4,8")
     return int(text)
 
 
@@ -245,7 +281,7 @@ def _outcomes(plan: Plan | None, profile: Profile | None, cases: Sequence[WhatIf
     return outcomes
 
 
-def _data(outcome: Outcome) -> dict[str, Any]:
+def _data(outcome: Outcome) -> dict[str, object]:
     """An outcome as plain data, with what follows from it."""
     return {
         **asdict(outcome),
@@ -262,8 +298,8 @@ def _text(outcomes: Sequence[Outcome], width: int | None) -> str:
     lines = aligned([_HEADING, *rows], _LEFT)
     if width is None or max(map(len, lines)) <= width:
         return "\n".join(lines)
-    asked = range(_HEADING.index("step"))
-    common = [k for k in asked if rows[0][k] and len({row[k] for row in rows}) == 1]
+    settings = range(_HEADING.index("step"))
+    common = [k for k in settings if rows[0][k] and len({row[k] for row in rows}) == 1]
     said = ", ".join(f"{_HEADING[k]} {rows[0][k]}" for k in common)
     kept = [k for k in range(len(_HEADING)) if k not in common]
     cells = [[row[k] for k in kept] for row in (_HEADING, *rows)]
@@ -276,7 +312,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     from penstock.units import show_bytes, show_seconds
 
     case, seconds = outcome.case, outcome.step_seconds
-    asked = (
+    settings = (
         *(case.schedule, f"{case.workers}", f"{outcome.replicas}" if outcome.replicas > 1 else ""),
         *(f"{outcome.stages}" if outcome.stages else "-", f"{case.num_microbatches}"),
         f"{show_bytes(case.bandwidth)}/s" if case.bandwidth else "",
@@ -284,9 +320,9 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         f"{outcome.batch_size}" if outcome.batch_size else "-",
     )
     if seconds is None:
-        return (*asked, "-", "-", "-", "-", "-", outcome.note)
+        return (*settings, "-", "-", "-", "-", "-", outcome.note)
     return (
-        *asked,
+        *settings,
         show_seconds(seconds),
         f"{outcome.samples_per_second:.4g}",
         f"{outcome.efficiency:.1%}",

@@ -16,6 +16,7 @@ from penstock.cli.common import (
     talk,
     workers_option,
 )
+from penstock.errors import InputError
 
 
 @click.command("verify")
@@ -26,23 +27,23 @@ from penstock.cli.common import (
     "--plan",
     "plan_path",
     type=click.Path(path_type=Path),
-    help="Follow this file of `penstock plan`, on its devices if --devices is not given.",
+    help="Plan file to use; its devices are used unless --devices is given.",
 )
-@click.option("--target", metavar="SPEC", help="Like --input; given to the loss.")
+@click.option("--target", metavar="SPEC", help="The target for the loss, in the form of --input.")
 @click.option("--loss", metavar="MODULE:CALLABLE", help="loss(output, target) or loss(output).")
 @click.option(
     "--weight",
     metavar="rows|sum|MODULE:CALLABLE",
     default="rows",
     show_default=True,
-    help="How micro-batches' losses add up: a mean over rows, a sum, or weighted by f(target).",
+    help="How losses of micro-batches add up: a mean over rows, a sum, or weighted by f(target).",
 )
 @click.option(
     "--optimizer",
     metavar="NAME|MODULE:CLASS",
     default="SGD",
     show_default=True,
-    help="Of torch.optim, or any other that treats parameters one by one.",
+    help="A class of torch.optim, or another that treats parameters one by one.",
 )
 @click.option(
     "--lr",
@@ -56,12 +57,12 @@ from penstock.cli.common import (
     type=click.Choice(["microbatch", "deferred"]),
     default="microbatch",
     show_default=True,
-    help="When running statistics move: with every micro-batch, or once with the whole batch.",
+    help="Update running statistics with every micro-batch, or once with the whole batch.",
 )
 @click.option(
     "--boundary-dtype",
     type=click.Choice(["bfloat16", "float16"]),
-    help="Round what crosses a cut to this, and see how much that changes.",
+    help="Round boundary values to this dtype, and report how much that changes.",
 )
 @click.option("--clip", type=float, metavar="NORM", help="Clip gradients to this norm.")
 @reported
@@ -93,22 +94,19 @@ def command(
     import torch
 
     from penstock.cli.arguments import (
-        asked,
         device_list,
         load_example,
         load_loss,
         load_optimizer,
         load_weight,
+        pipeline_arguments,
     )
     from penstock.display.progress import callback
-    from penstock.errors import InputError
     from penstock.loading import parse_input
     from penstock.plan import Plan
     from penstock.planning.tuning import mean_square
     from penstock.verification import verify
 
-    if target is not None and loss is None:
-        raise InputError(f"--target {target} needs a --loss to be given to")
     own = [name for name, value in pipeline.items() if value not in (None, "auto")]
     if plan_path is not None and own:
         raise InputError(f"--plan has its own {', '.join(own)}: give one or the other")
@@ -132,7 +130,7 @@ def command(
             clip_norm=clip,
             batchnorm=batchnorm,
             boundary_dtype=getattr(torch, boundary_dtype) if boundary_dtype else None,
-            **asked(**pipeline),
+            **pipeline_arguments(**pipeline),
             progress=progress,
         )
     show({"ok": report.ok, **asdict(report)}, str(report), as_json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from penstock.capture import Key, Program
 from penstock.capture.calls import Ambient, ambient
 from penstock.capture.randomness import LOSS, seeding
-from penstock.capture.seeding import seeded
+from penstock.capture.replay import seeded
 from penstock.devices.cores import use_threads
 from penstock.engine.batchnorm import Norms
 from penstock.errors import WorkerTimeout
@@ -21,6 +21,8 @@ from penstock.links.wire import interrupts_wait
 from penstock.oracle import Around, BatchDim, Oracle, without_history
 
 _GRACE = 5.0  # seconds that work which is given up may go on for
+
+T = TypeVar("T")
 
 
 class Seeds(Around):
@@ -35,20 +37,20 @@ class Seeds(Around):
     def __init__(self, program: Program, model: nn.Module, deferred: bool = False) -> None:
         self._program = program
         self._model = model
-        self._norms = Norms()
+        self._batchnorms = Norms()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if deferred:
-            self._norms.add(model.modules())
+            self._batchnorms.add(model.modules())
 
     def batch(self, step: int) -> AbstractContextManager[None]:
         """Moves BatchNorms at the end, if they wait for that."""
-        return self._norms.during_a_pass()
+        return self._batchnorms.during_a_pass()
 
     @contextmanager
     def forward(self, step: int, microbatch: int) -> Iterator[None]:
         """Seeds every call that draws, if any does."""
         key = Key(torch.initial_seed(), step, microbatch)
-        with self._norms.during(microbatch), seeded(self._program, key, self._model):
+        with self._batchnorms.during(microbatch), seeded(self._program, key, self._model):
             yield
 
     def loss(self, step: int, microbatch: int) -> AbstractContextManager[None]:
@@ -90,9 +92,7 @@ def copied(model: nn.Module) -> nn.Module:
     return twin
 
 
-def run_with_threads(
-    function: Callable[[], Any], threads: int, timeout: float | None = None
-) -> Any:
+def run_with_threads(function: Callable[[], T], threads: int, timeout: float | None = None) -> T:
     """Run `function` in a thread of its own with this many intra-op threads; its result.
 
     Args:
@@ -103,7 +103,7 @@ def run_with_threads(
     Raises:
         WorkerTimeout: it takes longer. The thread ends when the function does.
     """
-    results: list[Any] = []
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def work() -> None:

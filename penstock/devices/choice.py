@@ -23,15 +23,15 @@ def existing_devices(devices: Devices | None) -> list[torch.device]:
     if devices is None:
         raise InputError(
             'devices= is missing: give the devices of the stages, devices=["cuda:0", "cuda:1"] '
-            'or ["cpu", "cpu"], or their number, devices=2. Only ranks (workers="torchrun") have '
-            "devices of their own"
+            'or ["cpu", "cpu"], or their number, devices=2. Only workers="torchrun" has a default'
         )
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         kind = "cuda:{}" if torch.cuda.is_available() else "cpu"
         devices = [kind.format(number) for number in range(devices)]
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise InputError(
-            f'devices={devices!r} is no list of devices; give devices=["cpu", "cpu"], or devices=2'
+            f"devices={devices!r} is not a list of devices; give "
+            'devices=["cpu", "cpu"], or devices=2'
         )
     found = []
     for name in devices:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, PenstockError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def require_figure(path: Path) -> None:
@@ -38,7 +42,7 @@ def require_matplotlib() -> None:
         raise PenstockError("figures need matplotlib: pip install 'penstock[report]'") from error
 
 
-def canvas(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
+def canvas(width: float, height: float, panels: int = 1) -> tuple[Figure, Any]:
     """A figure of so many inches, and its axes: an array of them if there are several panels.
 
     Raises:
@@ -51,7 +55,7 @@ def canvas(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(1, panels)
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write it as the name says, `step.png` as a PNG.
 
     Raises:
@@ -63,7 +67,7 @@ def save(figure: Any, path: Path) -> None:
         raise PenstockError(f"cannot write the figure {path}: {error}") from error
 
 
-def bare(axes: Any, *sides: str) -> None:
+def bare(axes: Axes, *sides: str) -> None:
     """Leave out the frame on these sides, by default at the top and on the right."""
     for side in sides or ("top", "right"):
         axes.spines[side].set_visible(False)

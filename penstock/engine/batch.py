@@ -110,7 +110,7 @@ class Whole:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """What the user has given."""
+        """All that enters, to be searched for tensors."""
         return self.args, self.kwargs
 
     def batch(self, program: Program, most: int) -> Batch:
@@ -135,7 +135,7 @@ class ByHand:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """What the user has given."""
+        """All that enters, to be searched for tensors."""
         return (self.microbatches,)
 
     def batch(self, program: Program, most: int) -> Batch:
@@ -147,13 +147,13 @@ class ByHand:
         return Batch.given(program, self.microbatches)
 
 
-def arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def arguments(inputs: object) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), inputs
     return (inputs, {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
-def split_target(target: Any, rows: Sequence[int], device: torch.device) -> Targets:
+def split_target(target: object, rows: Sequence[int], device: torch.device) -> Targets:
     """The targets of a batch's micro-batches, on the device of the loss.
 
     Raises:
@@ -171,9 +171,9 @@ def split_target(target: Any, rows: Sequence[int], device: torch.device) -> Targ
             )
     if not any(isinstance(leaf, (torch.Tensor, type(None))) for leaf in leaves):
         raise InputError(
-            f"no tensor is found in the target, a {type(target).__name__}, so nobody knows how to "
-            "split it: give a tensor, or a tuple, list, dict or dataclass of tensors. What the "
-            "loss needs whole can be given in loss_kwargs"
+            f"the target, a {type(target).__name__}, contains no tensor, so it cannot be split: "
+            "give a tensor, or a tuple, list, dict or dataclass of tensors. What the loss needs "
+            "whole can be given in loss_kwargs"
         )
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     moved = [to_device(leaf, device) for leaf in leaves]
@@ -231,7 +231,7 @@ def weights(weight: Weight, targets: Targets, rows: Sequence[int]) -> list[float
 
 
 def _number(weight: Any) -> float:
-    """The weight of a micro-batch."""
+    """What `weight=` returned, as a number."""
     try:
         return float(weight)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -9,8 +9,10 @@ the micro-batches are combined pairwise exactly (Chan, Golub and LeVeque 1979).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,16 +59,24 @@ class Norms:
     there what it has computed anyway. Where a backward runs a forward again, whether by Penstock or
     by a `torch.utils.checkpoint` of the model's own, that is forgotten.
 
-    Attributes:
-        microbatch: whose forward runs; `None` between two, and where one is run again.
+    Several threads may run forwards, if no two of them run the same module at once.
     """
 
     def __init__(self) -> None:
-        self.microbatch: int | None = None
+        self._current = threading.local()
         self._modules: dict[_BatchNorm, None] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[_BatchNorm, list[RemovableHandle]] = {}
         self._lent: dict[_BatchNorm, _Lent] = {}
         self._seen: dict[_BatchNorm, dict[int, list[Statistics]]] = {}
+
+    @property
+    def microbatch(self) -> int | None:
+        """Whose forward runs in this thread; `None` between two, and where one is run again."""
+        return getattr(self._current, "microbatch", None)
+
+    @microbatch.setter
+    def microbatch(self, number: int | None) -> None:
+        self._current.microbatch = number
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Watch those of these modules that are BatchNorms, too."""
@@ -84,7 +94,7 @@ class Norms:
 
     @contextmanager
     def during(self, microbatch: int) -> Iterator[None]:
-        """The forward of a micro-batch."""
+        """While open, what is watched belongs to this micro-batch."""
         self.microbatch = microbatch
         try:
             yield
@@ -92,21 +102,33 @@ class Norms:
             self.microbatch = None
 
     def begin(self) -> None:
-        """Install the hooks that collect statistics during a pass."""
-        for module in self._modules:
+        """Install the hooks that collect statistics during a pass, where there are none yet."""
+        for module in self._modules.keys() - self._handles.keys():
             before = module.register_forward_pre_hook(self._before, with_kwargs=True)
             after = module.register_forward_hook(self._after, prepend=True, always_call=True)
-            self._handles += [before, after]
+            self._handles[module] = [before, after]
+
+    def fold(self) -> None:
+        """The pass is over: move the running statistics."""
+        seen = self._seen
+        self.clear()
+        self._move(seen)
+
+    def fold_those(self, microbatches: range) -> None:
+        """The pass of these is over, while others may be under way."""
+        mine = {
+            module: {number: found.pop(number) for number in microbatches if number in found}
+            for module, found in self._seen.items()
+        }
+        self._move({module: found for module, found in mine.items() if found})
 
     @torch.no_grad()
-    def fold(self) -> None:
-        """The pass is over: move the running statistics.
+    def _move(self, seen: Mapping[_BatchNorm, Mapping[int, Sequence[Statistics]]]) -> None:
+        """Move the running statistics towards those that were seen.
 
         A module that a forward calls several times moves them as often, as it would for the whole
         batch: each time towards the statistics of the same call of all micro-batches.
         """
-        seen = self._seen
-        self.clear()
         for module, found in seen.items():
             for call in range(max(map(len, found.values()))):
                 _move(
@@ -115,11 +137,11 @@ class Norms:
 
     def clear(self) -> None:
         """Forget the pass, and leave the modules as they were."""
-        for handle in self._handles:
+        for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
         for module in list(self._lent):
             self._give_back(module)
-        self._handles, self._seen, self.microbatch = [], {}, None
+        self._handles, self._seen, self.microbatch = {}, {}, None
 
     def _before(self, module: _BatchNorm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called with the arguments of a forward: lend the module other buffers."""
@@ -134,7 +156,7 @@ class Norms:
         module._buffers.update(zip(_RUNNING, fresh, strict=True))
         module.momentum = 1.0
 
-    def _after(self, module: _BatchNorm, args: Any, result: Any) -> None:
+    def _after(self, module: _BatchNorm, args: object, result: object) -> None:
         """Called when the forward is over: note what it has left there."""
         if module not in self._lent:
             return
@@ -182,7 +204,7 @@ def running_statistics(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 # -- what is possible -------------------------------------------------------------------------
 
 
-def closed_norms(model: Any, mode: str, keep_closed: Iterable[str]) -> Iterable[str]:
+def closed_norms(model: object, mode: str, keep_closed: Iterable[str]) -> Iterable[str]:
     """The modules that a program must not look inside: those, and BatchNorms that are watched.
 
     Args:
@@ -200,10 +222,10 @@ def closed_norms(model: Any, mode: str, keep_closed: Iterable[str]) -> Iterable[
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise InputError(
-                f"{name!r} is a SyncBatchNorm, which adds up statistics over the copies of a model "
-                "in data parallelism; the workers of a pipeline have other stages instead of "
-                'copies. Make it a BatchNorm again; with batchnorm="deferred" its running '
-                "statistics are those of the whole batch"
+                f"{name!r} is a SyncBatchNorm, which sums statistics over the replicas of data "
+                "parallelism; the workers of a pipeline have different stages instead. Use a "
+                'plain BatchNorm; with batchnorm="deferred" its running statistics are those of '
+                "the whole batch"
             )
     if mode == "microbatch" or isinstance(keep_closed, str):  # so is that
         return keep_closed
@@ -211,8 +233,8 @@ def closed_norms(model: Any, mode: str, keep_closed: Iterable[str]) -> Iterable[
         compiled = isinstance(module, torch.jit.ScriptModule) or is_compiled(module)
         if compiled and any(map(_is_norm, module.modules())):
             raise InputError(
-                f"{name or 'the model'!r} is compiled, so that the BatchNorms in it cannot be "
-                'watched; compile what has none, or use batchnorm="microbatch"'
+                f"{name or 'the model'!r} is compiled, so the BatchNorms in it cannot be "
+                'observed; compile only modules without any, or use batchnorm="microbatch"'
             )
     norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and name]
     return [*keep_closed, *norms]  # also one that is called twice, or has modules of its own
@@ -241,7 +263,7 @@ def check_closed(model: nn.Module, changed: Iterable[str], watched: Collection[n
         module = modules.get(path)
         if isinstance(module, _BatchNorm) and module not in watched:
             raise InputError(
-                f"the program has looked inside {path!r}, a BatchNorm that has modules or is "
-                "called twice, so that its statistics cannot be deferred; capture it with "
+                f"the program has opened {path!r}, a BatchNorm that has modules or is called "
+                "twice, so its statistics cannot be deferred; capture it with "
                 f'keep_closed=["{path}"]'
             )

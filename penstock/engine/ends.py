@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from penstock.capture.calls import ROWS, Join, Sizes
+from penstock.capture.lowering import assembled
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
 from penstock.capture.trees import map_leaves
-from penstock.engine.ending import Endings
+from penstock.engine.microbatch import pieces_of
 from penstock.engine.state import values_saved
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Values, edges
@@ -21,7 +23,7 @@ from penstock.links.link import Gradients, Roots, Values, edges
 
 @dataclass(frozen=True)
 class Pieces:
-    """A micro-batch in pieces, of which the loss is asked as well, to see if it adds up.
+    """A micro-batch in pieces, whose losses are computed as well, to see if it adds up.
 
     Attributes:
         microbatch: its number.
@@ -70,6 +72,60 @@ class LossFailed(Exception):  # noqa: N818 - never reaches a user: it tells loss
         super().__init__(what)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How the last stage's values are put together to the model's result.
+
+    Attributes:
+        values: what they are, in order.
+        outputs: the leaves of the result: values, sizes and constants.
+        structure: what the leaves are put into.
+        joins: for every value how it is put together from micro-batches.
+    """
+
+    values: tuple[Any, ...]
+    outputs: Sequence[Any]
+    structure: Any
+    joins: Sequence[Join] = ()
+
+    def result(self, values: Sequence[Any], sizes: Sizes) -> Any:
+        """The model's result, in its own structure, of the last stage's values."""
+        by_value = dict(zip(self.values, values, strict=True))
+        return assembled(self.outputs, self.structure, by_value, sizes)
+
+
+class Endings:
+    """The endings of all ways through the model, and which one each micro-batch takes.
+
+    Attributes:
+        ways: by number.
+        taken: for every micro-batch of the pass its sizes, and the number of its way.
+    """
+
+    def __init__(self) -> None:
+        self.ways: list[Ending] = []
+        self.taken: Sequence[tuple[Sizes, int]] = ()
+
+    def result(self, microbatch: int, values: Values) -> Any:
+        """A micro-batch's result in the model's structure, of the last stage's values."""
+        sizes, way = self.taken[microbatch]
+        return self.ways[way].result(values, sizes)
+
+    def pieces(self, microbatch: int, values: Values, rows: Sequence[int]) -> list[Any]:
+        """The results of pieces of a micro-batch that have so many rows each.
+
+        They are copies, without history; `None` stands for what cannot be told apart.
+        """
+        sizes, way = self.taken[microbatch]
+        ending = self.ways[way]
+        known = [None if j.why else value for value, j in zip(values, ending.joins, strict=True)]
+        dims = [None if join.why else join.dim for join in ending.joins]
+        parts = pieces_of(known, dims, rows)
+        return [
+            ending.result(part, {**sizes, ROWS: n}) for part, n in zip(parts, rows, strict=True)
+        ]
+
+
 class Feed:
     """The source of the first stage: the micro-batches of a batch.
 
@@ -92,7 +148,7 @@ class Feed:
             self.gradients[microbatch] = gradients
 
     def clear(self) -> None:
-        """Let go of the batch."""
+        """Drop the values of the batch and their gradients."""
         self.values: list[Values] = []
         self.gradients: dict[int, Gradients] = {}
 
@@ -141,8 +197,13 @@ class Outlet:
         self._loss = loss
         self._keys = keys
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether results are turned into losses."""
+        return self._loss is not None
+
     def send(self, microbatch: int, results: Values) -> Roots:
-        """Keep the results, or the loss of them."""
+        """Keep a micro-batch's results, or compute its loss and metrics; where backward starts."""
         if self._loss is None or self._loss.keeps_outputs:
             self.results[microbatch] = tuple(_without_history(r) for r in results)
         if self._loss is None:
@@ -288,7 +349,7 @@ class Loss:
         return scale.to(loss.dtype) * weight
 
 
-def _check_scalar(loss: Any) -> None:
+def _check_scalar(loss: object) -> None:
     if not isinstance(loss, torch.Tensor):
         raise InputError(
             f"the loss function returned a {type(loss).__name__}, not a scalar tensor; "
@@ -321,11 +382,11 @@ def _check_parameters(loss: torch.Tensor, results: Values, apart: Apart | None) 
             )
         if apart is not None and (name := apart.name_of(leaf)) is not None:
             raise InputError(
-                f"the loss function uses the model's parameter {name!r}, which is not next to the "
-                "loss: its gradient is made in another stage, or another part of this one, so "
-                "that of the loss would be added to .grad apart from it, and the bits would not "
-                "be those of one device. Let the model's forward compute that term and return it "
-                "with the output, or use the plain style: (loss_fn(pipe(x), y) + term).backward()"
+                f"the loss function uses the model's parameter {name!r}, whose gradient is "
+                "computed in another stage, or in another part of this one. The two would be "
+                "summed in another order than on one device. Let the model's forward compute that "
+                "term and return it with the output, or use (loss_fn(pipe(x), y) + "
+                "term).backward()"
             )
 
 
@@ -344,10 +405,10 @@ def _leaves(loss: torch.Tensor, results: Values) -> Iterator[torch.Tensor]:
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: object, device: torch.device) -> Any:
     """A tensor on `device`, everything else as it is."""
     return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
-def _without_history(value: Any) -> Any:
+def _without_history(value: object) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from penstock.capture import Program
-from penstock.capture.looking_inside import check_no_global_hooks
+from penstock.capture.opening import check_no_global_hooks
 from penstock.capture.watching import with_owners
 from penstock.errors import InputError
 
@@ -63,7 +63,7 @@ def silenced(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
             registry.update(before)
 
 
-def _is_of_torch(hook: Any) -> bool:
+def _is_of_torch(hook: object) -> bool:
     """Whether a hook, or a class that its object's is derived from, is PyTorch's."""
     hook = getattr(hook, "__func__", hook)
     if isinstance(hook, partial):
@@ -105,8 +105,8 @@ class Opened:
         kind = type(self._modules[path]).__name__
         before = f"register them before, or build it with keep_closed=[{path!r}], or "
         raise InputError(
-            f"the module {path or '(the whole model)'!r} ({kind}) has hooks that came after "
-            "the pipeline was built. Its calls are a part of the program by themselves, so "
-            f"these hooks would never be called: {before if path else ''}register them on "
-            "modules inside it that have no modules of their own"
+            f"the module {path or '(the whole model)'!r} ({kind}) has hooks that were registered "
+            "after the pipeline was built. The program calls what is inside it, so these hooks "
+            f"would never be called: {before if path else ''}register them on modules inside it "
+            "that have no submodules"
         )

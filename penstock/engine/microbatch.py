@@ -16,7 +16,7 @@ Merge = Literal["auto", "rows", "list"] | Callable[[list[Any]], Any]
 """How the results of micro-batches become that of the batch, see `Pipeline`."""
 
 
-def check_merge(merge: Any) -> None:
+def check_merge(merge: object) -> None:
     """Raise unless it is a way to put results together.
 
     Raises:
@@ -100,13 +100,13 @@ def check_mergeable(joins: Sequence[Join], anyway: bool = False) -> None:
     for join in joins:
         sizes_allow = join.dim is not None
         if join.why and not (anyway and sizes_allow):
-            rows = ', "rows" to have them one after the other anyway' if sizes_allow else ""
+            rows = ', "rows" to concatenate them anyway' if sizes_allow else ""
             raise InputError(
                 f"the model returns {join.why}, so the results of several micro-batches cannot be "
-                "put together to what it gives for the whole batch. For a loss, use train_step or "
-                "eval_step (loss_fn=lambda output: output.loss picks the model's own). For the "
-                f'results, give Pipeline(merge=) a function of their list, "list" to have that'
-                f"{rows}; or use num_microbatches=1"
+                "put together to that of the whole batch. For a loss, use train_step or eval_step "
+                "(loss_fn=lambda output: output.loss picks the model's own). For the results, "
+                f'give Pipeline(merge=) a function of their list, "list" for the list itself{rows}'
+                "; or use num_microbatches=1"
             )
 
 

@@ -1,7 +1,8 @@
-"""What a training step is asked for, beside its batch: the loss, metrics, outputs."""
+"""What a training step makes of the results of a batch: the loss, metrics, outputs."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,18 +11,24 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from penstock.capture import Join
 from penstock.capture.trees import flatten, map_leaves, unflatten
-from penstock.engine.backup import Backup
 from penstock.engine.batch import Targets, Weight, given_targets, split_target, weights
-from penstock.engine.calling import callable_as
-from penstock.engine.effects import may_have_effects
 from penstock.engine.ends import Apart, Loss, Pieces, to_device
 from penstock.engine.microbatch import pieces_of
-from penstock.engine.state import State
-from penstock.errors import InputError
+from penstock.engine.state import Backup, State
+from penstock.engine.user_functions import callable_as, may_have_effects
+from penstock.errors import InputError, RowsWarning
 
 Outputs = bool | Literal["list"]
 """Whether a step returns the model's result, too: put together, or in a list by micro-batch."""
+
+_INSTEAD = (
+    "loss_fn(pipe(x), target).backward() gives one loss of all rows, if the result can be put "
+    "together (Pipeline(merge=)), and so does num_microbatches=1. Where it is meant by "
+    'micro-batch, as in gradient accumulation: warnings.filterwarnings("ignore", '
+    "category=penstock.RowsWarning)"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Objective:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """What of it the user has given that may have tensors."""
+        """What may have tensors among it: the target and the keyword arguments of the loss."""
         return self.target, self.loss_kwargs
 
     def targets(self, rows: Sequence[int], device: torch.device) -> Targets:
@@ -104,7 +111,7 @@ class Objective:
             raise InputError(f'outputs={self.outputs!r} is unknown; choose True, False or "list"')
         if not isinstance(self.loss_kwargs, (Mapping, type(None))):
             raise InputError(
-                f"loss_kwargs={self.loss_kwargs!r} is no dict of keyword arguments for loss_fn"
+                f"loss_kwargs={self.loss_kwargs!r} is not a dict of keyword arguments for loss_fn"
             )
         found = self.targets(rows, device)
         shares = weights(self.weight, found, rows)
@@ -131,7 +138,7 @@ class Objective:
     def _pieces(
         self, targets: Targets, shares: Sequence[float], rows: Sequence[int]
     ) -> Pieces | None:
-        """A micro-batch in two pieces of which the loss can be asked without being noticed."""
+        """A micro-batch in two pieces whose losses can be computed without being noticed."""
         if may_have_effects(self.loss_fn) or (
             callable(self.weight) and may_have_effects(self.weight)
         ):
@@ -162,3 +169,50 @@ def _halves(target: tuple[Any, ...], rows: Sequence[int]) -> Targets:
             raise InputError("the target has another number of rows")
         dims.append(0 if grows else None)
     return [unflatten(structure, part) for part in pieces_of(leaves, dims, rows)]
+
+
+class Mixing:
+    """Warns, once each, of losses and models in which rows meet other rows of the batch."""
+
+    def __init__(self) -> None:
+        self._losses: set[Any] = set()
+        self._said: set[str] = set()
+
+    def is_new(self, loss: object) -> bool:
+        """Whether the loss of this identity was not checked yet."""
+        return loss not in self._losses
+
+    def of_loss(self, loss: object, mismatch: tuple[float, float] | None, weight: object) -> None:
+        """A loss was looked at; warn if that of a micro-batch is not what its pieces make.
+
+        Args:
+            loss: the identity of the loss.
+            mismatch: both values, if they differ.
+            weight: how losses of micro-batches were weighed.
+        """
+        self._losses.add(loss)
+        if mismatch is not None:
+            whole, made = mismatch
+            given = repr(weight) if weight is None or isinstance(weight, str) else "a function"
+            warnings.warn(
+                f"the loss of a micro-batch is {whole:.6g}, but its rows in two pieces make "
+                f"{made:.6g} with weight={given}, so a batch's loss depends on how it "
+                "is split. If it is a mean over some rows only (such as labels that are not "
+                "ignored), give weight= a function that counts those, weight=lambda target: "
+                "(target != -100).sum(), or None for a loss that is a sum. If it compares rows "
+                f"with each other, it compares those of a micro-batch only: {_INSTEAD}",
+                RowsWarning,
+                stacklevel=4,
+            )
+
+    def of_model(self, joins: Sequence[Join]) -> None:
+        """Warn if results that a loss will get have other rows in them."""
+        for join in joins:
+            if join.mixes and join.why not in self._said:
+                self._said.add(join.why)
+                warnings.warn(
+                    f"the model returns {join.why}. The loss gets the result of a micro-batch, "
+                    f"which depends on its own rows only: {_INSTEAD}",
+                    RowsWarning,
+                    stacklevel=5,
+                )

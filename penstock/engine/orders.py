@@ -1,4 +1,4 @@
-"""A pass as data: what workers are told to do, and what they say has come of it."""
+"""A pass as data: what workers are to do, and what has come of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.capture.calls import Ambient
 from penstock.engine.ends import Loss
-from penstock.engine.stage import MicroBatch
+from penstock.engine.stage import Before, MicroBatch
 from penstock.links.link import Gradients, Values
 from penstock.schedule import Event
 
@@ -37,6 +37,7 @@ class Order:
         recorded: whether the times of actions are noted.
         trial: whether what modules keep is put back at the end, and users' hooks are not called.
         wanted: the parameters whose gradients are computed, in `"backward"`; `None` for all.
+        before: what came before it, for replicas.
     """
 
     what: Pass
@@ -50,11 +51,17 @@ class Order:
     recorded: bool = False
     trial: bool = False
     wanted: Sequence[nn.Parameter] | None = None
+    before: Before = field(default_factory=Before)
 
     @property
     def name(self) -> str:
-        """What the user has called for it."""
+        """The method that the user has called, for messages."""
         return _NAMES[self.what]
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether there are backwards, which change `.grad`."""
+        return self.what in ("train", "backward")
 
     def back(
         self,
@@ -105,7 +112,7 @@ class Outcome:
 
     @classmethod
     def of(cls, parts: Sequence[Outcome]) -> Outcome:
-        """That of all workers, from their parts."""
+        """The outcome of the whole pass, from those of all workers."""
         whole = cls()
         for part in parts:
             whole.results |= part.results

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from penstock.capture.attributes import find
 from penstock.capture.calls import Ambient, Sizes, ambient
-from penstock.capture.graphs import Hollow
+from penstock.capture.meta import NoSavedTensors
 from penstock.capture.randomness import Key
 from penstock.engine.state import State, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
@@ -38,6 +39,7 @@ class Span:
         recompute: whether its forward runs again before its backward.
         changing: what its forward changes in place: buffers, as a rule.
         overwritten: the places of values that enter, and are changed in place from here on.
+        memories: what its forward remembers in attributes: each is the modules that have it.
         saves: whether its forward computes gradients itself, so that it needs what autograd saves.
     """
 
@@ -45,6 +47,7 @@ class Span:
     recompute: bool = False
     changing: Sequence[torch.Tensor] = ()
     overwritten: Sequence[int] = ()
+    memories: Sequence[frozenset[nn.Module]] = ()
     saves: bool = False
 
     def __post_init__(self) -> None:
@@ -56,6 +59,7 @@ class Span:
             if getattr(type(module), "forward", None) in _NORMS  # a scripted one has none
             for buffer in module.buffers(recurse=False)
         }
+        unused -= read_by(stage)
         self._used = [tensor for tensor in self.changing if id(tensor) not in unused]
 
     def run(self, sizes: Sizes, key: Key, values: Values) -> Values:
@@ -64,8 +68,16 @@ class Span:
             return self.module(sizes, key, *values)
 
     def state(self) -> State:
-        """What its modules remember now."""
+        """The buffers, attributes and generators of its modules, as they are now."""
         return State(self._modules, self.changing)
+
+
+def read_by(stage: Callable[..., Any]) -> set[int]:
+    """The ids of tensors that a stage reads by itself, from attributes of modules."""
+    if not isinstance(stage, fx.GraphModule):
+        return set()
+    names = [str(node.target) for node in stage.graph.nodes if node.op == "get_attr"]
+    return {id(find(stage, name)) for name in names}
 
 
 class Passed(NamedTuple):
@@ -80,7 +92,7 @@ class Passed(NamedTuple):
     roots: Roots
 
 
-class Recipe(NamedTuple):
+class Recomputation(NamedTuple):
     """How to pass a span again: the same values, random numbers, buffers and modes.
 
     Attributes:
@@ -99,7 +111,7 @@ class Recipe(NamedTuple):
     state: State
     modes: Ambient
 
-    def passed(self) -> Passed:
+    def run(self) -> Passed:
         """Run the forward again; what modules remember is left as it is now."""
         now = self.span.state()
         self.state.put_back()
@@ -111,7 +123,9 @@ class Recipe(NamedTuple):
             now.put_back()
 
 
-def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe | Entry, Values]:
+def run_span(
+    span: Span, values: Values, sizes: Sizes, key: Key
+) -> tuple[Recomputation | Entry, Values]:
     """Run a span; what its backward needs, apart from its roots, and its results.
 
     The results of a span that is recomputed have no history, but ask for a gradient where they
@@ -122,44 +136,44 @@ def run_span(span: Span, values: Values, sizes: Sizes, key: Key) -> tuple[Recipe
         return entry, span.run(sizes, key, entered)
     state = span.state()
     kept = tuple(_copied(v) if k in span.overwritten else v for k, v in enumerate(values))
-    recipe = Recipe(span, kept, sizes, key, state, ambient())
-    entry, results = _run_without_saving(recipe, values)
+    recomputation = Recomputation(span, kept, sizes, key, state, ambient())
+    entry, results = _run_without_saving(recomputation, values)
     if not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
         return entry, results  # all of it is frozen: there is no backward to run it again for
-    return recipe, tuple(_without_history(value) for value in results)
+    return recomputation, tuple(_without_history(value) for value in results)
 
 
-def _run_without_saving(recipe: Recipe, values: Values) -> tuple[Entry, Values]:
+def _run_without_saving(recomputation: Recomputation, values: Values) -> tuple[Entry, Values]:
     """Run a span's forward for its results, unless it computes gradients itself."""
-    span = recipe.span
+    span = recomputation.span
     if not span.saves:
-        hollow = Hollow()
+        hooks = NoSavedTensors()
         try:
-            with hollow:
+            with hooks:
                 entry, entered = enter(values)
-                results = span.module(recipe.sizes, recipe.key, *entered)
-            if not hollow.asked:
+                results = span.module(recomputation.sizes, recomputation.key, *entered)
+            if not hooks.was_needed:
                 return entry, results
         except Exception:
-            if not hollow.asked:
+            if not hooks.was_needed:
                 raise
         span.saves = True
-        recipe.state.put_back()
+        recomputation.state.put_back()
         for k in span.overwritten:
             if isinstance(values[k], torch.Tensor):
-                values[k].detach().copy_(recipe.values[k].detach())
+                values[k].detach().copy_(recomputation.values[k].detach())
     entry, entered = enter(values)
-    return entry, span.module(recipe.sizes, recipe.key, *entered)
+    return entry, span.module(recomputation.sizes, recomputation.key, *entered)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     """A value that whoever changes the original leaves alone."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def _without_history(value: Any) -> Any:
+def _without_history(value: object) -> Any:
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     return value.detach().requires_grad_()

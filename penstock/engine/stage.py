@@ -17,8 +17,8 @@ from penstock.capture.calls import Sizes
 from penstock.capture.halves import Deferral, Pending, run_pending
 from penstock.capture.randomness import Key
 from penstock.engine.batchnorm import Norms
-from penstock.engine.span import Entry, Passed, Recipe, Span, enter, run_backward, run_span
-from penstock.links.link import Sink, Source, edges
+from penstock.engine.span import Entry, Passed, Recomputation, Span, enter, run_backward, run_span
+from penstock.links.link import Gradients, Roots, Sink, Source, edges
 
 
 class Held(NamedTuple):
@@ -29,7 +29,7 @@ class Held(NamedTuple):
         end: whose backward begins with what the sink gives.
     """
 
-    inner: list[Passed | Recipe]
+    inner: list[Passed | Recomputation]
     end: Passed
 
 
@@ -45,6 +45,22 @@ class MicroBatch(NamedTuple):
     sizes: Sizes
     key: Key
     way: int = 0
+
+
+class Before(NamedTuple):
+    """How many micro-batches there were in earlier passes, of whatever size.
+
+    Attributes:
+        forwards: that have run forward.
+        backwards: that have run backward.
+    """
+
+    forwards: int = 0
+    backwards: int = 0
+
+    def and_then(self, goes_forward: bool, goes_back: bool, count: int) -> Before:
+        """With one more pass of so many micro-batches."""
+        return Before(self.forwards + count * goes_forward, self.backwards + count * goes_back)
 
 
 class Stage:
@@ -78,6 +94,24 @@ class Stage:
         self.deferred: dict[int, list[Pending]] = {}
         self._arrived: Any = ()
 
+    def begin(
+        self,
+        microbatches: Sequence[MicroBatch],
+        wanted: Sequence[nn.Parameter] | None,
+        before: Before,
+    ) -> None:
+        """A pass begins: what there is to know of it."""
+        self.microbatches, self.wanted = microbatches, wanted
+        self.norms.begin()
+
+    def end(self) -> None:
+        """It has ended well."""
+        self.norms.fold()
+
+    def numbered(self, microbatch: int) -> int:
+        """A micro-batch's number among those whose BatchNorm statistics are put together."""
+        return microbatch
+
     def await_values(self, microbatch: int) -> None:
         """Wait for what the next `forward` works on."""
         self._arrived = self.source.receive(microbatch)
@@ -86,15 +120,17 @@ class Stage:
         """Run the spans on what has arrived, and hold what the backward needs."""
         values, self._arrived = self._arrived, ()
         sizes, key, way = self.microbatches[microbatch]
-        self.norms.microbatch = microbatch
-        inner: list[Passed | Recipe] = []
+        self.norms.microbatch = self.numbered(microbatch)
+        inner: list[Passed | Recomputation] = []
         *spans, last = self.ways[way]
         for span in spans:
             start, values = run_span(span, values, sizes, key)
-            inner.append(start if isinstance(start, Recipe) else Passed(start, edges(values)))
+            inner.append(
+                start if isinstance(start, Recomputation) else Passed(start, edges(values))
+            )
         start, values = run_span(last, values, sizes, key)
         self.norms.microbatch = None
-        if isinstance(start, Recipe):  # the sink's own graph begins behind it
+        if isinstance(start, Recomputation):  # the sink's own graph begins behind it
             inner.append(start)
             start, values = enter(values)
         self.held[microbatch] = Held(inner, Passed(start, self.sink.send(microbatch, values)))
@@ -103,7 +139,7 @@ class Stage:
         """Run the spans on what has arrived, without gradients."""
         values, self._arrived = self._arrived, ()
         sizes, key, way = self.microbatches[microbatch]
-        self.norms.microbatch = microbatch
+        self.norms.microbatch = self.numbered(microbatch)
         for span in self.ways[way]:
             values = span.module(sizes, key, *values)
         self.norms.microbatch = None
@@ -120,18 +156,22 @@ class Stage:
         """
         gradients, self._arrived = self._arrived, ()
         inner, end = self.held.pop(microbatch)
-        run_backward(end.roots, gradients, self._leaves(end.entry))
+        self._backward_of(end.roots, gradients, end.entry)
         gradients = end.entry.gradients
         del end
         while inner:
             passed = inner.pop()
-            entry, roots = passed.passed() if isinstance(passed, Recipe) else passed
-            run_backward(roots, gradients, self._leaves(entry))
+            entry, roots = passed.run() if isinstance(passed, Recomputation) else passed
+            self._backward_of(roots, gradients, entry)
             gradients = entry.gradients
             del passed, roots
         self.source.send_gradients(microbatch, gradients)
         if self.deferral.pending:
             self.deferred[microbatch] = self.deferral.take()
+
+    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+        """The backward of a span: gradients of parameters add up in `.grad`, others in `entry`."""
+        run_backward(roots, gradients, self._leaves(entry))
 
     def weight_backward(self, microbatch: int) -> None:
         """Compute the weight halves that the backward has put off."""
@@ -148,5 +188,9 @@ class Stage:
         """Let go of everything that a step has left."""
         self.held, self.deferred, self._arrived = {}, {}, ()
         self.deferral.take()
-        self.norms.clear()
+        self.clear_norms()
         self.microbatches, self.wanted = (), None
+
+    def clear_norms(self) -> None:
+        """Forget what BatchNorms have seen in this pass."""
+        self.norms.clear()

@@ -1,20 +1,31 @@
-"""What modules remember from one forward to the next, so that a forward can be run again."""
+"""What a pass changes besides giving results, kept so that it can be put back.
+
+A forward that is run again has to find modules as they were (`State`), and what autograd saves of
+buffers as it was (`values_saved`). A step that failed leaves nothing of itself
+(`Backups`), nor does a forward that is only a trial (`kept`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.capture.attributes import REGISTRIES, held_tensors
 from penstock.capture.objects import Objects
-from penstock.capture.preserve import own_generators, put_state, state_of
+from penstock.capture.preserve import (
+    objects_kept,
+    own_generators,
+    put_state,
+    same_state,
+    state_of,
+)
 
 _SMALL = 1 << 16  # bytes of a tensor that a plain object holds
-_REGISTRIES = ("_parameters", "_modules", "_buffers")
 
 
 class State:
@@ -47,14 +58,15 @@ class State:
         self._generators = [(generator, state_of(generator)) for generator in generators]
 
     def put_back(self) -> None:
-        """Make the modules as they were."""
+        """Put buffers, attributes, objects and generators back as they were when this was made."""
         for module, attributes, buffers in self._attributes:
             own = vars(module)
-            for name in own.keys() - attributes.keys() - set(_REGISTRIES):
+            for name in own.keys() - attributes.keys() - set(REGISTRIES):
                 del own[name]
             own.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            if not _are_same(module._buffers, buffers):  # else other replicas may be reading them
+                module._buffers.clear()
+                module._buffers.update(buffers)
         self._objects.put_back()
         for generator, state in self._generators:
             put_state(generator, state)
@@ -64,6 +76,11 @@ class State:
                     _distinct(tensor.data).copy_(content)
             for buffer, content in self._contents:
                 _distinct(buffer.data).copy_(content)  # what autograd saved of it is a copy
+
+
+def _are_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Whether both have the very same entries, in the same order."""
+    return list(one) == list(other) and all(value is other[name] for name, value in one.items())
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +94,7 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
+    return {name: value for name, value in vars(module).items() if name not in REGISTRIES}
 
 
 # -- what autograd saves of what changes -------------------------------------------------------
@@ -151,3 +168,137 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     before = min(before, int(tensor.storage_offset()))
     flat = (before + _extent(tensor),), (1,), tensor.storage_offset() - before
     return tensor.as_strided(*flat).clone().as_strided(tensor.shape, tensor.stride(), before)
+
+
+# -- a step that failed -----------------------------------------------------------------------
+
+
+class Backup:
+    """The gradients of some parameters and the contents of some buffers, as they are now.
+
+    Gradients are copied only where some exist, that is when the user accumulates over several
+    steps; after `zero_grad()` they cost nothing. Buffers are those that a forward changes:
+    BatchNorm's statistics, a few kilobytes.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
+        self._gradients = [
+            (p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters
+        ]
+        self._buffers = [(b, b.detach().clone()) for b in buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put gradients and buffers back as they were when the backup was made."""
+        for parameter, gradient, copy in self._gradients:
+            if gradient is not None and copy is not None:
+                gradient.copy_(copy)
+            parameter.grad = gradient
+        for buffer, copy in self._buffers:
+            buffer.copy_(copy)
+
+
+class Backups:
+    """What the passes that are under way may change, as it was before each of them."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[Backup]] = {}  # by the number of the pass
+
+    def __bool__(self) -> bool:
+        """Whether any pass has begun that has neither ended nor been undone."""
+        return bool(self._of)
+
+    def begin(self, number: int, backups: Iterable[Backup] = ()) -> None:
+        """A pass begins that may change what is in these backups, and in those added later."""
+        self._of[number] = list(backups)
+
+    def add(self, number: int, backup: Backup) -> None:
+        """A worker begins with its part of a pass; may be called from any thread."""
+        self._of[number].append(backup)
+
+    def drop(self, number: int) -> None:
+        """A pass has ended well, or has never begun."""
+        self._of.pop(number, None)
+
+    def restore(self) -> None:
+        """Put back what passes have changed that did not come to their end, the oldest last."""
+        for number in sorted(self._of, reverse=True):
+            for backup in self._of[number]:
+                backup.restore()
+        self._of.clear()
+
+
+# -- forwards that leave nothing behind ---------------------------------------------------------
+
+
+@contextmanager
+def kept(modules: Iterable[nn.Module], changing: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Afterwards, these modules are as they were: nothing is left of forwards that ran inside.
+
+    What plain objects and containers among their attributes hold is put back as well, so are the
+    contents of tensors there, and generators of random numbers.
+
+    Args:
+        modules: whose.
+        changing: the buffers that may be changed in place.
+    """
+    own = _uncompiled(modules)
+    every = {id(tensor): tensor for tensor in (*changing, *_attribute_tensors(own))}
+    state = State(own, every.values())
+    try:
+        with objects_kept(own):
+            yield
+    finally:
+        state.put_back()
+
+
+def _uncompiled(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+
+
+def _attribute_tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """The tensors that are plain attributes of modules, or in lists and the like among these."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if name not in REGISTRIES:
+                held = [value] if isinstance(value, torch.Tensor) else dict(held_tensors(value))
+                tensors = held if isinstance(held, list) else held.values()
+                yield from (t for t in tensors if not (t.requires_grad or t.is_meta))
+
+
+class Attributes:
+    """The attributes of a model's modules, but for what they register, as they are now.
+
+    Args:
+        model: whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._now()
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._objects = Objects(_uncompiled(model.modules()), classes=True)
+        self._generators = [
+            (f"{path}.{name}".removeprefix("."), generator, state_of(generator))
+            for path, module in model.named_modules()
+            for name, generator in own_generators(module)
+        ]
+
+    def changed(self) -> list[str]:
+        """The names of those that are others now, or hold something else, or were drawn from."""
+        now = self._now()
+        every = dict.fromkeys([*self._before, *now])
+        drawn = [n for n, g, state in self._generators if not same_state(state_of(g), state)]
+        others = [n for n in every if self._before.get(n) is not now.get(n)]
+        roots = (self._objects.roots[key] for key in self._objects.changed())
+        inside = (f"{self._paths[id(module)]}.{name}".removeprefix(".") for module, name in roots)
+        return [*others, *inside, *drawn]
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            f"{path}.{name}".removeprefix("."): value
+            for path, module in self._model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+            for name, value in vars(module).items()
+            if name not in REGISTRIES
+        }

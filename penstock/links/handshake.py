@@ -123,8 +123,8 @@ class Listener:
             while missing := sorted(set(expected) - found.keys()):
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"rank {missing[0][0]} did not connect within {timeout:.0f} s; a firewall "
-                        f"between the machines?{door.refusals()}"
+                        f"rank {missing[0][0]} did not connect within {timeout:.0f} s; is there a "
+                        f"firewall between the machines?{door.refusals()}"
                     )
                 for numbers, sock in door.entered(deadline):
                     if numbers not in expected:

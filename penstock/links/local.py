@@ -1,10 +1,4 @@
-"""The link between two thread workers: a queue that hands over references.
-
-On one device a value is handed over as it is. Between CUDA devices it is copied on a stream of
-its own, ordered by events, so that neither device computes later because of it: the sender's
-stream goes on at once, and the receiver's waits for just this copy. (PyTorch's model-parallel
-tutorial leaves this as future work.)
-"""
+"""The link between two thread workers: a queue of references, or of copies on another device."""
 
 from __future__ import annotations
 
@@ -14,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.devices.streams import Copies
 from penstock.links.link import Gradients, Roots, Values, edges
 
 
@@ -74,10 +69,7 @@ class _Channel:
     """One direction of a link."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
-        self._copies = source != target
-        self._source = source
-        self._target = target
-        self._stream = _copy_stream(source, target)
+        self._copies = Copies(source, target)
         self.reset()
 
     def reset(self) -> None:
@@ -87,54 +79,13 @@ class _Channel:
         self._queue.put(_ABORT)
 
     def put(self, values: Sequence[Any]) -> None:
-        self._queue.put(self._copy(values) if self._copies else (values, None))
+        self._queue.put(self._copies.start(values))
 
     def get(self) -> Sequence[Any]:
         item = self._queue.get()
         if item is _ABORT:
             self._queue.put(_ABORT)  # it stays aborted for the next one
             raise Aborted
-        values, ready = item
-        if ready is not None:
-            self._await(values, ready)
+        values, arrival = item
+        self._copies.wait(values, arrival)
         return values  # type: ignore[no-any-return]
-
-    def _copy(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        """Start copying every tensor; the event says when they have arrived."""
-        if self._stream is None:
-            return [_to(v, self._target) for v in values], None
-        device = self._stream.device
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            copies = [_to(v, self._target) for v in values]
-            ready = torch.cuda.Event()
-            ready.record(self._stream)
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.is_cuda:
-                value.record_stream(self._stream)  # not to be reused before it is copied
-        return copies, ready
-
-    def _await(self, values: Sequence[Any], ready: Any) -> None:
-        if self._target.type != "cuda":
-            ready.synchronize()
-            return
-        compute = torch.cuda.current_stream(self._target)
-        compute.wait_event(ready)
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.is_cuda:
-                value.record_stream(compute)
-
-
-def _copy_stream(source: torch.device, target: torch.device) -> torch.cuda.Stream | None:
-    """A stream for the copies, on the CUDA device that they leave or else reach."""
-    if source == target or "cuda" not in (source.type, target.type):
-        return None
-    return torch.cuda.Stream(source if source.type == "cuda" else target)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    """The value on `device`, without history but still asking for a gradient if it did."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    copy = value.detach().to(device, non_blocking=True)
-    return copy.requires_grad_(value.requires_grad)

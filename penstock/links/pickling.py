@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import io
 import pickle
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
+from penstock.errors import WorkerError
+from penstock.links.local import Aborted
 from penstock.links.segment import Place
 from penstock.links.shared_memory import is_plain, laid_out
 
 
-def pack(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+class Packed(NamedTuple):
+    """An object as bytes, and the tensors in it."""
+
+    data: bytes
+    tensors: Sequence[torch.Tensor]
+
+
+def pack(obj: Any) -> Packed:
     """An object as bytes, and the tensors in it.
 
     Functions and classes of the user's script or notebook travel by value, so the other process
@@ -33,7 +43,7 @@ def pack(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
     buffer = io.BytesIO()
     _Packer(buffer, number).dump(obj)
-    return buffer.getvalue(), tensors
+    return Packed(buffer.getvalue(), tensors)
 
 
 def unpack(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -61,6 +71,34 @@ def from_bytes(data: bytes) -> Any:
     memory = base.numpy().data
     tensors = [place.alone(memory).requires_grad_(place.requires_grad) for place in layout]
     return unpack(data, tensors)
+
+
+def portable(error: BaseException, where: str = "the worker's process") -> BaseException:
+    """The exception, so that it can be pickled; its traceback is a note."""
+    if isinstance(error, Aborted):
+        return Aborted(*error.args)
+    text = "".join(traceback.format_exception(error.__cause__ or error)).rstrip()
+    found = _pickled(error)
+    if found is None and isinstance(error, WorkerError):
+        stand_in = _stand_in(error.__cause__ or error)
+        found = WorkerError(error.stage, error.microbatch, error.action, stand_in, error.worker)
+    found = found or _stand_in(error)
+    if "\n" in text:  # it has a traceback
+        found.add_note(f"In {where}:\n{text}")
+    return found
+
+
+def _pickled(error: BaseException) -> Any:
+    """The exception as it arrives elsewhere; `None` if it does not."""
+    try:
+        found = unpack(*pack(error))
+    except Exception:
+        return None
+    return found if isinstance(found, type(error)) else None
+
+
+def _stand_in(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class Outbox:

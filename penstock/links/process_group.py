@@ -22,16 +22,42 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import cloudpickle
+import msgspec
 import torch
 import torch.distributed as dist
 
 from penstock.links.link import InDispatch, Values
 from penstock.links.segment import Place
 from penstock.links.shared_memory import PLAIN, Layout, laid_out
-from penstock.links.wire import Gone, Message, Wire
+from penstock.links.wire import Gone, Wire
 
-SIGNAL, HAVE = range(2)
-"""What goes over the socket: that a message is on its way; that one has arrived."""
+
+class Signal(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """That values are on their way.
+
+    Attributes:
+        dispatch: the number of the jobs in which they were sent.
+        size: bytes of them.
+        next_size: of those after them; 0 if that is not known.
+        layout: the number of the layout.
+        news: the layout itself, pickled, if the receiver does not know it yet.
+        plain: those that are no tensors, pickled, if there are any.
+    """
+
+    dispatch: int
+    size: int
+    next_size: int
+    layout: int
+    news: bytes
+    plain: bytes
+
+
+class Have(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """That the oldest values which were not yet acknowledged have arrived."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Signal | Have).decode
 
 
 class Peer(NamedTuple):
@@ -78,7 +104,7 @@ class Line:
         self._device = device
         self._wait = wait
         self._left = left
-        self._signals: deque[Message] = deque()
+        self._signals: deque[Signal] = deque()
         # what is sent
         self._numbers: dict[Layout, int] = {}
         self._awaited = 0  # bytes of the next message, which the other end awaits
@@ -109,16 +135,17 @@ class Line:
         while self._wire.ready():  # whatever it has told meanwhile
             self._hear()
         layout, size = laid_out(values)
-        number, news = self._numbers.get(layout), None
+        number, news = self._numbers.get(layout), b""
         if number is None:
-            number, news = self._numbers.setdefault(layout, len(self._numbers)), layout
+            number, news = (
+                self._numbers.setdefault(layout, len(self._numbers)),
+                pickle.dumps(layout),
+            )
         awaited, self._awaited = self._awaited, self._next_size(size)
-        payload = b""
-        plain = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
-        if news is not None or plain:
-            payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b""))
-        signal = Message(self._owner.dispatch, SIGNAL, self._awaited, number, payload, size=size)
-        self._wire.send(signal, self._left())
+        found = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
+        plain = cloudpickle.dumps(found) if found else b""
+        signal = Signal(self._owner.dispatch, size, self._awaited, number, news, plain)
+        self._wire.send(_encode(signal), -1, self._left())
         if size or awaited:
             buffer = self._packed(layout, values, max(size, awaited))
             parts = [buffer[:awaited], buffer[awaited:]] if awaited else [buffer]
@@ -159,33 +186,30 @@ class Line:
             while not self._signals:
                 self._wait()
                 self._hear()
-            message = self._signals.popleft()
-            values = self._received(message)
-            if message.dispatch >= self._owner.dispatch:
+            signal = self._signals.popleft()
+            values = self._received(signal)
+            if signal.dispatch >= self._owner.dispatch:
                 return values
 
     def _hear(self) -> None:
-        message = self._wire.receive()
-        if message.kind == SIGNAL:
+        message = _decode(self._wire.receive().data)
+        if isinstance(message, Signal):
             self._signals.append(message)
         else:
             for _, work in self._under_way.popleft():
                 self._finished(work)
 
-    def _received(self, message: Message) -> Values:
+    def _received(self, signal: Signal) -> Values:
         """The values of which a signal speaks."""
-        plain = b""
-        if message.payload:
-            layout, plain = pickle.loads(message.payload)
-            if layout is not None:
-                self._layouts[message.layout] = layout
-        base = self._content(message.size)
-        if message.slot:  # the size of what is next
-            self._posted = self._post(self._buffer(message.slot))
-        self._wire.send(Message(self._owner.dispatch, HAVE), self._left())
-        layout = self._layouts[message.layout]
+        if signal.news:
+            self._layouts[signal.layout] = pickle.loads(signal.news)
+        base = self._content(signal.size)
+        if signal.next_size:
+            self._posted = self._post(self._buffer(signal.next_size))
+        self._wire.send(_encode(Have()), -1, self._left())
+        layout = self._layouts[signal.layout]
         values: list[Any] = [None] * len(layout)
-        remaining = iter(pickle.loads(plain)) if plain else iter(())
+        remaining = iter(pickle.loads(signal.plain) if signal.plain else ())
         memory = base.numpy().data if base.device.type == "cpu" else None
         for k, place in enumerate(layout):
             if isinstance(place, Place):

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cloudpickle
+import msgspec
 import torch
 
 from penstock.links.link import Gradients, InDispatch, Roots, Values, edges
 from penstock.links.segment import ALIGNMENT, Place, Segment, Target, place_of
-from penstock.links.wire import Message, Wire
+from penstock.links.wire import Wire
 
 _ROOM = 1.25  # a slot is this much larger than what it is made for
 _LEAST = 4000  # bytes; memory comes in pages, and small values differ most in how they are aligned
@@ -29,7 +30,34 @@ _MOST = 1000  # of what is remembered of layouts, if shapes always change
 Layout = tuple[Place | str | None, ...]
 """For every value its place; or `None` for no value, or `"plain"` for one in the message."""
 
-"""Gives the number of the jobs that run now; messages of earlier ones are thrown away."""
+
+class Lent(msgspec.Struct, array_like=True, frozen=True):
+    """Values that another process is lent, as a part of a message to it.
+
+    Attributes:
+        slot: the number of the segment that they are in, or -1 if they take no memory.
+        size: bytes of that segment, if its file descriptor comes along; else 0.
+        layout: the number of the layout.
+        news: the layout itself, pickled, if the other process does not know it yet.
+        plain: those that are no tensors, pickled, if there are any.
+    """
+
+    slot: int
+    size: int
+    layout: int
+    news: bytes
+    plain: bytes
+
+
+class Boundary(msgspec.Struct, array_like=True, frozen=True):
+    """The values of a boundary, or their gradients; sent in the jobs of this number."""
+
+    dispatch: int
+    values: Lent
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Boundary).decode
 
 
 class Slots:
@@ -52,21 +80,15 @@ class Slots:
         return number, self._slots[number], not fitting
 
 
-class Sender:
-    """Copies values into slots, and tells the other process.
+class Lender:
+    """Copies values into slots, of which messages to another process then speak.
 
     Args:
         wire: to it.
-        owner: knows the number of the jobs that run now.
-        wait: called before a message is sent; returns when there is room for one.
     """
 
-    def __init__(
-        self, wire: Wire, owner: InDispatch, wait: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._owner = owner
-        self._wait = wait
         self._slots = Slots()
         self._sent: set[int] = set()  # of the slots, those that the other process has
         self._announced: set[int] = set()  # of the layouts, those that it knows
@@ -74,62 +96,45 @@ class Sender:
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._targets: dict[tuple[int, int], list[Target | None]] = {}
 
-    def put(
-        self,
-        values: Sequence[Any],
-        kind: int = 0,
-        payload: bytes = b"",
-        timeout: float | None = None,
-    ) -> None:
-        """Send values: tensors, `None`, or whatever can be pickled.
+    def lend(self, values: Sequence[Any]) -> Loan:
+        """Copy values: tensors, `None`, or whatever can be pickled.
 
-        Raises:
-            Gone: the other process is gone.
-            TimeoutError: it did not read for so many seconds.
-            Exception: a value cannot be pickled, or what `wait` raises; nothing has been sent.
+        Returns:
+            what is to be sent, within `with`.
         """
         signature = tuple([_signature(value) for value in values])
         known = self._known.get(signature) or self._learn(signature, values)
-        slot, segment = -1, None
+        slot, segment, size = -1, None, 0
         if known.size:
             slot, segment, _ = self._slots.lend(known.size)
         try:
-            self._put(values, known, slot, segment, kind, payload, timeout)
+            if segment is not None:
+                with torch.no_grad():
+                    targets = self._targets_in(slot, segment, known)
+                    for target, value in zip(targets, values, strict=True):
+                        if target is not None:
+                            target.fill(value)
+                size = 0 if slot in self._sent else segment.size
+            news = b"" if known.number in self._announced else pickle.dumps(known.layout)
+            plain = [v for p, v in zip(known.layout, values, strict=True) if p is PLAIN]
+            lent = Lent(slot, size, known.number, news, cloudpickle.dumps(plain) if plain else b"")
         except BaseException:
-            if segment is not None and not self._wire.busy:
+            if segment is not None:
                 segment.free()
             raise
+        return Loan(self, lent, segment)
 
-    def _put(
-        self,
-        values: Sequence[Any],
-        known: _Known,
-        slot: int,
-        segment: Segment | None,
-        kind: int,
-        payload: bytes,
-        timeout: float | None,
-    ) -> None:
-        fd, capacity = -1, 0
-        if segment is not None:
-            with torch.no_grad():
-                targets = self._targets_in(slot, segment, known)
-                for target, value in zip(targets, values, strict=True):
-                    if target is not None:
-                        target.fill(value)
-            if slot not in self._sent:
-                fd, capacity = segment.fd, segment.size
-        news = None if known.number in self._announced else known.layout
-        plain = [v for p, v in zip(known.layout, values, strict=True) if p is PLAIN]
-        if news is not None or plain or payload:
-            payload = pickle.dumps((news, cloudpickle.dumps(plain) if plain else b"", payload))
-        self._wait()
-        message = Message(self._owner.dispatch, kind, slot, known.number, payload, fd, capacity)
-        self._wire.send(message, timeout)
-        self._announced.add(known.number)  # only now: what was not sent is not known there
+    def sent(self, lent: Lent, segment: Segment | None) -> None:
+        """Note that the other process has been told: what was not sent is not known there."""
+        self._announced.add(lent.layout)
         if segment is not None:
             segment.close()  # of its file descriptor
-        self._sent.add(slot)
+            self._sent.add(lent.slot)
+
+    def not_sent(self, segment: Segment | None) -> None:
+        """Have a slot again, unless the other process may know of it."""
+        if segment is not None and not self._wire.busy:
+            segment.free()
 
     def _learn(self, signature: tuple[Any, ...], values: Sequence[Any]) -> _Known:
         """Lay out values that are like none before."""
@@ -167,64 +172,65 @@ class _Known:
     size: int
 
 
-class Receiver:
+class Loan:
+    """Values in a slot. The message that speaks of them is sent while this is open.
+
+    Attributes:
+        lent: a part of that message.
+        fd: the file descriptor that goes with it, or -1.
+    """
+
+    __slots__ = ("_lender", "_segment", "fd", "lent")
+
+    def __init__(self, lender: Lender, lent: Lent, segment: Segment | None) -> None:
+        self.lent = lent
+        self.fd = segment.fd if segment is not None and lent.size else -1
+        self._lender = lender
+        self._segment = segment
+
+    def __enter__(self) -> Loan:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._lender.sent(self.lent, self._segment)
+        else:
+            self._lender.not_sent(self._segment)
+
+
+class Borrower:
     """Gives out values that the other process has put into slots.
 
     Args:
-        wire: from it.
-        owner: knows the number of the jobs that run now.
-        device: where the values are wanted.
-        wait: called before a message is read; returns when there is one.
+        device: where they are wanted.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        owner: InDispatch,
-        device: torch.device,
-        wait: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._wire = wire
-        self._owner = owner
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wait = wait
         self._slots: dict[int, Segment] = {}
         self._layouts: dict[int, Layout] = {}
 
-    def get(self) -> Values:
-        """The next values; waits for them.
+    def borrow(self, lent: Lent, fd: int) -> Values:
+        """The values of which a message speaks. This must be called for every message.
 
-        Raises:
-            Gone: the other process is gone.
-            Exception: what `wait` raises.
+        Args:
+            lent: where they are.
+            fd: the file descriptor that came along, or -1.
         """
-        while True:
-            self._wait()
-            message = self._wire.receive()
-            values, _ = self.opened(message)
-            if message.dispatch >= self._owner.dispatch:
-                return values
-
-    def opened(self, message: Message) -> tuple[Values, bytes]:
-        """The values that a message speaks of, and its payload. Every message must be opened."""
-        plain, payload = b"", b""
-        if message.payload:
-            layout, plain, payload = pickle.loads(message.payload)
-            if layout is not None:
-                self._layouts[message.layout] = layout
-        if message.fd >= 0:
-            self._slots[message.slot] = Segment(message.size, message.fd)
-        values: list[Any] = [None] * len(self._layouts[message.layout])
-        remaining = iter(pickle.loads(plain)) if plain else iter(())
-        memory = None
-        if message.slot >= 0:
-            memory = self._slots[message.slot].borrow()
-        for k, place in enumerate(self._layouts[message.layout]):
+        if lent.news:
+            self._layouts[lent.layout] = pickle.loads(lent.news)
+        if fd >= 0:
+            self._slots[lent.slot] = Segment(lent.size, fd)
+        layout = self._layouts[lent.layout]
+        remaining = iter(pickle.loads(lent.plain) if lent.plain else ())
+        memory = self._slots[lent.slot].borrow() if lent.slot >= 0 else None
+        values: list[Any] = [None] * len(layout)
+        for k, place in enumerate(layout):
             if isinstance(place, Place):
                 values[k] = self._arrived(place, memory)
             elif place is not None:
                 values[k] = next(remaining)
-        return tuple(values), payload
+        return tuple(values)
 
     def _arrived(self, place: Place, memory: memoryview | None) -> torch.Tensor:
         if memory is None:
@@ -282,6 +288,74 @@ class Giver(Protocol):
 
     def get(self) -> Values:
         """The next; waits for them."""
+
+
+class Sender(Lender):
+    """Sends the values of boundaries.
+
+    Args:
+        wire: to the other process.
+        owner: knows the number of the jobs that run now.
+        wait: called before a message is sent; returns when there is room for one.
+    """
+
+    def __init__(
+        self, wire: Wire, owner: InDispatch, wait: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(wire)
+        self._owner = owner
+        self._wait = wait
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Send the values of a boundary: tensors, `None`, or whatever can be pickled.
+
+        Raises:
+            Gone: the other process is gone.
+            Exception: a value cannot be pickled, or what `wait` raises; nothing has been sent.
+        """
+        with self.lend(values) as loan:
+            if self._wait is not None:
+                self._wait()
+            self._wire.send(_encode(Boundary(self._owner.dispatch, loan.lent)), loan.fd)
+
+
+class Receiver:
+    """Receives the values of boundaries.
+
+    Args:
+        wire: from the other process.
+        owner: knows the number of the jobs that run now; messages of earlier ones are thrown away.
+        device: where the values are wanted.
+        wait: called before a message is read; returns when there is one.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        owner: InDispatch,
+        device: torch.device,
+        wait: Callable[[], None] | None = None,
+    ) -> None:
+        self._wire = wire
+        self._owner = owner
+        self._wait = wait
+        self._borrower = Borrower(device)
+
+    def get(self) -> Values:
+        """The next values; waits for them.
+
+        Raises:
+            Gone: the other process is gone.
+            Exception: what `wait` raises.
+        """
+        while True:
+            if self._wait is not None:
+                self._wait()
+            data, fd = self._wire.receive()
+            message = _decode(data)
+            values = self._borrower.borrow(message.values, fd)
+            if message.dispatch >= self._owner.dispatch:
+                return values
 
 
 class Sink:

@@ -1,4 +1,7 @@
-"""A socket between two processes that carries short messages, and file descriptors."""
+"""A socket between two processes that carries frames: bytes, and file descriptors.
+
+What the bytes mean is a matter of the protocol: each has types of its own for what is said in it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from typing import NamedTuple
 
 from penstock.links.local import Aborted
 
-_HEADER = struct.Struct("<qqqqqq")
+_LENGTH = struct.Struct("<q")
+_SHORT = 48  # bytes, with the length: every frame has as many, so a short one is read at once
 _AT_ONCE = 1 << 20  # bytes that are read at once; a buffer of that size is made each time
 _SLICE = 1.0  # seconds that are waited at once
 _FD = struct.Struct("i")
@@ -30,26 +34,16 @@ class Gone(Aborted):
     """The process at the other end is gone."""
 
 
-class Message(NamedTuple):
+class Frame(NamedTuple):
     """What is sent at once.
 
     Attributes:
-        dispatch: of jobs, to which it belongs.
-        kind: what the receiver makes of it.
-        slot: the segment that it speaks of.
-        layout: how the segment is laid out.
-        payload: more bytes, of any number.
-        fd: of a segment that the receiver does not know yet, or -1.
-        size: of that segment.
+        data: any number of bytes.
+        fd: a file descriptor, or -1. It belongs to whoever has received it.
     """
 
-    dispatch: int
-    kind: int = 0
-    slot: int = 0
-    layout: int = 0
-    payload: bytes = b""
+    data: bytes
     fd: int = -1
-    size: int = 0
 
 
 class Wire:
@@ -60,9 +54,9 @@ class Wire:
         check: called every second that it waits; raises `TimeoutError` if it waits in vain.
 
     Attributes:
-        busy: whether it is in the midst of a message. If it is interrupted then, nobody knows
-            where the next message begins.
-        begun: how many messages it has begun to send.
+        busy: whether it is in the midst of a frame. If it is interrupted then, nobody knows where
+            the next one begins.
+        begun: how many frames it has begun to send.
         close: closes this end; the other one notices.
     """
 
@@ -70,10 +64,8 @@ class Wire:
         sock.setblocking(False)
         self._check = check
         self._socket = sock
-        self._incoming = select.poll()
-        self._incoming.register(sock, select.POLLIN)
-        self._outgoing = select.poll()
-        self._outgoing.register(sock, select.POLLOUT)
+        self._incoming = polling(sock.fileno())
+        self._outgoing = polling(out=sock.fileno())
         self.busy = False
         self.begun = 0
         self.close = weakref.finalize(self, sock.close)
@@ -83,22 +75,20 @@ class Wire:
         """The socket's file descriptor, so that a wire can be polled."""
         return self._socket.fileno()
 
-    def send(self, message: Message, timeout: float | None = None) -> None:
-        """Send a message; waits only if the other end has not read many.
+    def send(self, data: bytes, fd: int = -1, timeout: float | None = None) -> None:
+        """Send a frame; waits only if the other end has not read many.
 
         Raises:
-            Gone: the other end is closed, or a message was interrupted in the midst.
+            Gone: the other end is closed, or a frame was interrupted in the midst.
             TimeoutError: it did not read for so many seconds.
         """
         if self.busy:  # this one would be taken for the rest of the other
             raise Gone("a message was interrupted")
-        numbers = (message.dispatch, message.kind, message.slot, message.layout, message.size)
-        data = _HEADER.pack(*numbers, len(message.payload)) + message.payload
-        fds = [] if message.fd < 0 else [message.fd]
+        data = (_LENGTH.pack(len(data)) + data).ljust(_SHORT, b"\0")
         self.begun += 1
         self.busy = True
         try:
-            sent = self._send(data, fds, timeout)
+            sent = self._send(data, [] if fd < 0 else [fd], timeout)
         except Gone:  # with nothing of it sent; what the other end has said before can be read
             self.busy = False
             raise
@@ -117,34 +107,36 @@ class Wire:
             except OSError as error:
                 raise Gone from error
 
-    def receive(self, timeout: float | None = None) -> Message:
-        """The next message; waits for it.
+    def receive(self, timeout: float | None = None) -> Frame:
+        """The next frame; waits for it.
 
         Raises:
-            Gone: the other end is closed, or a message was interrupted in the midst.
+            Gone: the other end is closed, or a frame was interrupted in the midst.
             TimeoutError: nothing came for so many seconds.
         """
         if self.busy:
             raise Gone("a message was interrupted")
         data, fd = self._begin(timeout)
         try:
-            if len(data) < _HEADER.size:
-                data += self._rest(_HEADER.size - len(data), timeout)
-            dispatch, kind, slot, layout, size, length = _HEADER.unpack(data)
-            payload = self._rest(length, timeout) if length else b""
+            if len(data) < _SHORT:
+                data = self._rest(data, _SHORT, timeout)
+            (length,) = _LENGTH.unpack_from(data)
+            data = data[_LENGTH.size : _LENGTH.size + length]
+            if len(data) < length:
+                data = self._rest(data, length, timeout)
         except BaseException:
             if fd >= 0:
                 os.close(fd)
             raise
         self.busy = False
-        return Message(dispatch, kind, slot, layout, payload, fd, size)
+        return Frame(data, fd)
 
     def _begin(self, timeout: float | None) -> tuple[bytes, int]:
-        """The beginning of the next message, and the file descriptor that came along, or -1."""
+        """The beginning of the next frame, and the file descriptor that came along, or -1."""
         while True:
             self.busy = True  # before anything is read: an interruption may come right after
             try:
-                return self._read(_HEADER.size)
+                return self._read(_SHORT)
             except Gone:
                 self.busy = False
                 raise
@@ -173,7 +165,7 @@ class Wire:
         return bool(self._incoming.poll(0))
 
     def has_room(self) -> bool:
-        """Whether sending a short message would not wait."""
+        """Whether sending a short frame would not wait."""
         return bool(self._outgoing.poll(0))
 
     def _await(self, poller: select.poll, timeout: float | None, what: str) -> None:
@@ -184,9 +176,9 @@ class Wire:
                 raise TimeoutError(f"{what} for {timeout:.0f} s")
             self._check()
 
-    def _rest(self, count: int, timeout: float | None) -> bytes:
-        """Exactly `count` more bytes of a message that has begun."""
-        found = bytearray()
+    def _rest(self, begun: bytes, count: int, timeout: float | None) -> bytes:
+        """The first `count` bytes of what has begun with these."""
+        found = bytearray(begun)
         while len(found) < count:
             try:
                 found += self._read(min(count - len(found), _AT_ONCE))[0]
@@ -223,6 +215,16 @@ def interrupts_wait() -> Iterator[None]:
         signal.signal(signal.SIGINT, theirs)
         if came:
             theirs(signal.SIGINT, came[0])
+
+
+def polling(*fds: int, out: int | None = None) -> select.poll:
+    """Looks whether any of these file descriptors can be read, or `out` be written to."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    if out is not None:
+        poller.register(out, select.POLLOUT)
+    return poller
 
 
 def spin(

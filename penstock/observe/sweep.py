@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.display.figures import bare, canvas, save
 from penstock.errors import PenstockError
 from penstock.plan.whatif import Outcome
+from penstock.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLOURS = (
     "#4c78a8",
@@ -28,6 +32,15 @@ _Measure = Callable[[Outcome], float]
 _Series = dict[str, list[Outcome]]
 
 
+class _Setting(NamedTuple):
+    """What the outcomes of a series have in common."""
+
+    schedule: str
+    num_microbatches: int
+    bandwidth: float | None
+    latency: float | None
+
+
 def save_sweep(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """Throughput and efficiency against the number of workers, and memory against schedule.
 
@@ -44,7 +57,7 @@ def save_sweep(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """
     possible = [outcome for outcome in outcomes if outcome.step_seconds]
     if not possible:
-        raise PenstockError("there is nothing to draw: none of what was asked is possible")
+        raise PenstockError("there is nothing to draw: none of the cases is possible")
     series = _series(possible)
     figure, (left, middle, right) = canvas(14, max(4.2, 0.35 * len(series)), panels=3)
     if len({outcome.case.workers for outcome in possible}) > 1:
@@ -81,10 +94,10 @@ def _memory(outcome: Outcome) -> float:
 
 def _series(outcomes: Sequence[Outcome]) -> _Series:
     """The outcomes that differ in the number of workers alone, by what they have in common."""
-    common: dict[tuple[object, ...], list[Outcome]] = {}
+    common: dict[_Setting, list[Outcome]] = {}
     for outcome in outcomes:
         case = outcome.case
-        key = (case.schedule, case.num_microbatches, case.bandwidth, case.latency)
+        key = _Setting(case.schedule, case.num_microbatches, case.bandwidth, case.latency)
         common.setdefault(key, []).append(outcome)
     changing = [len(set(column)) > 1 for column in zip(*common, strict=True)]
     return {
@@ -93,28 +106,25 @@ def _series(outcomes: Sequence[Outcome]) -> _Series:
     }
 
 
-def _named(key: Sequence[Any], changing: Sequence[bool]) -> str:
+def _named(key: _Setting, changing: Sequence[bool]) -> str:
     """What distinguishes a series from the others."""
-    from penstock.units import show_bytes, show_seconds
-
-    schedule, count, bandwidth, latency = key
     names = (
-        schedule,
-        f"{count} micro-batches",
-        f"{show_bytes(bandwidth)}/s" if bandwidth else "",
-        show_seconds(latency) if latency is not None else "",
+        key.schedule,
+        f"{key.num_microbatches} micro-batches",
+        f"{show_bytes(key.bandwidth)}/s" if key.bandwidth else "",
+        show_seconds(key.latency) if key.latency is not None else "",
     )
     chosen = [name for name, changes in zip(names, changing, strict=True) if changes]
-    return ", ".join(filter(None, chosen)) or str(schedule)
+    return ", ".join(filter(None, chosen)) or key.schedule
 
 
-def _lines(axes: Any, series: _Series, measure: _Measure) -> None:
+def _lines(axes: Axes, series: _Series, measure: _Measure) -> None:
     """A line for every series, over the number of workers."""
     for number, (name, own) in enumerate(series.items()):
-        look = {"color": _COLOURS[number % len(_COLOURS)], "ms": 5}
-        marker = _MARKERS[number % len(_MARKERS)]
+        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
         workers = [outcome.case.workers for outcome in own]
-        axes.plot(workers, [measure(o) for o in own], f"{marker}-", label=name, **look)
+        values = [measure(outcome) for outcome in own]
+        axes.plot(workers, values, f"{marker}-", label=name, color=colour, markersize=5)
     counts = sorted({outcome.case.workers for own in series.values() for outcome in own})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
@@ -125,7 +135,7 @@ def _lines(axes: Any, series: _Series, measure: _Measure) -> None:
     bare(axes)
 
 
-def _ideal(axes: Any, outcomes: Sequence[Outcome]) -> None:
+def _ideal(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     """What workers would do that each work alone and wait for nothing."""
     ideal = {
         o.case.workers: o.samples_per_second / o.efficiency
@@ -136,15 +146,15 @@ def _ideal(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.plot(workers, [ideal[w] for w in workers], "--", color=_IDEAL, label="ideal", zorder=1)
 
 
-def _bars(axes: Any, series: _Series, measure: _Measure, label: str) -> None:
+def _bars(axes: Axes, series: _Series, measure: _Measure, label: str) -> None:
     """A bar for every series that has an outcome, in the colour of its line."""
-    shown = {
+    drawn = {
         name: (measure(own[-1]), _COLOURS[number % len(_COLOURS)])
         for number, (name, own) in enumerate(series.items())
         if own
     }
-    values, colours = zip(*shown.values(), strict=True)
-    bars = axes.barh(list(shown), values, color=colours, height=0.65)
+    values, colours = zip(*drawn.values(), strict=True)
+    bars = axes.barh(list(drawn), values, color=colours, height=0.65)
     axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=4, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(values) or 1)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.display.figures import bare, canvas, save
 from penstock.schedule import Event, Kind, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MARGIN, _PER_DIGIT = 0.0065, 0.0063  # of the width that a number needs; narrower boxes get none
 _TERMINAL = 80  # columns of text, with what stands beside the drawing
@@ -19,7 +22,7 @@ _ABOVE_LEGEND = 24  # points
 
 
 class _Style(NamedTuple):
-    """How one kind of action looks."""
+    """The colours of one kind of action in figures, and its signs in text."""
 
     name: str
     colour: str
@@ -195,25 +198,24 @@ def _extra(lanes: Sequence[Sequence[_Lane]]) -> int:
     return sum(len(own) - 1 for own in lanes)
 
 
-def _draw(axes: Any, lane: _Lane, box: _Box, scale: float) -> None:
+def _draw(axes: Axes, lane: _Lane, box: _Box, scale: float) -> None:
     """All boxes of a lane, kind by kind: one artist for each kind, however many they are."""
     for kind, style in _STYLES.items():
         own = [event for event in lane.events if event.action.kind is kind]
         spans = [(scale * event.start, scale * (event.end - event.start)) for event in own]
         if spans:
-            look = {"facecolors": style.colour, "edgecolors": "white", "linewidth": 0.8}
-            axes.broken_barh(spans, tuple(box), **look)
+            axes.broken_barh(spans, box, facecolors=style.colour, edgecolors="white", linewidth=0.8)
 
 
 def _draw_idle(
-    axes: Any, worker: int, lanes: Sequence[_Lane], seconds: float, scale: float
+    axes: Axes, worker: int, lanes: Sequence[_Lane], seconds: float, scale: float
 ) -> None:
     spans = [(scale * a, scale * (b - a)) for a, b in _gaps(lanes, seconds)]
     axes.broken_barh(spans, (worker - 0.4, 0.8), facecolors=_IDLE)
 
 
 def _gaps(lanes: Sequence[_Lane], seconds: float) -> Iterable[tuple[float, float]]:
-    """When a worker did nothing."""
+    """The spans of time, in seconds, in which a worker did nothing."""
     now = 0.0
     for start, end in sorted((e.start, e.end) for lane in lanes for e in lane.events):
         if start > now:
@@ -223,7 +225,7 @@ def _gaps(lanes: Sequence[_Lane], seconds: float) -> Iterable[tuple[float, float
         yield now, seconds
 
 
-def _number(axes: Any, timeline: Timeline, lanes: Sequence[Sequence[_Lane]], scale: float) -> None:
+def _number(axes: Axes, timeline: Timeline, lanes: Sequence[Sequence[_Lane]], scale: float) -> None:
     """The micro-batch's number in every box that has room for it."""
     digits = len(str(max((e.action.microbatch for e in timeline.events), default=0)))
     room = (_MARGIN + _PER_DIGIT * digits) * timeline.seconds
@@ -232,13 +234,18 @@ def _number(axes: Any, timeline: Timeline, lanes: Sequence[Sequence[_Lane]], sca
             middle = worker - 0.4 + 0.8 * (place + 0.5) / len(own)
             for event in lane.events:
                 if event.end - event.start > room:
-                    where = scale * (event.start + event.end) / 2, middle
-                    look = {"fontsize": 9, "color": _STYLES[event.action.kind].ink}
-                    text = str(event.action.microbatch)
-                    axes.text(*where, text, ha="center", va="center", **look)
+                    axes.text(
+                        scale * (event.start + event.end) / 2,
+                        middle,
+                        str(event.action.microbatch),
+                        ha="center",
+                        va="center",
+                        fontsize=9,
+                        color=_STYLES[event.action.kind].ink,
+                    )
 
 
-def _label_workers(axes: Any, timeline: Timeline, lanes: Sequence[Sequence[_Lane]]) -> None:
+def _label_workers(axes: Axes, timeline: Timeline, lanes: Sequence[Sequence[_Lane]]) -> None:
     names = [_label(worker, own) for worker, own in enumerate(lanes)]
     axes.set_yticks(range(timeline.num_workers), names)
     axes.tick_params(axis="y", length=0)
@@ -254,10 +261,17 @@ def _label(worker: int, lanes: Sequence[_Lane]) -> str:
     return f"worker {worker}: stages " + ", ".join(str(lane.stage) for lane in lanes)
 
 
-def _add_legend(axes: Any, kinds: Sequence[Kind]) -> None:
+def _add_legend(axes: Axes, kinds: Sequence[Kind]) -> None:
     from matplotlib.patches import Patch
 
     colours = {**{_STYLES[kind].name: _STYLES[kind].colour for kind in kinds}, "idle": _IDLE}
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncol": len(handles)}
-    axes.legend(handles=handles, frameon=False, borderaxespad=0.2, borderpad=0, **place)
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncol=len(handles),
+        frameon=False,
+        borderaxespad=0.2,
+        borderpad=0,
+    )

@@ -79,7 +79,7 @@ def schedule_bound(
     **A worker with several stages**, `a` the first of them: its first action is a forward of `a`
     and its last a backward of `a`, so `head(a)`, then `m` times the work of its stages, then
     `tail(a)`. It also waits. Follow one micro-batch on its way: before it can first come to some
-    action `x` of this worker, the worker runs nothing but what comes before `x` on that way, at
+    action `x` of this worker, the worker runs nothing but what comes before `x` on that path, at
     most `m` times; what that leaves of the time to get to `x` is waited. In the same way, after
     the last time that some `y` can end, nothing is left but what comes after `y`. If `x` is not
     after `y`, the first of these times ends before the second begins, as one pass leads through
@@ -117,14 +117,16 @@ def schedule_bound(
             f"a step needs at least one micro-batch, and a worker for each of {costs.num_stages} "
             f"stages; got num_microbatches={num_microbatches} and {len(homes)} workers"
         )
-    way = _Way.of(costs, homes, split)
-    one_by_one = (num_microbatches - 1) * max(*way.forward, *way.backward, *way.wire) + way.whole
-    bounds = [one_by_one + way.weight[0]]
+    path = _Path.of(costs, homes, split)
+    one_by_one = (num_microbatches - 1) * max(
+        *path.forward, *path.backward, *path.wire
+    ) + path.whole
+    bounds = [one_by_one + path.weight[0]]
     for worker in sorted(set(homes)):
         own = [stage for stage, home in enumerate(homes) if home == worker]
-        bounds.append(way.worker_bound(own, num_microbatches))
+        bounds.append(path.worker_bound(own, num_microbatches))
         if split:
-            bounds.append(way.worker_bound_without_tail(own, num_microbatches))
+            bounds.append(path.worker_bound_without_tail(own, num_microbatches))
     return max(bounds)
 
 
@@ -142,7 +144,7 @@ class _Leg(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Path:
     """A micro-batch's way there and back, and how long it takes to every stage.
 
     Attributes:
@@ -164,7 +166,7 @@ class _Way:
     whole: float
 
     @classmethod
-    def of(cls, costs: Costs, homes: Sequence[int], split: bool) -> _Way:
+    def of(cls, costs: Costs, homes: Sequence[int], split: bool) -> _Path:
         links = range(costs.num_stages - 1)
         apart = [homes[i] != homes[i + 1] for i in links]
         wire = [costs.transfer[i] if costs.transfer and apart[i] else 0.0 for i in links]

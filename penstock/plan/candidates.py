@@ -146,7 +146,7 @@ class Option:
         )
 
     def plan(self, one: Candidate, parallel: Candidate, considered: Sequence[Candidate]) -> Plan:
-        """The plan that follows it."""
+        """The plan that runs this option, with what it is compared with and what was considered."""
         profile = self.layout.profile
         return Plan(
             fingerprint=profile.fingerprint,

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.plan.call_costs import Floats
 from penstock.plan.layout import Layout, Memory, Span, Stretch
-from penstock.plan.partition import Variant, partition
+from penstock.plan.partition import partition
+from penstock.plan.problem import Floats, Variant
 from penstock.plan.recompute import Segment, choose_recomputed
 
 RECOMPUTE = ("auto", "none", "all", "boundaries")
@@ -137,7 +137,7 @@ class Cutter:
 
     def _joints(self) -> tuple[list[int], float]:
         """Where pieces that are recomputed one by one meet, and the most bytes that one saves."""
-        joints = joints_of(self.layout, _PIECES * len(self.layout.profile.devices))
+        joints = _joints_of(self.layout, _PIECES * len(self.layout.profile.devices))
         sizes = [self.layout.saved[a:b].sum() for a, b in pairwise([0, *joints, None])]
         return joints, float(max(sizes))
 
@@ -161,7 +161,7 @@ class Cutter:
         return stretches
 
     def _pieces(self, start: int, stop: int) -> tuple[Span, ...]:
-        joints = joints_of(self.layout, _PIECES * len(self.layout.profile.devices))
+        joints = _joints_of(self.layout, _PIECES * len(self.layout.profile.devices))
         inner = [k for k in joints if start < k < stop]
         return tuple(pairwise([start, *inner, stop]))
 
@@ -195,7 +195,7 @@ class Cutter:
         return standing + float(self.in_flight[stage, 0]) * self.layout.held(stretch)
 
 
-def joints_of(layout: Layout, most: int) -> list[int]:
+def _joints_of(layout: Layout, most: int) -> list[int]:
     """Up to so many places for a cut where little crosses, with equally much saved between."""
     total = layout.saved.cumsum()
     places = np.flatnonzero(layout.allowed[1:-1]) + 1

@@ -177,11 +177,15 @@ class _Search:
                     break
 
     def result(self) -> Fit:
-        """The best that was found."""
+        """The fastest schedule that was tried.
+
+        Raises:
+            PlanError: none fits the room.
+        """
         if self.best is None:
             raise PlanError(
-                "no schedule fits in the room for micro-batches in flight; "
-                "give the workers more, cut the model elsewhere, or use smaller micro-batches"
+                "no schedule fits in the memory for micro-batches in flight; give the workers "
+                "more memory, cut the model elsewhere, or use smaller micro-batches"
             )
         seconds, name, rules, schedule = self.best
         tried = self.tried_rules + len(self.fixed)

@@ -180,7 +180,7 @@ class Layout:
         )
 
     def simulated(self, schedule: Schedule, stretches: Sequence[Stretch]) -> Timeline:
-        """The step that is predicted."""
+        """The predicted step, with every micro-batch at its own number of rows."""
         by_rows = {rows: self.costs(stretches, rows) for rows in self._by_rows}
         of = [by_rows[rows].by_kind for rows in self.rows]
 

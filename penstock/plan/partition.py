@@ -1,7 +1,10 @@
-"""The best contiguous partition of a list of calls over an ordered list of devices.
+"""The best contiguous partition of a list of calls over devices, in a given or in any order.
 
 Exact, for unequal devices, memory caps, link costs, forbidden cuts and several variants of every
-stage. How is in `penstock.plan.solver`; devices in any order are in `penstock.plan.device_order`.
+stage; `penstock.plan.solver` says how. For devices of which many are alike only matters how many of
+each kind come before a stage, not which. These counts are then the nodes of the problem, so the
+sweep that is exact for one order is exact over all of them, at the cost of `(count + 1)` multiplied
+over the kinds instead of `p + 1`.
 """
 
 from __future__ import annotations
@@ -13,21 +16,24 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.errors import PlanError
-from penstock.plan.call_costs import (
+from penstock.errors import InputError, PlanError
+from penstock.plan.problem import (
     Allowed,
     Costs,
     Floats,
+    Problem,
+    Route,
+    Step,
     Terms,
     Variant,
     as_variants,
     checked_caps,
 )
-from penstock.plan.line import Line, Route, Step
 from penstock.plan.solver import TOLERANCE, least_limit, lightest_route
 from penstock.units import show_bytes
 
-__all__ = ["CapacityError", "Partition", "Shortfall", "Variant", "partition", "shortfall"]
+_MOST_NODES = 4096
+"""How many ways to have used the devices are looked at; that many of three kinds take seconds."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,9 @@ def partition(
     allowed: Allowed | None = None,
     tie: Floats | None = None,
     caps: Sequence[float] | Floats | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Partition:
-    """Cuts `n` calls into `p` stages of at least one call each, stage `s` on device `s`.
+    """Cut `n` calls into `p` stages of at least one call each, stage `s` on device `s`.
 
     Minimises, over all such partitions that fit the memory, with `T_s` the seconds of stage `s`
     and `c_s` those of the boundary after it,
@@ -120,14 +127,24 @@ def partition(
         tie: (n + 1); the bytes of the boundary of a cut before call `k`. Partitions whose
             objectives agree to a relative `TOLERANCE` are decided by the smaller sum of these.
         caps: (p,); the bytes of memory of each device, whole ones. Default no limit.
+        counts: (kinds,); how many devices there are of each kind, to be put into the best of all
+            orders. `p` is their sum. Rows of `costs` and `caps` are then about kinds, and the
+            memory and entry of variants may have an axis for the stage, as what is in flight
+            depends on it: (kinds, p, n) and (kinds, p, n + 1). For a `latency` that depends on the
+            kinds of a link's ends the result is not exact. Default: the devices in their order.
+
+    Returns:
+        the partition; with `counts` its `devices` are the kinds of the stages.
 
     Raises:
-        PlanError: there are fewer calls, or fewer allowed cuts, than `p` stages need.
+        PlanError: there are fewer calls, or fewer allowed cuts, than `p` stages need, or more than
+            `_MOST_NODES` ways to have used the devices.
         CapacityError: no partition fits the memory.
         InputError: an array of the wrong shape, or a number that is negative or not finite.
     """
     variants = as_variants(costs)
-    stages, calls = variants[0].seconds.shape
+    rows, calls = variants[0].seconds.shape
+    stages = rows if counts is None else _checked_sum(counts, rows)
     terms = Terms.of(
         stages,
         calls,
@@ -137,36 +154,14 @@ def partition(
         allowed=allowed,
         tie=tie,
     )
-    return solve(variants, checked_caps(caps, stages), _chain(stages), terms)
+    limits = checked_caps(caps, rows)
+    if counts is None:
+        return _solve(variants, limits, _chain(stages), terms)
+    spread = [_by_stage(variant, stages) for variant in variants]
+    return _solve(spread, np.repeat(limits, stages), _lattice(counts), terms)
 
 
-def shortfall(
-    costs: Costs,
-    *,
-    caps: Sequence[float] | Floats,
-    allowed: Allowed | None = None,
-    tie: Floats | None = None,
-) -> Shortfall | None:
-    """By how much the memory is too small for every partition; None if one fits.
-
-    Args:
-        costs: as of `partition`; the seconds don't matter.
-        caps: (p,); the bytes of memory of each device.
-        allowed: as of `partition`.
-        tie: as of `partition`.
-
-    Raises:
-        PlanError: there are fewer calls, or fewer allowed cuts, than `p` stages need.
-        InputError: an array of the wrong shape, or a number that is negative or not finite.
-    """
-    variants = as_variants(costs)
-    stages, calls = variants[0].seconds.shape
-    terms = Terms.of(stages, calls, allowed=allowed, tie=tie)
-    found = find_shortfall(variants, checked_caps(caps, stages), _chain(stages), terms)
-    return found if found.bytes else None
-
-
-def solve(
+def _solve(
     variants: Sequence[Variant], caps: Floats, steps: Sequence[Step], terms: Terms
 ) -> Partition:
     """The best partition along some steps.
@@ -175,34 +170,34 @@ def solve(
         CapacityError: none fits the memory.
         InputError: memory or entry of the wrong shape, or a number negative or not finite.
     """
-    line = Line.of(variants, caps, steps, terms)
-    limit = least_limit(line)
+    problem = Problem.of(variants, caps, steps, terms)
+    limit = least_limit(problem)
     if math.isinf(limit):
-        raise CapacityError(find_shortfall(variants, caps, steps, terms))
+        raise CapacityError(_shortfall(variants, caps, steps, terms))
     # A call that is hopeless on some device would drown the digits of the others in the sums over
     # that device's calls. Being hopeless is all that matters about it.
-    clear, hopeless = line, 2 * limit / terms.num_microbatches
+    clear, hopeless = problem, 2 * limit / terms.num_microbatches
     if 0 < hopeless < max(float(np.max(variant.seconds)) for variant in variants):
         clipped = [replace(v, seconds=np.minimum(v.seconds, hopeless)) for v in variants]
-        clear = Line.of(clipped, caps, steps, terms)
+        clear = Problem.of(clipped, caps, steps, terms)
         limit = least_limit(clear)
-    return _described(line, lightest_route(clear, limit * (1 + TOLERANCE)))
+    return _described(problem, lightest_route(clear, limit * (1 + TOLERANCE)))
 
 
-def find_shortfall(
+def _shortfall(
     variants: Sequence[Variant], caps: Floats, steps: Sequence[Step], terms: Terms
 ) -> Shortfall:
-    """What `shortfall` returns, along some steps; of no bytes if a partition fits."""
-    line = Line.of_bytes(variants, caps, steps, terms)
-    limit = least_limit(line)
-    route = lightest_route(line, limit)
-    over = line.objectives(route)
+    """By how much the memory is too small for every partition along some steps."""
+    problem = Problem.of_bytes(variants, caps, steps, terms)
+    limit = least_limit(problem)
+    route = lightest_route(problem, limit)
+    over = problem.objectives(route)
     stage = over.index(max(over))
-    edges = list(pairwise([0, *route.cuts, line.end]))
+    edges = list(pairwise([0, *route.cuts, problem.end]))
     step = route.steps[stage]
     return Shortfall(
         bytes=limit,
-        partition=_described(line, route),
+        partition=_described(problem, route),
         stage=stage,
         calls=edges[stage],
         device=step.device,
@@ -210,15 +205,67 @@ def find_shortfall(
     )
 
 
-def _described(line: Line, route: Route) -> Partition:
+def _described(problem: Problem, route: Route) -> Partition:
     return Partition(
         cuts=route.cuts,
-        objective=max(line.objectives(route)),
-        variants=route.ways,
+        objective=max(problem.objectives(route)),
+        variants=route.variants,
         devices=tuple(step.device for step in route.steps),
     )
 
 
 def _chain(stages: int) -> list[Step]:
-    """Devices in a given order."""
+    """The steps of devices in a given order: a chain of nodes."""
     return [Step(s, s + 1, row=s, device=s, stage=s) for s in range(stages)]
+
+
+def _checked_sum(counts: Sequence[int], kinds: int) -> int:
+    """The number of devices, of so many of each kind."""
+    if len(counts) != kinds:
+        raise InputError(
+            f"there are costs of {kinds} kinds of devices, but counts has {len(counts)} entries"
+        )
+    if min(counts) < 0 or sum(counts) < 1:
+        raise InputError(f"counts={list(counts)}: give at least one device, and none below zero")
+    nodes = math.prod(count + 1 for count in counts)
+    if nodes > _MOST_NODES:
+        raise PlanError(
+            f"counts={list(counts)} can be used up in {nodes} ways, and at most {_MOST_NODES} are "
+            "looked at: call nearly alike devices one kind, or give an order"
+        )
+    return sum(counts)
+
+
+def _by_stage(variant: Variant, stages: int) -> Variant:
+    """The variant with a row for every kind at every stage, the stages of a kind together."""
+
+    def spread(numbers: Floats | None) -> Floats | None:
+        if numbers is None:
+            return None
+        array = np.asarray(numbers, dtype=np.float64)
+        if array.ndim == 2:
+            array = np.repeat(array[:, None], stages, axis=1)
+        if array.ndim != 3 or array.shape[1] != stages:
+            raise InputError(
+                f"the memory of a variant has the shape {array.shape}, expected one row per kind, "
+                f"or one per kind and each of the {stages} stages"
+            )
+        return array.reshape(-1, array.shape[-1])
+
+    seconds = np.repeat(np.asarray(variant.seconds, dtype=np.float64), stages, axis=0)
+    return Variant(seconds, spread(variant.memory), spread(variant.entry))
+
+
+def _lattice(counts: Sequence[int]) -> list[Step]:
+    """One more device of any kind, from every way to have used some of them."""
+    stages = sum(counts)
+    shape = [count + 1 for count in counts]
+    strides = [math.prod(shape[kind + 1 :]) for kind in range(len(shape))]
+    return [
+        Step(
+            node, node + strides[kind], row=kind * stages + sum(used), device=kind, stage=sum(used)
+        )
+        for node, used in enumerate(np.ndindex(*shape))
+        for kind in range(len(shape))
+        if used[kind] < counts[kind]
+    ]

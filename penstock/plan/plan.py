@@ -1,46 +1,63 @@
-"""A plan: everything that was decided, as a file that a person can read and commit."""
+"""A plan: everything that was decided, as a file that a person can read and commit, and as text."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 
+from penstock.display.tables import aligned
 from penstock.errors import PlanError
 from penstock.files import read_whole, readable, save_whole, version_of, what_is
-from penstock.plan.describe import describe, summarise
-from penstock.schedule import SCHEDULES, Costs, Rules, Schedule, Timeline, build
+from penstock.schedule import SCHEDULES, Costs, Event, Rules, Schedule, Timeline, build
 from penstock.simulate import Network, simulate
+from penstock.units import show_bytes, show_seconds
 
 _VERSION = 2
 
 HALF = ("bfloat16", "float16")
-"""Types of half precision, in which boundary values may travel."""
+"""The half-precision dtypes to which boundary values may be rounded."""
+
+_STAGE_HEADING = (
+    *("stage", "worker", "modules", "weights", "enters", "forward", "backward", "memory", ""),
+)
+_STAGE_TEXTS = (1, 2, 8)
+_CONSIDERED_HEADING = (
+    *("considered", "replicas", "stages", "micro-batches", "predicted", "memory", ""),
+)
+_CONSIDERED_TEXTS = (0, 6)
+_RING = "as with DistributedDataParallel, which sums gradients in another order than one device"
+_IN_ORDER = "with threads, replicas={} sums gradients in the order of one device"
+
+_IDLE = 0.1  # of a step; a worker that is busy for less is hardly needed
+
+Winner = Literal["pipeline", "one device", "data parallel"]
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One stage of a plan.
 
     Attributes:
-        worker: who runs it, counted from 0.
-        device: where it runs.
+        worker: the number of its worker, from 0.
+        device: the device of the worker.
         calls: the first call, and the one after the last.
         first: the label of its first call.
         last: the label of its last call.
         weight_bytes: bytes of the parameters that it owns.
-        input_bytes: bytes that enter it, per micro-batch.
+        input_bytes: bytes that enter it per micro-batch.
         forward_seconds: predicted, per micro-batch.
-        backward_seconds: predicted, per micro-batch, recomputing included.
-        weight_seconds: the part of it that a schedule with halved backwards puts off (`W`).
-        halving_seconds: what the two halves take longer than the whole.
-        latency_seconds: one way from the stage before, for the smallest message.
-        transfer_seconds: for which what enters occupies the link.
-        held_bytes: what it holds for every micro-batch in flight.
+        backward_seconds: predicted, per micro-batch, including recomputation.
+        weight_seconds: the part of the backward that can be deferred (`W`).
+        halving_seconds: how much longer the two halves take than a whole backward.
+        latency_seconds: one way from the previous stage, for the smallest message.
+        transfer_seconds: how long the input of one micro-batch occupies the link.
+        held_bytes: bytes held for every micro-batch in flight.
         memory_bytes: the most it holds: weights, gradients, optimizer state, activations.
-        recompute: spans of its calls, each `(first, one after the last)`, whose activations are not
-            held but computed a second time in the backward.
+        recompute: spans of its calls, each `(first, one after the last)`, whose activations are
+            recomputed in the backward instead of held.
     """
 
     worker: int
@@ -62,12 +79,12 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of one micro-batch."""
+        """Seconds of the forward and backward of one micro-batch."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def spans(self) -> list[tuple[int, int, bool]]:
-        """Its calls in spans `(first, one after the last, whether they are recomputed)`."""
+        """Its calls as spans `(first, one after the last, whether they are recomputed)`."""
         edges = sorted({*self.calls, *(edge for span in self.recompute for edge in span)})
         return [(a, b, (a, b) in self.recompute) for a, b in pairwise(edges)]
 
@@ -76,14 +93,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration that was considered.
 
     Attributes:
-        way: `"pipeline"`, `"one device"` or `"data parallel"`; replicas of a pipeline are both.
+        way: `"pipeline"` (with or without replicas), `"one device"` or `"data parallel"`.
         schedule: its name; empty without a pipeline.
         num_microbatches: of every replica.
         predicted_step_seconds: `None` if it does not fit the memory.
-        replicas: how many there are of the model.
-        stages: of every replica.
+        replicas: the number of replicas of the model.
+        stages: the number of stages of every replica.
         memory_bytes: the most that any device holds.
-        why: what was found of it, in words.
+        why: the finding, in words.
     """
 
     way: str = "pipeline"
@@ -97,29 +114,29 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to cut, how many micro-batches, in which order, and what to expect of it.
+    """Cuts, placement, number of micro-batches and schedule, with the predicted step time.
 
     Attributes:
-        fingerprint: of the program that it was made for.
-        batch_size: rows of the batch that it was made for.
-        num_microbatches: into how many micro-batches a batch is split.
+        fingerprint: of the program for which it was made.
+        batch_size: rows of the batch for which it was made.
+        num_microbatches: the number of micro-batches of a batch.
         schedule: the name of the schedule.
         stages: the stages, in order.
         predicted_step_seconds: simulated time of one `train_step`, without the optimizer.
-        bound_seconds: no schedule of this many micro-batches can be faster on these devices
-            (`penstock.plan.bound`): with one stage on each no cut either, with several the cuts
-            are taken as they are.
+        bound_seconds: a lower bound for every schedule with this number of micro-batches on these
+            devices (`penstock.plan.bound`); with one stage per device for any cuts, otherwise for
+            the cuts of this plan.
         one_device_seconds: predicted for the first device alone, at its best micro-batch size;
             `None` if the model does not fit its memory.
-        data_parallel_seconds: predicted for a replica of the model on every device, with a share of
-            the batch each; `None` if a replica does not fit the memory.
-        overhead_seconds: for every action of a worker, besides its work.
-        overlap: whether a worker goes on while what it sends is under way.
-        rules: what a fitted schedule prefers.
-        memory_limit: bytes that every worker may hold, if that was asked for.
-        boundary_dtype: the type of half precision in which boundary values travel, if that was
-            asked for.
-        considered: what else was looked at, the fastest first.
+        data_parallel_seconds: predicted for a replica of the model on every device, each with a
+            share of the batch; `None` if a replica does not fit the memory.
+        overhead_seconds: per action of a worker, besides its work.
+        overlap: whether a worker continues while its messages are being sent.
+        rules: the priority rules of a fitted schedule.
+        memory_limit: bytes that every worker may hold, if requested.
+        boundary_dtype: the dtype to which boundary values are rounded, if requested.
+        other_replicas: for every replica but the first the devices of its workers.
+        considered: the other candidates, fastest first.
         version: of the file format.
     """
 
@@ -137,24 +154,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rules: Rules | None = None
     memory_limit: int | None = None
     boundary_dtype: str | None = None
+    other_replicas: tuple[tuple[str, ...], ...] = ()
     considered: tuple[Candidate, ...] = ()
     version: int = _VERSION
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The call before which each stage but the first begins."""
+        """The first call of each stage except the first stage."""
         return tuple(stage.calls[0] for stage in self.stages[1:])
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The worker of every stage."""
+        """The number of every stage's worker, stage by stage."""
         return tuple(stage.worker for stage in self.stages)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of every worker."""
+        """The device of every worker, replica after replica."""
         found = {stage.worker: stage.device for stage in self.stages}
-        return tuple(found[worker] for worker in range(len(found)))
+        first = (found[worker] for worker in range(len(found)))
+        return (*first, *(device for replica in self.other_replicas for device in replica))
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas of all stages, which share the micro-batches of a batch."""
+        return 1 + len(self.other_replicas)
+
+    @property
+    def workers_per_replica(self) -> int:
+        """How many workers run the stages of one replica."""
+        return 1 + max(self.placement)
 
     @property
     def microbatch_size(self) -> int:
@@ -163,13 +192,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards come in halves."""
+        """Whether the schedule splits backwards in halves."""
         by_rules = self.rules is not None and self.rules.split
         return SCHEDULES[self.schedule].splits_backward or by_rules
 
     @property
     def costs(self) -> Costs:
-        """What the stages take for the largest micro-batch."""
+        """The times of the stages for the largest micro-batch."""
         return Costs(
             forward=tuple(stage.forward_seconds for stage in self.stages),
             backward=tuple(stage.backward_seconds for stage in self.stages),
@@ -180,7 +209,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def schedule_for(self, num_microbatches: int) -> Schedule:
-        """The schedule, for a batch of this many micro-batches."""
+        """The schedule of a replica that runs this many micro-batches."""
         if self.rules is not None:
             return build(
                 self.schedule,
@@ -190,14 +219,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 placement=self.placement,
                 rules=self.rules,
             )
-        workers = len(self.devices)
+        workers = self.workers_per_replica
         return build(self.schedule, len(self.stages), num_microbatches, num_workers=workers)
 
+    def share(self, replica: int) -> range:
+        """The micro-batches of a replica, which are dealt round robin."""
+        return range(replica, self.num_microbatches, self.replicas)
+
     def timeline(self) -> Timeline:
-        """The step as predicted, with all micro-batches of the largest one's size."""
+        """The predicted step, if all micro-batches were as large as the largest."""
         costs = self.costs
         network = Network.of(costs, overlap=self.overlap, overhead=self.overhead_seconds)
-        return simulate(self.schedule_for(self.num_microbatches), costs.seconds, network)
+        schedule = self.schedule_for(len(self.share(0)))
+        first = simulate(schedule, costs.seconds, network)
+        if self.replicas == 1:
+            return first
+        events = []
+        for replica in range(self.replicas):
+            share, before = self.share(replica), replica * self.workers_per_replica
+            events += [
+                Event(before + worker, action._replace(microbatch=share[action.microbatch]), *times)
+                for worker, action, *times in first.events
+                if action.microbatch < len(share)
+            ]
+        return Timeline(len(self.devices), events)
 
     @property
     def is_worth_it(self) -> bool:
@@ -261,6 +306,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 yield f"{self.schedule} does not run stages on workers {self.placement}"
         if self.boundary_dtype not in (None, *HALF):
             yield f"boundary_dtype={self.boundary_dtype!r} is none of {', '.join(HALF)}"
+        if self.other_replicas and self.stages:
+            yield from self._mistakes_of_replicas()
         begin = 0
         for number, stage in enumerate(self.stages):
             first, end = stage.calls
@@ -270,6 +317,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             edges = [first, *(edge for span in stage.recompute for edge in span), end]
             if edges != sorted(edges) or any(a == b for a, b in stage.recompute):
                 yield f"stage {number}: recompute={stage.recompute} are no spans of {first, end}"
+
+    def _mistakes_of_replicas(self) -> Iterator[str]:
+        each = self.workers_per_replica
+        if any(len(devices) != each for devices in self.other_replicas):
+            yield f"other_replicas={self.other_replicas}: each needs {each} devices"
+        if self.replicas > self.num_microbatches:
+            yield f"{self.replicas} replicas cannot share {self.num_microbatches} micro-batches"
+        if self.splits_backward:
+            yield f"{self.schedule} halves backwards, which replicas do not"
 
     def check_fits(self, fingerprint: str, devices: Sequence[str], calls: int) -> None:
         """Raise unless the plan was made for this program and this many devices.
@@ -300,9 +356,176 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def __str__(self) -> str:
-        return describe(self)
+        lines = [verdict(self), "", *stages(self), "", prediction(self)]
+        if self.considered:
+            lines += ["", *considered(self)]
+        return "\n".join(lines)
 
     @property
     def summary(self) -> str:
         """What wins, the configuration, and what is predicted of it."""
-        return summarise(self)
+        alone, parallel, _ = _predicted(self)
+        text = prediction(self)
+        if len(self.devices) == 1:
+            return text
+        return f"{text}; one device {_fitting(alone)}; data parallel {_fitting(parallel)}"
+
+
+# -- as text ------------------------------------------------------------------------------
+
+
+def winner(plan: Plan) -> Winner:
+    """The fastest of what was predicted: the plan itself, one device alone, or data parallelism."""
+    alone, parallel, here = _predicted(plan)
+    if len(plan.devices) == 1 or here < min(alone, parallel):
+        return "pipeline"
+    if plan.replicas > 1 and here < alone:
+        return "pipeline"  # which is data parallel itself
+    return "one device" if alone <= parallel else "data parallel"
+
+
+def verdict(plan: Plan) -> str:
+    """What is the fastest thing to do with these devices."""
+    alone, parallel, here = _predicted(plan)
+    if len(plan.devices) == 1:
+        return "There is one device: nothing to split."
+    if winner(plan) == "one device":
+        return (
+            f"One device alone is predicted to be faster ({show_seconds(alone)}): splitting is not "
+            "worth it here."
+        )
+    if winner(plan) == "data parallel":
+        on_cpus = all(device == "cpu" for device in plan.devices)
+        how = _IN_ORDER.format(len(plan.devices)) if on_cpus else _RING
+        return (
+            f"Data parallelism is predicted to be faster ({show_seconds(parallel)}): a replica of "
+            f"the model on every device; {how}."
+        )
+    what = "Splitting is" if plan.replicas == 1 else f"{plan.replicas} replicas are"
+    return (
+        f"{what} predicted to be the fastest: {show_seconds(here)} a step, "
+        f"{_against(here, alone, 'one device')}, {_against(here, parallel, 'data parallelism')}."
+    )
+
+
+def advice(plan: Plan) -> list[str]:
+    """What somebody should know before he trains by this plan: a sentence for each, if any."""
+    found = []
+    if winner(plan) != "pipeline":
+        here = show_seconds(plan.predicted_step_seconds)
+        found.append(f"{verdict(plan)} The pipeline is predicted to take {here} a step.")
+    timeline = plan.timeline()
+    for worker, busy in enumerate(timeline.busy()):
+        if busy < _IDLE * timeline.seconds:
+            found.append(
+                f"Worker {worker} is predicted to work for {busy / timeline.seconds:.0%} of a step "
+                "only: the model has too little that can be given to it. Fewer devices would do."
+            )
+    return found
+
+
+def prediction(plan: Plan) -> str:
+    """The configuration, and what is predicted of it."""
+    replicas = f"{plan.replicas} replicas, " if plan.replicas > 1 else ""
+    return (
+        f"{replicas}{plan.schedule}, {_counted(plan)}{_boundaries(plan)}: "
+        f"{show_seconds(plan.predicted_step_seconds)} "
+        f"predicted, {_share(plan)} of the bound ({show_seconds(plan.bound_seconds)})"
+    )
+
+
+def stages(plan: Plan, width: int | None = None) -> list[str]:
+    """A line for every stage, and what the columns do not say; no longer than `width`."""
+    rows = [_row(number, stage) for number, stage in enumerate(plan.stages)]
+    return aligned([_STAGE_HEADING, *rows], _STAGE_TEXTS, width)
+
+
+def considered(plan: Plan, width: int | None = None) -> list[str]:
+    """A line for the best of every way and schedule, the fastest first; no longer than `width`."""
+    best: dict[tuple[str, str, int], Candidate] = {}
+    for candidate in plan.considered:
+        best.setdefault((candidate.way, candidate.schedule, candidate.replicas), candidate)
+    rows = [_considered(candidate, plan) for candidate in best.values()]
+    lines = aligned([_CONSIDERED_HEADING, *rows], _CONSIDERED_TEXTS, width)
+    others = len(plan.considered) - len(best)
+    if others:
+        lines.append(f"and {others} other micro-batch counts and stages; plan.considered has all")
+    return lines
+
+
+def _predicted(plan: Plan) -> tuple[float, float, float]:
+    """Seconds of one device, of data parallelism and of the plan; infinite if it does not fit."""
+    alone, parallel = plan.one_device_seconds, plan.data_parallel_seconds
+    never = float("inf")
+    return (
+        never if alone is None else alone,
+        never if parallel is None else parallel,
+        plan.predicted_step_seconds,
+    )
+
+
+def _against(here: float, other: float, name: str) -> str:
+    if other == float("inf"):
+        return f"and {name} does not fit the memory"
+    return f"{other / here:.2f} times as fast as {name} ({show_seconds(other)})"
+
+
+def _fitting(seconds: float) -> str:
+    return "does not fit" if seconds == float("inf") else show_seconds(seconds)
+
+
+def _counted(plan: Plan) -> str:
+    size = f"{plan.microbatch_size} row{'s' * (plan.microbatch_size > 1)}"
+    if plan.num_microbatches == 1:
+        return f"1 micro-batch of {size}"
+    upto = "up to " if plan.batch_size % plan.num_microbatches else ""
+    return f"{plan.num_microbatches} micro-batches of {upto}{size}"
+
+
+def _boundaries(plan: Plan) -> str:
+    return f", boundaries in {plan.boundary_dtype}" if plan.boundary_dtype else ""
+
+
+def _share(plan: Plan) -> str:
+    return f"{plan.bound_seconds / plan.predicted_step_seconds:.0%}"
+
+
+def _row(number: int, stage: StagePlan) -> tuple[str, ...]:
+    first, last = stage.calls
+    again = sum(b - a for a, b in stage.recompute)
+    return (
+        str(number),
+        f"{stage.worker} {stage.device}",
+        stage.first if stage.first == stage.last else f"{stage.first} … {stage.last}",
+        show_bytes(stage.weight_bytes),
+        show_bytes(stage.input_bytes),
+        show_seconds(stage.forward_seconds),
+        show_seconds(stage.backward_seconds),
+        show_bytes(stage.memory_bytes),
+        f"recomputes {again} of {last - first} calls" if again else "",
+    )
+
+
+def _considered(found: Candidate, plan: Plan) -> tuple[str, ...]:
+    seconds = found.predicted_step_seconds
+    name = found.schedule if found.way == "pipeline" else found.way
+    return (
+        f"{name}, {found.schedule}" if found.schedule != name and found.schedule else name,
+        str(found.replicas),
+        str(found.stages),
+        str(found.num_microbatches),
+        "-" if seconds is None else show_seconds(seconds),
+        show_bytes(found.memory_bytes) if found.memory_bytes else "-",
+        _why(found, plan),
+    )
+
+
+def _why(found: Candidate, plan: Plan) -> str:
+    """Why it was not chosen; of what Penstock does not run, how it compares."""
+    seconds = found.predicted_step_seconds
+    if found.way == "pipeline" or seconds is None:
+        return found.why
+    excess = seconds / plan.predicted_step_seconds - 1
+    if excess > 0:
+        return f"{excess:.1%} slower"
+    return f"{-excess:.1%} faster" + (", not a pipeline" if found.way != "one device" else "")

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InputError
-from penstock.plan.call_costs import Floats
+from penstock.plan.problem import Floats
 
 MOST_CHOICES = 1 << 16
 """How many undominated choices among the first segments are followed up."""

@@ -1,13 +1,15 @@
-"""What is asked of a plan."""
+"""`Request`: the options of planning, and what the names of modules in them mean."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import index
 from typing import Literal
 
-from penstock.errors import InputError
-from penstock.plan.by_name import Cut, check_modules, positions, spans
+from penstock.errors import InputError, RequestError
 from penstock.plan.cutting import RECOMPUTE
 from penstock.plan.layout import Memory, Span
 from penstock.plan.plan import HALF
@@ -17,29 +19,35 @@ from penstock.units import parse_bytes
 
 Auto = Literal["auto"]
 
+Cut = int | str
+"""A cut before the call of this number, or before the first call of the module of this name."""
+
 Recompute = str | Sequence[str]
-"""What is recomputed: a word, or the names of modules; see `Request`."""
+"""What to recompute: a keyword, or names of modules; see `Request`."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a plan; the rest is chosen.
+    """The options of planning.
 
     Attributes:
-        num_microbatches: how many, or `"auto"` for the best of those whose size was measured.
-        schedule: a name of `penstock.schedule.SCHEDULES`, or `"auto"` for the best.
-        cuts: cut before just these, instead of choosing: modules by their qualified names, or
-            calls by their numbers.
-        recompute: `"none"`; `"all"`: of every stage only what enters is held; `"boundaries"`: what
-            enters pieces of it, which are computed again one at a time; `"auto"`: what is needed
-            to fit the memory, and no more. Or a list of modules by their qualified names, of which
-            just the calls of each are computed again, each module's as a whole.
-        memory_limit: bytes that every worker may hold, or a text like `"8GiB"`. By default what
-            the devices have, as far as that is known.
-        optimizer_state: bytes of optimizer state for every byte of weights; 2 for Adam.
-        stages_per_worker: for schedules that take any number; `"auto"` is two for those.
-        any_order: whether the devices may be put into another order.
-        boundary_dtype: `"bfloat16"` or `"float16"`, for boundary values to travel in it.
+        num_microbatches: the number of micro-batches, or `"auto"` for the best number whose
+            micro-batch size was measured.
+        schedule: a name in `penstock.schedule.SCHEDULES`, or `"auto"` for the best.
+        cuts: where to cut: modules by their qualified names, or calls by their numbers. `None`
+            chooses the cuts.
+        recompute: `"none"`; `"all"`: hold only the inputs of every stage; `"boundaries"`: hold
+            the inputs of pieces of a stage and recompute one piece at a time; `"auto"`: recompute
+            only what is needed to fit the memory. Or a list of qualified names of modules, each of
+            which is recomputed as a whole.
+        memory_limit: bytes that every worker may hold, or a string such as `"8GiB"`. By default
+            the memory of the devices, if known.
+        optimizer_state: bytes of optimizer state per byte of weights; 2 for Adam.
+        stages_per_worker: for schedules that take any number; `"auto"` means two for those.
+        any_order: whether the devices may be reordered.
+        boundary_dtype: `"bfloat16"` or `"float16"` to round boundary values to it; `None` to send
+            them unchanged.
+        replicas: the number of replicas of all stages, or `"auto"` for the fastest.
 
     Raises:
         InputError: there is no such schedule, recomputation or limit.
@@ -54,6 +62,7 @@ class Request:
     stages_per_worker: int | Auto = "auto"
     any_order: bool = False
     boundary_dtype: str | None = None
+    replicas: int | Auto = 1
 
     def __post_init__(self) -> None:
         if self.schedule != "auto" and self.schedule not in SCHEDULES:
@@ -61,7 +70,7 @@ class Request:
                 f'schedule={self.schedule!r} is unknown; choose {", ".join(SCHEDULES)} or "auto"'
             )
         if not isinstance(self.recompute, str):
-            check_modules(self.recompute)
+            _check_modules(self.recompute)
         elif self.recompute not in RECOMPUTE:
             known = ", ".join(f'"{name}"' for name in RECOMPUTE)
             raise InputError(
@@ -69,25 +78,32 @@ class Request:
             )
         per_worker = self.stages_per_worker
         if per_worker != "auto" and not (isinstance(per_worker, int) and per_worker > 0):
-            raise InputError(f'stages_per_worker={per_worker!r}; give a number from 1, or "auto"')
+            raise InputError(
+                f'stages_per_worker={per_worker!r} must be an integer of at least 1, or "auto"'
+            )
         if self.boundary_dtype not in (None, *HALF):
             raise InputError(
-                f"boundary_dtype={self.boundary_dtype!r}: boundary values can travel in "
-                f"{' or '.join(HALF)}, or as they are (None)"
+                f"boundary_dtype={self.boundary_dtype!r} is not supported; give "
+                f"{' or '.join(HALF)}, or None"
             )
+        replicas = self.replicas
+        if replicas != "auto" and not (type(replicas) is int and replicas > 0):
+            raise InputError(f'replicas={replicas!r}; give a number from 1, or "auto"')
         if not 0 <= self.optimizer_state < float("inf"):
-            raise InputError(f"optimizer_state={self.optimizer_state} is below 0, or no number")
+            raise InputError(
+                f"optimizer_state={self.optimizer_state} must be a finite number of at least 0"
+            )
         if self.memory.limit is not None and self.memory.limit <= 0:
-            raise InputError(f"memory_limit={self.memory_limit!r} leaves nothing to hold")
+            raise InputError(f"memory_limit={self.memory_limit!r} must be greater than 0")
 
     @property
     def memory(self) -> Memory:
-        """What training holds besides activations, and may hold."""
+        """The optimizer state, and the memory limit in bytes."""
         limit = None if self.memory_limit is None else parse_bytes(self.memory_limit)
         return Memory(self.optimizer_state, limit)
 
     def check_count(self, batch_size: int) -> None:
-        """Raise unless a batch can be split into as many micro-batches.
+        """Check that a batch has at least one row per micro-batch.
 
         Raises:
             InputError: it has fewer rows.
@@ -98,10 +114,10 @@ class Request:
     def recomputed(
         self, labels: Sequence[str], forbidden: Mapping[int, str]
     ) -> str | tuple[Span, ...]:
-        """What is asked to be recomputed: one of `RECOMPUTE`, or spans of calls.
+        """What to recompute: one of `RECOMPUTE`, or spans of calls.
 
         Raises:
-            PlanError: a module that was named has no calls, or none that can be recomputed.
+            RequestError: a named module has no calls, or none that can be recomputed.
         """
         if isinstance(self.recompute, str):
             return self.recompute
@@ -110,11 +126,11 @@ class Request:
     def positions(
         self, labels: Sequence[str], forbidden: Mapping[int, str], devices: int
     ) -> tuple[int, ...] | None:
-        """The calls before which the cuts that are asked for are.
+        """The calls before which to cut; `None` if the cuts are to be chosen.
 
         Raises:
-            PlanError: one is not possible, or they do not fit the devices and the schedule.
-            InputError: they are no list of names and numbers.
+            RequestError: a cut is not possible, or the cuts do not fit devices and schedule.
+            InputError: `cuts` is not a list of names and numbers.
         """
         if self.cuts is None:
             return None
@@ -123,3 +139,135 @@ class Request:
             given = len(self.cuts) + 1
             stages = given if SCHEDULES[self.schedule].takes(given, devices) else devices
         return positions(labels, forbidden, stages, self.cuts)
+
+
+def positions(
+    labels: Sequence[str], forbidden: Mapping[int, str], devices: int, cuts: Sequence[Cut]
+) -> tuple[int, ...]:
+    """The calls before which these cuts are.
+
+    Args:
+        labels: of every call of the program.
+        forbidden: where no cut is possible, and why.
+        devices: how many there are, for a stage each.
+        cuts: one fewer, in the order of the program.
+
+    Raises:
+        InputError: they are no list of names and numbers.
+        RequestError: a cut is not possible, or they are too many, too few or not in order.
+    """
+    _check_kinds(cuts)
+    found = tuple(_before(labels, cut) if isinstance(cut, str) else index(cut) for cut in cuts)
+    if len(cuts) != devices - 1:
+        raise RequestError(
+            f"{len(cuts)} cuts make {len(cuts) + 1} stages, but there are {devices} devices: "
+            "one stage on each"
+        )
+    for cut, name in zip(found, cuts, strict=True):
+        if not 0 < cut < len(labels):
+            raise RequestError(
+                f"no cut is possible before {_named(name)}: it has to be between two of the "
+                f"{len(labels)} calls, so from 1 to {len(labels) - 1}"
+            )
+        if cut in forbidden:
+            raise RequestError(f"no cut is possible before {_named(name)}: {forbidden[cut]}")
+    if any(b <= a for a, b in pairwise(found)):
+        listed = ", ".join(f"{name!r} at call {k}" for name, k in zip(cuts, found, strict=True))
+        raise RequestError(f"the cuts are not in the order of the program: {listed}")
+    return found
+
+
+def _check_kinds(cuts: object) -> None:
+    if not isinstance(cuts, (list, tuple)):
+        raise InputError(f'cuts={cuts!r} is not a list; write cuts=["layer2", "layer4"]')
+    for cut in cuts:
+        if isinstance(cut, bool) or not (isinstance(cut, str) or hasattr(cut, "__index__")):
+            raise InputError(f"cuts: {cut!r} is neither a module's name nor the number of a call")
+
+
+def spans(
+    labels: Sequence[str], forbidden: Mapping[int, str], modules: Sequence[str]
+) -> tuple[tuple[int, int], ...]:
+    """The calls of these modules that are to be recomputed, in the order of the program.
+
+    A module whose calls are not all in a row has several spans. One inside another adds nothing.
+
+    Args:
+        labels: of every call of the program.
+        forbidden: where no cut is possible, and why: nor can a span begin or end there.
+        modules: their qualified names.
+
+    Returns:
+        for every span its first call, and the one after its last.
+
+    Raises:
+        RequestError: a module is not in the program, or cannot be recomputed on its own.
+    """
+    found: dict[tuple[int, int], str] = {}
+    for name in modules:
+        numbers = _calls_of(labels, name, f"recompute {name!r}", "recompute that as a whole")
+        firsts = [k for k in numbers if k - 1 not in numbers]
+        ends = [k + 1 for k in numbers if k + 1 not in numbers]
+        found |= dict.fromkeys(zip(firsts, ends, strict=True), name)
+    outer = [s for s in found if not any(o != s and o[0] <= s[0] and s[1] <= o[1] for o in found)]
+    for span in outer:
+        for edge in span:
+            if edge in forbidden:
+                where = "begins" if edge == span[0] else "ends"
+                raise RequestError(
+                    f"{found[span]!r} cannot be recomputed on its own, as no cut is possible where "
+                    f"it {where}: {forbidden[edge]}. Name a module around it"
+                )
+    return tuple(sorted(outer))
+
+
+def _calls_of(labels: Sequence[str], name: str, what: str, instead: str) -> list[int]:
+    """The numbers of a module's calls.
+
+    Raises:
+        RequestError: it has none; `what` is not possible, `instead` may be.
+    """
+    numbers = [k for k, label in enumerate(labels) if _is_in(label, name)]
+    if numbers:
+        return numbers
+    whole = next((label for label in labels if name.startswith(f"{label}.")), None)
+    if whole is not None:
+        raise RequestError(
+            f"it is not possible to {what}: it is inside {whole!r}, which is one call of "
+            f"the program (program.explain() says why); {instead}"
+        )
+    close = difflib.get_close_matches(name, _modules(labels), n=3, cutoff=0.4)
+    hint = ", ".join(map(repr, close or _modules(labels)[:5]))
+    raise RequestError(f"no call of the program is in a module named {name!r}; there are {hint}")
+
+
+def _before(labels: Sequence[str], name: str) -> int:
+    """The number of the module's first call."""
+    return _calls_of(labels, name, f"cut before {name!r}", "cut before that, or after")[0]
+
+
+def _is_in(label: str, module: str) -> bool:
+    return label == module or label.startswith(f"{module}.")
+
+
+def _modules(labels: Sequence[str]) -> list[str]:
+    """The names of all modules that make a call or are one."""
+    names: dict[str, None] = {}
+    for label in labels:
+        path = label.rpartition(".")[0] if label.endswith("()") else label
+        while path:
+            names.setdefault(path)
+            path = path.rpartition(".")[0]
+    return list(names)
+
+
+def _named(cut: Cut) -> str:
+    return repr(cut) if isinstance(cut, str) else f"call {cut}"
+
+
+def _check_modules(recompute: object) -> None:
+    if not isinstance(recompute, (list, tuple)) or not all(isinstance(n, str) for n in recompute):
+        raise InputError(
+            f"recompute={recompute!r} is not a list of modules; write "
+            'recompute=["layer2", "layer4"]'
+        )

@@ -15,9 +15,7 @@ from itertools import islice, permutations
 from msgspec.structs import replace as replace_fields
 
 from penstock.errors import PlanError
-from penstock.plan.advice import nothing_fits
-from penstock.plan.alternatives import alternatives
-from penstock.plan.by_name import Cut
+from penstock.plan.alternatives import ADDED_PER_SECOND, alternatives
 from penstock.plan.candidates import (
     PREFERENCE,
     STAGES_PER_WORKER,
@@ -26,11 +24,11 @@ from penstock.plan.candidates import (
     fastest,
 )
 from penstock.plan.cutting import Cutter
-from penstock.plan.device_order import partition_any_order
 from penstock.plan.layout import Layout
-from penstock.plan.partition import CapacityError
+from penstock.plan.partition import CapacityError, partition
 from penstock.plan.plan import Candidate, Plan
-from penstock.plan.request import Auto, Recompute, Request
+from penstock.plan.request import Auto, Cut, Recompute, Request
+from penstock.plan.shortage import nothing_fits
 from penstock.profile.data import Profile
 from penstock.schedule import SCHEDULES, StagesPerWorker
 from penstock.units import show_bytes
@@ -56,25 +54,19 @@ def plan(
     stages_per_worker: int | Auto = "auto",
     any_order: bool = False,
 ) -> Plan:
-    """The best plan for the profile's devices.
+    """Find the fastest plan for the profile's devices.
 
     Args:
         profile: measured costs.
-        num_microbatches: as in `Request`, like the others.
-        schedule: `"auto"`, or the only one to look at.
-        cuts: the only ones to look at.
-        recompute: what may be, or which modules are.
-        memory_limit: of every worker.
-        optimizer_state: bytes for every byte of weights.
-        stages_per_worker: for schedules that take any number.
-        any_order: whether the devices may be put into another order.
+        num_microbatches, schedule, cuts, recompute, memory_limit, optimizer_state,
+            stages_per_worker, any_order: as in `penstock.plan.request.Request`.
 
     Returns:
-        the plan, with what it is predicted to take and the bound for it.
+        the plan, with its predicted step time and the bound.
 
     Raises:
-        PlanError: there are fewer calls, or fewer places to cut, than the devices need; `cuts` has
-            one that is not possible; or nothing fits the memory, with what would.
+        PlanError: there are too few calls or places to cut for the devices; a cut is not possible;
+            or nothing fits the memory (the message says what would).
         InputError: an unknown schedule, or more micro-batches than rows.
     """
     request = Request(
@@ -97,6 +89,8 @@ def plans(profile: Profile, request: Request, most: int = 1) -> list[Plan]:
         PlanError, InputError: as `plan` does.
     """
     request.check_count(profile.batch_size)
+    if request.replicas != 1:
+        return _with_replicas(profile, request, most)
     if not request.any_order:
         return _Search(profile, request).plans(most)
     found: list[Plan] = []
@@ -109,6 +103,107 @@ def plans(profile: Profile, request: Request, most: int = 1) -> list[Plan]:
     if not found:
         raise errors[0]
     return sorted(found, key=lambda plan: plan.predicted_step_seconds)[:most]
+
+
+def _with_replicas(profile: Profile, request: Request, most: int) -> list[Plan]:
+    """The best few plans of as many replicas as are asked for, or of any number.
+
+    Raises:
+        PlanError: there is none, as `plan` says; or the devices cannot be shared so.
+    """
+    number, asked = len(profile.devices), request.replicas
+    if asked == "auto":
+        most_replicas = min(number, profile.batch_size)
+        numbers = [n for n in range(1, most_replicas + 1) if number % n == 0]
+    else:
+        numbers = [asked]
+    found: list[Plan] = []
+    errors: list[PlanError] = []
+    for replicas in numbers:
+        try:
+            found += _replicated(profile, replace(request, replicas=1), replicas, most)
+        except PlanError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    best = sorted(found, key=lambda plan: plan.predicted_step_seconds)[:most]
+    every = [candidate for plan in found for candidate in plan.considered]
+    compared = dict.fromkeys(_compared_with(candidate, best[0]) for candidate in every)
+    considered = tuple(sorted(compared, key=_time))
+    return [replace_fields(plan, considered=considered) for plan in best]
+
+
+def _compared_with(found: Candidate, best: Plan) -> Candidate:
+    """A candidate that was compared with those of its own number of replicas, among all."""
+    seconds, chosen = found.predicted_step_seconds, best.predicted_step_seconds
+    if found.way != "pipeline" or seconds is None:
+        return found
+    if seconds > chosen:
+        return replace_fields(found, why=f"{seconds / chosen - 1:.1%} slower")
+    is_other = found.why == "chosen" and found.replicas != best.replicas
+    return replace_fields(found, why="as fast") if is_other else found
+
+
+def _replicated(profile: Profile, request: Request, replicas: int, most: int) -> list[Plan]:
+    """The best few plans of so many replicas: those of the first one's part of devices and rows.
+
+    To its time comes that of adding up the last gradients of all the others.
+
+    Raises:
+        PlanError: there is none; or the devices cannot be divided into equal parts.
+    """
+    if replicas == 1:
+        return plans(profile, request, most)
+    number = len(profile.devices)
+    each = number // replicas
+    parts = [profile.devices[k : k + each] for k in range(0, number, each or 1)]
+    if number % replicas or any(part != parts[0] for part in parts):
+        raise PlanError(
+            f"{replicas} replicas need as many equal parts of the devices, and there are "
+            f"{', '.join(profile.devices)}"
+        )
+    count, rows = request.num_microbatches, -(-profile.batch_size // replicas)
+    if count != "auto" and count < replicas:
+        raise PlanError(f"{replicas} replicas cannot share {count} micro-batches; give more")
+    halves = request.schedule == "fitted" or (
+        request.schedule != "auto" and SCHEDULES[request.schedule].splits_backward
+    )
+    if halves:
+        raise PlanError(
+            f"{request.schedule} may halve backwards, which replicas do not; choose another one"
+        )
+    share: int | Auto = "auto" if count == "auto" else min(rows, -(-count // replicas))
+    own = replace_fields(profile, devices=parts[0], batch_size=rows)
+    adding = (replicas - 1) * sum(profile.weights) / each / ADDED_PER_SECOND
+    others = alternatives(profile, request.memory)
+    found = []
+    search = _Search(own, replace(request, num_microbatches=share), halves=False)
+    for plan in search.plans(most):
+        total = plan.num_microbatches * replicas if count == "auto" else count
+        mine = [_of_replicas(c, replicas, adding) for c in plan.considered if c.way == "pipeline"]
+        found.append(
+            replace_fields(
+                plan,
+                batch_size=profile.batch_size,
+                num_microbatches=min(total, profile.batch_size),
+                predicted_step_seconds=plan.predicted_step_seconds + adding,
+                one_device_seconds=others[0].predicted_step_seconds,
+                data_parallel_seconds=others[1].predicted_step_seconds,
+                other_replicas=tuple(tuple(part) for part in parts[1:]),
+                considered=tuple(sorted([*others, *mine], key=_time)),
+            )
+        )
+    return found
+
+
+def _of_replicas(found: Candidate, replicas: int, adding: float) -> Candidate:
+    """A replica's pipeline as so many of them."""
+    seconds = found.predicted_step_seconds
+    return replace_fields(
+        found,
+        replicas=replicas,
+        predicted_step_seconds=None if seconds is None else seconds + adding,
+    )
 
 
 def _orders(profile: Profile, request: Request) -> list[tuple[str, ...]]:
@@ -124,8 +219,8 @@ def _orders(profile: Profile, request: Request) -> list[tuple[str, ...]]:
     orders = [profile.devices]
     for count in _counts(profile, request.num_microbatches):
         layout = Layout(one_each, count)
-        found = partition_any_order(
-            layout.seconds, counts, num_microbatches=count, allowed=layout.allowed
+        found = partition(
+            layout.seconds, counts=counts, num_microbatches=count, allowed=layout.allowed
         )
         orders.append(tuple(kinds[kind] for kind in found.devices))
     return list(dict.fromkeys(orders))
@@ -134,8 +229,9 @@ def _orders(profile: Profile, request: Request) -> list[tuple[str, ...]]:
 class _Search:
     """One search: over counts, schedules and cuts."""
 
-    def __init__(self, profile: Profile, request: Request) -> None:
+    def __init__(self, profile: Profile, request: Request, halves: bool = True) -> None:
         self.profile = profile
+        self.halves = halves  # whether backwards may be halved
         self.request = request
         self.workers = len(profile.devices)
         self.cuts = request.positions(profile.labels, profile.forbidden, self.workers)
@@ -171,19 +267,20 @@ class _Search:
 
     def _names(self) -> tuple[str, ...]:
         """The schedules whose stages are looked for; a fitted one takes those of others."""
-        asked = self.request.schedule
-        if asked == "auto":
+        wanted = self.request.schedule
+        if wanted == "auto":
             alone = self.workers == 1 and self.cuts is None
-            return PREFERENCE[:1] if alone else tuple(n for n in PREFERENCE if n != "fitted")
-        return ("eager-1f1b", "interleaved") if asked == "fitted" else (asked,)
+            names = [n for n in PREFERENCE if self.halves or not SCHEDULES[n].splits_backward]
+            return tuple(names[:1] if alone else (n for n in names if n != "fitted"))
+        return ("eager-1f1b", "interleaved") if wanted == "fitted" else (wanted,)
 
     def _stage_counts(self, name: str) -> list[int]:
         """With how many stages a schedule is tried."""
-        recipe, asked = SCHEDULES[name], self.request.stages_per_worker
+        recipe, wanted = SCHEDULES[name], self.request.stages_per_worker
         if self.cuts is not None:
             numbers = [len(self.cuts) + 1]
-        elif asked != "auto":
-            numbers = [asked * self.workers]
+        elif wanted != "auto":
+            numbers = [wanted * self.workers]
         else:
             several = recipe.stages_per_worker is not StagesPerWorker.ONE
             numbers = [(STAGES_PER_WORKER if several else 1) * self.workers]
@@ -252,7 +349,8 @@ class _Search:
 
     def _fitted(self, options: list[Option]) -> list[Option]:
         """The same options, and schedules made for the stages of the fastest."""
-        if self.request.schedule not in ("auto", "fitted") or len(options) == 1:
+        is_asked = self.halves and self.request.schedule in ("auto", "fitted")
+        if not is_asked or len(options) == 1:
             return options
         fastest = sorted(options, key=lambda option: option.seconds)[:_FITTED]
         made = [option.fitted(_BUDGET) for option in fastest]
@@ -288,13 +386,13 @@ def _neighbours(option: Option) -> Iterator[tuple[int, ...]]:
                 yield (*edges[1:s], k, *edges[s + 1 : -1])
 
 
-def _counts(profile: Profile, asked: int | Auto) -> list[int]:
+def _counts(profile: Profile, wanted: int | Auto) -> list[int]:
     batch_size = profile.batch_size
-    if asked == "auto":
+    if wanted == "auto":
         least = max(profile.on(device).rows[0] for device in profile.devices)
         counts = {-(-batch_size // rows) for rows in _measured_sizes(profile)}
         return sorted(count for count in counts if batch_size // count >= least) or [1]
-    return [asked]
+    return [wanted]
 
 
 def _measured_sizes(profile: Profile) -> set[int]:

@@ -1,6 +1,6 @@
-"""Solving the line: the least limit that can be met, and the lightest cuts that meet it.
+"""Solving the problem: the least limit that can be met, and the lightest cuts that meet it.
 
-Exact, in `O(n log n)` per step, way and probe:
+Exact, in `O(n log n)` per step, variant and probe:
 
 1. For a given limit on the objective the smallest elapsed time of a state is never worse than a
    larger one, because whatever follows only gets later. Where a stage must end, for the limit as
@@ -23,13 +23,12 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.call_costs import Floats
-from penstock.plan.line import Line, Route, Step, Way
+from penstock.plan.problem import DeviceCosts, Floats, Problem, Route, Step
 
 Positions = NDArray[np.intp]
 
@@ -50,34 +49,34 @@ class _Sweep:
         return bool(np.isfinite(self.elapsed[-1, -1]))
 
 
-def least_limit(line: Line) -> float:
+def least_limit(problem: Problem) -> float:
     """The optimum: the smallest limit that can be met, or inf if memory allows none."""
-    unlimited = _sweep(line, math.inf, np.zeros(line.last + 1, np.intp))
+    unlimited = _sweep(problem, math.inf, np.zeros(problem.last + 1, np.intp))
     if not unlimited.feasible:
         return math.inf
     high = unlimited.accepted
-    low = _too_low(line, high)
+    low = _too_low(problem, high)
     stride = low / 1024 or high
-    earliest = _earliest(line, high)
+    earliest = _earliest(problem, high)
     while math.nextafter(low, math.inf) < high:
         limit = min(low + stride, (low + high) / 2)
-        limit = math.floor(limit) if line.whole else limit
-        sweep = _sweep(line, limit, earliest)
+        limit = math.floor(limit) if problem.whole else limit
+        sweep = _sweep(problem, limit, earliest)
         if sweep.feasible:
             high = min(limit, sweep.accepted)
-            earliest = _earliest(line, high)
+            earliest = _earliest(problem, high)
         else:
             low = max(math.nextafter(limit, math.inf), sweep.rejected)
             stride *= 4
     return high
 
 
-def _too_low(line: Line, high: float) -> float:
+def _too_low(problem: Problem, high: float) -> float:
     """A limit that cannot be met, or zero; close to the least if stages could divide calls."""
     low = 0.0
     for _ in range(60):
         limit = (low + high) / 2
-        if _earliest(line, limit)[0] > 0:
+        if _earliest(problem, limit)[0] > 0:
             low = limit
         else:
             high = limit
@@ -86,42 +85,42 @@ def _too_low(line: Line, high: float) -> float:
     return low
 
 
-def _earliest(line: Line, limit: float) -> Positions:
+def _earliest(problem: Problem, limit: float) -> Positions:
     """(nodes,): at no smaller position can a state be completed within `limit`.
 
     From the end, every stage takes the most calls that it could if its elapsed time were that of
     its calls on their fastest devices. Beyond the end where nothing can be completed.
     """
-    m, end = line.terms.num_microbatches, line.end
+    m, end = problem.terms.num_microbatches, problem.end
     # Weighing elapsed time less than it counts is safe, and keeps `lag` ascending.
-    begun = min(line.terms.fill, m) * line.least
+    begun = min(problem.terms.fill, m) * problem.least
     room = limit * (1 + TOLERANCE)
-    earliest = np.full(line.last + 1, end + 1)
+    earliest = np.full(problem.last + 1, end + 1)
     earliest[-1] = end
-    for step in reversed(line.steps):
+    for step in reversed(problem.steps):
         last = int(earliest[step.target])
         if last > end:
             continue
-        for way in line.ways[step.row]:
-            lag = m * way.until[: last + 1] - begun[: last + 1]
-            must = m * way.until[last] + way.base.min() - room
+        for variant in problem.variants[step.row]:
+            lag = m * variant.until[: last + 1] - begun[: last + 1]
+            must = m * variant.until[last] + variant.base.min() - room
             earliest[step.source] = min(earliest[step.source], np.searchsorted(lag, must))
     return earliest
 
 
-def _sweep(line: Line, limit: float, earliest: Positions) -> _Sweep:
+def _sweep(problem: Problem, limit: float, earliest: Positions) -> _Sweep:
     """From left to right, the smallest elapsed time of every state within `limit`."""
-    m, fill = line.terms.num_microbatches, line.terms.fill
-    elapsed = np.full((line.last + 1, line.end + 1), np.inf)
+    m, fill = problem.terms.num_microbatches, problem.terms.fill
+    elapsed = np.full((problem.last + 1, problem.end + 1), np.inf)
     elapsed[0, 0] = 0.0
     accepted, rejected = 0.0, np.inf
-    for step, starts in _open_steps(line, elapsed):
+    for step, starts in _open_steps(problem, elapsed):
         begun = elapsed[step.source, starts]
-        ends = _ends(line, step, int(earliest[step.target]))
-        for way in line.ways[step.row]:
-            until, furthest = way.until, way.furthest[starts]
-            worst = begun + way.base[starts] - m * until[starts]
-            reach = _reach(way, m, worst, starts, limit)
+        ends = _ends(problem, step, int(earliest[step.target]))
+        for variant in problem.variants[step.row]:
+            until, furthest = variant.until, variant.furthest[starts]
+            worst = begun + variant.base[starts] - m * until[starts]
+            reach = _reach(variant, m, worst, starts, limit)
 
             moved = reach > starts
             accepted = max(accepted, (worst + m * until[reach])[moved].max(initial=0.0))
@@ -129,34 +128,36 @@ def _sweep(line: Line, limit: float, earliest: Positions) -> _Sweep:
             beyond = worst[more] + m * until[reach[more] + 1]
             rejected = min(rejected, beyond.min(initial=np.inf))
 
-            least = _least_over(begun - fill * until[starts], starts, reach, line.end)
-            found = least + fill * until + line.terms.hop[step.stage]
+            least = _least_over(begun - fill * until[starts], starts, reach, problem.end)
+            found = least + fill * until + problem.terms.hop[step.stage]
             np.minimum(elapsed[step.target], found, out=elapsed[step.target], where=ends)
     return _Sweep(elapsed, float(accepted), float(rejected))
 
 
-def _open_steps(line: Line, elapsed: Floats) -> Iterator[tuple[Step, Positions]]:
+def _open_steps(problem: Problem, elapsed: Floats) -> Iterator[tuple[Step, Positions]]:
     """The steps that can be taken, with the positions from which."""
-    for step in line.steps:
+    for step in problem.steps:
         starts = np.flatnonzero(np.isfinite(elapsed[step.source]))
         if starts.size:
             yield step, starts
 
 
-def _ends(line: Line, step: Step, earliest: int) -> NDArray[np.bool_]:
+def _ends(problem: Problem, step: Step, earliest: int) -> NDArray[np.bool_]:
     """(n + 1): where the stage of this step may end."""
-    ends = line.terms.usable.copy()
-    if step.target == line.last:
+    ends = problem.terms.usable.copy()
+    if step.target == problem.last:
         ends[:] = False
         ends[-1] = True
     ends[:earliest] = False
     return ends
 
 
-def _reach(way: Way, m: int, worst: Floats, starts: Positions, limit: float) -> Positions:
+def _reach(
+    variant: DeviceCosts, m: int, worst: Floats, starts: Positions, limit: float
+) -> Positions:
     """How far the stages go that begin at `starts`, where `worst` is what they begin with."""
-    within = np.searchsorted(way.until, (limit - worst) / m, side="right") - 1
-    return np.clip(within, starts, way.furthest[starts])
+    within = np.searchsorted(variant.until, (limit - worst) / m, side="right") - 1
+    return np.clip(within, starts, variant.furthest[starts])
 
 
 def _least_over(values: Floats, starts: Positions, reach: Positions, end: int) -> Floats:
@@ -184,22 +185,34 @@ def _least_over(values: Floats, starts: Positions, reach: Positions, end: int) -
     return out
 
 
-def _least_ties(line: Line, elapsed: Floats, limit: float) -> Floats:
-    """(nodes, n + 1): no way to the state has a smaller sum of ties."""
-    m = line.terms.num_microbatches
+def _least_ties(problem: Problem, elapsed: Floats, limit: float) -> Floats:
+    """(nodes, n + 1): no path to the state has a smaller sum of ties."""
+    m = problem.terms.num_microbatches
     ties = np.full_like(elapsed, np.inf)
     ties[0, 0] = 0.0
-    for step, starts in _open_steps(line, elapsed):
+    for step, starts in _open_steps(problem, elapsed):
         begun = elapsed[step.source, starts]
-        for way in line.ways[step.row]:
-            worst = begun + way.base[starts] - m * way.until[starts]
-            reach = _reach(way, m, worst, starts, limit)
-            found = _least_over(ties[step.source, starts], starts, reach, line.end) + line.terms.tie
+        for variant in problem.variants[step.row]:
+            worst = begun + variant.base[starts] - m * variant.until[starts]
+            reach = _reach(variant, m, worst, starts, limit)
+            found = (
+                _least_over(ties[step.source, starts], starts, reach, problem.end)
+                + problem.terms.tie
+            )
             np.minimum(ties[step.target], found, out=ties[step.target])
     return ties
 
 
-def lightest_route(line: Line, limit: float) -> Route:
+class _Chain(NamedTuple):
+    """The stage of the calls from `first` up to `last`, and the stages after it."""
+
+    first: int
+    last: int
+    step: Step
+    rest: _Chain | None
+
+
+def lightest_route(problem: Problem, limit: float) -> Route:
     """The route of the smallest sum of ties that keeps within `limit`, which can be met.
 
     Best first, from the last stage to the first. A label is a choice of the later cuts. It carries
@@ -207,57 +220,57 @@ def lightest_route(line: Line, limit: float) -> Route:
     follow. A state whose smallest elapsed time is within the allowance can be completed, so the
     search never runs into a dead end, and the least ties are a bound that guides it.
     """
-    elapsed = _sweep(line, limit, _earliest(line, limit)).elapsed
-    least = _least_ties(line, elapsed, limit)
+    elapsed = _sweep(problem, limit, _earliest(problem, limit)).elapsed
+    least = _least_ties(problem, elapsed, limit)
     reached = [np.flatnonzero(np.isfinite(states)) for states in elapsed]
     into: dict[int, list[Step]] = {}
-    for step in line.steps:
+    for step in problem.steps:
         into.setdefault(step.target, []).append(step)
     allowed = np.full_like(elapsed, -np.inf)
     # Bound, node, minus allowance, position, sum of ties, and the chain of what follows.
-    heap: list[tuple[float, int, float, int, float, Any]] = [
-        (0.0, line.last, -math.inf, line.end, 0.0, None)
+    heap: list[tuple[float, int, float, int, float, _Chain | None]] = [
+        (0.0, problem.last, -math.inf, problem.end, 0.0, None)
     ]
     while True:
         _, node, allowance, last, ties, chain = heapq.heappop(heap)
         allowance = -allowance
         if node == 0:
-            return _route(line, chain)
+            return _route(problem, chain)
         # Labels of one state come in the order of their ties, so only more allowance is news.
         if allowance <= allowed[node, last]:
             continue
         allowed[node, last] = allowance
-        ties += float(line.terms.tie[last])
+        ties += float(problem.terms.tie[last])
         for step in into[node]:
             source = step.source
             starts = reached[source][: np.searchsorted(reached[source], last)]
-            rest = _rest(line, step, starts, last, limit, allowance)
+            rest = _rest(problem, step, starts, last, limit, allowance)
             news = (elapsed[source, starts] <= rest) & (rest > allowed[source, starts])
             for first, more in zip(starts[news].tolist(), rest[news].tolist(), strict=True):
                 bound = ties + float(least[source, first])
-                link = (first, last, step, chain)
+                link = _Chain(first, last, step, chain)
                 heapq.heappush(heap, (bound, source, -more, first, ties, link))
 
 
 def _rest(
-    line: Line, step: Step, starts: Positions, last: int, limit: float, allowance: float
+    problem: Problem, step: Step, starts: Positions, last: int, limit: float, allowance: float
 ) -> Floats:
     """The allowances of the positions at which the stage that ends at `last` may begin."""
-    m, fill = line.terms.num_microbatches, line.terms.fill
-    allowance -= float(line.terms.hop[step.stage, last])
+    m, fill = problem.terms.num_microbatches, problem.terms.fill
+    allowance -= float(problem.terms.hop[step.stage, last])
     best = np.full(len(starts), -np.inf)
-    for way in line.ways[step.row]:
-        work = way.until[last] - way.until[starts]
-        rest = np.minimum(limit - way.base[starts] - m * work, allowance - fill * work)
-        np.maximum(best, rest, out=best, where=way.furthest[starts] >= last)
+    for variant in problem.variants[step.row]:
+        work = variant.until[last] - variant.until[starts]
+        rest = np.minimum(limit - variant.base[starts] - m * work, allowance - fill * work)
+        np.maximum(best, rest, out=best, where=variant.furthest[starts] >= last)
     return best
 
 
-def _route(line: Line, chain: Any) -> Route:
-    cuts, steps, ways = [], [], []
+def _route(problem: Problem, chain: _Chain | None) -> Route:
+    cuts, steps, variants = [], [], []
     while chain is not None:
         first, last, step, chain = chain
         cuts.append(last)
         steps.append(step)
-        ways.append(line.best_way(step.row, first, last))
-    return Route(tuple(cuts[:-1]), tuple(steps), tuple(ways))
+        variants.append(problem.best_variant(step.row, first, last))
+    return Route(tuple(cuts[:-1]), tuple(steps), tuple(variants))

@@ -80,16 +80,16 @@ class WhatIf:
         for name in ("workers", "num_microbatches", "microbatch_size", "replicas", "batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(f"{name}={value}; it has to be 1 at least")
+                raise InputError(f"{name}={value} must be at least 1")
         if not 0 < self.speed < math.inf:
-            raise InputError(f"speed={self.speed} is no factor; 20 means 20 times as fast")
+            raise InputError(f"speed={self.speed} is not a factor; 20 means 20 times as fast")
         if self.schedule not in SCHEDULES:
             raise InputError(
                 f"schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)}"
             )
         if self.replicas is not None and self.workers % self.replicas:
             raise InputError(
-                f"{self.workers} workers cannot be shared out over {self.replicas} replicas; give "
+                f"{self.workers} workers cannot be divided among {self.replicas} replicas; give "
                 f"one of {', '.join(map(str, _divisors(self.workers)))}"
             )
 
@@ -103,7 +103,7 @@ class WhatIf:
 
     @property
     def per_worker(self) -> int:
-        """The stages of every worker."""
+        """How many stages each worker has with this schedule."""
         takes = SCHEDULES[self.schedule].stages_per_worker
         if takes is StagesPerWorker.ONE:
             return 1
@@ -295,7 +295,7 @@ def _option(layout: Layout, case: WhatIf, stages: int) -> Option:
 
 
 def _cut(layout: Layout, case: WhatIf, name: str, stages: int) -> Option:
-    """The stages for a schedule."""
+    """The option with this schedule and this many stages; raises `CapacityError`."""
     profile, request = layout.profile, Request(recompute=case.recompute)
     again = request.recomputed(profile.labels, profile.forbidden)
     return fastest(cutter_for(layout, name, stages, case.memory, again), name)
@@ -310,14 +310,14 @@ def _planned_schedule(plan: Plan, case: WhatIf) -> Schedule:
     Raises:
         PlanError: the case is not about these stages.
     """
-    asked = {
+    compared = {
         "workers": (case.workers, len(plan.devices)),
         "replicas": (case.replicas or 1, 1),
         "rows in a micro-batch": (case.microbatch_size, plan.microbatch_size),
         "rows in a batch": (case.batch or plan.batch_size, plan.batch_size),
         "stages": (case.per_worker * case.workers, len(plan.stages)),
     }
-    for what, (wanted, planned) in asked.items():
+    for what, (wanted, planned) in compared.items():
         if wanted != planned and (what != "stages" or case.schedule != "fitted"):
             raise PlanError(
                 f"the plan is for {planned} {what}, and for {wanted} the model has to be cut "

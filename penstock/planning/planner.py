@@ -6,6 +6,7 @@ import logging
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from msgspec.structs import replace as replace_fields
 
 from penstock.capture import Program
 from penstock.devices.choice import threads_per_worker
+from penstock.display.terminal import Progress
+from penstock.errors import InputError
 from penstock.plan import Plan, plans
-from penstock.plan.describe import advice
+from penstock.plan.plan import advice
 from penstock.plan.request import Request
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profile
-from penstock.profile.measure import Progress, bytes_across
+from penstock.profile.measure import bytes_across
 from penstock.workers.backend import Backend
 from penstock.workers.probe import LinkProbe, with_links
 from penstock.workers.threads.backend import ThreadProbe
@@ -30,42 +33,71 @@ TUNED = 4
 """Plans that are measured when that is asked for."""
 
 
-def given_or_planned(
+def decide_plan(
     plan: Plan | str | os.PathLike[str] | None,
     program: Program,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     backend: Backend,
     request: Request,
-    tune: bool = False,
-    progress: Progress | None = None,
+    tune: bool,
+    progress: Progress | None,
 ) -> Plan:
     """The plan that was given, or that of the file that was named; or a new one, see `plan_for`.
+
+    Where several processes run the script, one of them decides for all.
 
     Args:
         plan: the plan, or the name of its file.
         program, args, kwargs, request, tune, progress: as of `plan_for`.
         backend: the workers that it is for.
+
+    Raises:
+        PlanError: the program cannot be cut as the plan says, or as it was asked for.
+        InputError: the file cannot be read, or there are more micro-batches than rows.
     """
-    if plan is None:
-        backend.wait(progress)  # what workers do to start would be in the profile
-        new = plan_for(
-            program,
-            args,
-            kwargs,
-            devices=backend.devices,
-            request=request,
-            tune=tune,
-            where=backend.probe,
-            progress=progress,
-        )
-        for sentence in advice(new):
-            _LOG.warning(sentence)
-        return new
-    found = plan if isinstance(plan, Plan) else Plan.load(plan)
-    if request.boundary_dtype is None:
-        return found
-    return replace_fields(found, boundary_dtype=request.boundary_dtype)
+    with backend.operation("the planning"):
+        made = None
+        if backend.leads and plan is not None:
+            made = plan if isinstance(plan, Plan) else Plan.load(plan)
+            backend.check_replicas(made.replicas)
+            if request.boundary_dtype is not None:
+                made = replace_fields(made, boundary_dtype=request.boundary_dtype)
+        elif backend.leads:
+            request = _possible(request, backend)
+            backend.wait(progress)  # what workers do to start would be in the profile
+            made = plan_for(
+                program,
+                args,
+                kwargs,
+                devices=backend.devices,
+                request=request,
+                tune=tune,
+                where=backend.probe,
+                progress=progress,
+            )
+            for sentence in advice(made):
+                _LOG.warning(sentence)
+        decided = backend.agree(program, made)
+    edges = [first for stage in decided.stages for first, _, _ in stage.spans]
+    program.check_cuts([edge for edge in edges if edge > 0])
+    return decided
+
+
+def _possible(request: Request, backend: Backend) -> Request:
+    """What is asked, with one replica where any number may be chosen and there can be one only.
+
+    Raises:
+        InputError: more are asked for.
+    """
+    if request.replicas != "auto":
+        backend.check_replicas(request.replicas)
+        return request
+    try:
+        backend.check_replicas(len(backend.devices))
+    except InputError:
+        return replace(request, replicas=1)
+    return request
 
 
 def plan_for(
@@ -157,8 +189,10 @@ def profile_for(
         PlanError: the program cannot be cut so.
         InputError: more micro-batches than rows.
     """
-    program.check_stages(len(devices))
-    request.positions(program.labels, program.cuts.reasons, len(devices))
+    each = len(devices) if request.replicas == "auto" else len(devices) // request.replicas or 1
+    if request.replicas != "auto":
+        program.check_stages(each)
+        request.positions(program.labels, program.cuts.reasons, each)
     request.recomputed(program.labels, program.cuts.reasons)
     costs, _ = cached_profile(
         program,
@@ -171,6 +205,6 @@ def profile_for(
         fresh=fresh,
     )
     if request.boundary_dtype is not None:
-        narrow: torch.dtype = getattr(torch, request.boundary_dtype)
-        costs = replace_fields(costs, travelling=bytes_across(program, narrow))
+        dtype: torch.dtype = getattr(torch, request.boundary_dtype)
+        costs = replace_fields(costs, travelling=bytes_across(program, dtype))
     return with_links(costs, devices, where or ThreadProbe())

@@ -15,11 +15,11 @@ from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten
 from penstock.devices.choice import threads_per_worker
+from penstock.display.terminal import Progress
 from penstock.engine.batch import Batch
 from penstock.engine.ends import Loss
 from penstock.errors import PlanError
 from penstock.plan import Plan
-from penstock.profile.measure import Progress
 from penstock.profile.shadow import shadow
 from penstock.runner import Runner
 from penstock.workers.placement import place

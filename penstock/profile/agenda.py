@@ -35,7 +35,7 @@ class Agenda:
         self._tried: set[int] = set()
         self._again: set[int] = set()
         self._prices: dict[int, float] = {}  # seconds that measuring took
-        self._asked = num_microbatches is not None
+        self._is_fixed = num_microbatches is not None
         if num_microbatches is not None:
             smaller, uneven = divmod(batch_size, num_microbatches)
             self._basic = [smaller, smaller + 1] if uneven else [smaller]
@@ -53,7 +53,7 @@ class Agenda:
         """The size to measure next, in rows; `None` when it is enough."""
         for rows in self._basic:
             if rows not in self._tried:
-                if self._asked or len(self._costs) < _FEWEST_SIZES or self._affordable(rows):
+                if self._is_fixed or len(self._costs) < _FEWEST_SIZES or self._affordable(rows):
                     return rows
                 break
         doubtful = [
@@ -99,7 +99,7 @@ class Agenda:
         self._prices[rows] = took
 
     def refuse(self, rows: int) -> None:
-        """The model does not take this size."""
+        """Leave out a size, in rows, that the model does not take."""
         self._tried.add(rows)
 
     def _affordable(self, rows: int) -> bool:

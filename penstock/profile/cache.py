@@ -19,10 +19,11 @@ from torch import nn
 
 import penstock
 from penstock.capture import Program
+from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.files import write_whole
 from penstock.profile.data import VERSION, Profile
-from penstock.profile.measure import SECONDS, Progress, profile
+from penstock.profile.measure import SECONDS, profile
 
 _MOST_FILES = 200
 _OURS = re.compile(r"[0-9a-f]{32}\.json")  # see `cache_key`; others' files in there are theirs
@@ -137,27 +138,27 @@ def cached_profile(
     return costs, False
 
 
-def cache_key(program: Program, leaves: Sequence[Any], asked: Sequence[Any]) -> str:
+def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) -> str:
     """A name for everything that a measurement depends on.
 
     Args:
         program: what is measured.
         leaves: the inputs of a batch; of tensors only what they are counts, not their values.
-        asked: what else was asked for, with the devices among it.
+        settings: what else was given, with the devices among it.
     """
     model = program.model
-    shown = [
+    described = [
         *("penstock", penstock.__version__, VERSION, "torch", str(torch.__version__)),
         *(_machine(), torch.get_float32_matmul_precision()),
         torch.are_deterministic_algorithms_enabled(),
         program.fingerprint,
         repr(model),  # what closed modules are made of, as far as they say
         [_made_of(module) for module in model.modules()],
-        [(name, _shown(p)) for name, p in model.named_parameters(remove_duplicate=False)],
-        [_shown(leaf) for leaf in leaves],
-        asked,
+        [(name, _describe(p)) for name, p in model.named_parameters(remove_duplicate=False)],
+        [_describe(leaf) for leaf in leaves],
+        settings,
     ]
-    return hashlib.sha256(msgspec.json.encode(shown)).hexdigest()[:32]
+    return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:32]
 
 
 _PLAIN = (bool, int, float, str)
@@ -178,7 +179,7 @@ def _made_of(module: nn.Module) -> list[str]:
     return [type(module).__qualname__, body, repr(plain), *settings]
 
 
-def _shown(leaf: Any) -> str:
+def _describe(leaf: object) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.requires_grad} {leaf.is_meta}"

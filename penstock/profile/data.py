@@ -179,7 +179,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def confidence(self) -> Confidence:
-        """How far its times can be trusted."""
+        """How far its times can be trusted, by the worst kind of device."""
         kinds = self.kinds.values()
         return Confidence(
             spread=max(kind.spread for kind in kinds), between=max(kind.between for kind in kinds)
@@ -205,7 +205,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return [f + b for f, b in zip(costs.forward[-1], costs.backward[-1], strict=True)]
 
     def on(self, device: str) -> DeviceProfile:
-        """The costs on a device of the list."""
+        """The costs on one of `devices`, by its name."""
         return self.kinds[device]
 
     def encode(self) -> bytes:
@@ -273,7 +273,7 @@ def _at(rows: float, measured: Sequence[int], table: Sequence[float | Sequence[f
     return np.asarray(values[0] - rate * (measured[0] - rows))
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     """The same data, its numbers with as many digits as mean something."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")

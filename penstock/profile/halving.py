@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +55,10 @@ def halving_seconds(device: torch.device) -> float:
         run_pending(deferral.take())
         return now(device) - start
 
-    found = [(seconds(partial(run_halved, half, linear)), seconds(linear)) for _ in range(_TINY)]
+    found = [
+        (seconds(lambda x, w: run_halved(half, linear, x, w)), seconds(linear))
+        for _ in range(_TINY)
+    ]
     halved, whole = map(statistics.median, zip(*found, strict=True))
     return float(max(halved - whole, 0.0))
 

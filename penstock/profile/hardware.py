@@ -200,15 +200,15 @@ def _link(table: Any, names: Collection[str]) -> tuple[_Pair | None, Link]:
     return (ends[0], ends[1]) if ends else None, link
 
 
-def _known(where: str, table: Any, keys: Collection[str]) -> _Table:
+def _known(where: str, table: object, keys: Collection[str]) -> _Table:
     """The table, none of whose keys is unknown."""
     if not isinstance(table, dict):
-        raise InputError(f"{where} is no table of {_or(keys)}, but {table!r}")
+        raise InputError(f"{where} is not a table of {_or(keys)}, but {table!r}")
     for key in table:
         if key not in keys:
             near = difflib.get_close_matches(key, keys, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it can have {_or(keys)}"
-            raise InputError(f"{where} has {key!r}, which means nothing; {hint}")
+            raise InputError(f"{where} has the unknown key {key!r}; {hint}")
     return table
 
 
@@ -221,7 +221,7 @@ def _read(where: str, table: _Table, key: str, parsed: Callable[[Any], T], defau
         raise InputError(f"{where}, {key}: {error}") from None
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or value < 1:
         raise InputError(f"{value!r} is not a number of devices; give 1 or more")
     return value
@@ -229,13 +229,13 @@ def _count(value: Any) -> int:
 
 def _factor(value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise InputError(f"{value!r} is no factor; 20.0 means 20 times as fast")
+        raise InputError(f"{value!r} is not a factor; 20.0 means 20 times as fast")
     return float(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise InputError(f'{value!r} is no name; write it like "cpu"')
+        raise InputError(f'{value!r} is not a name; write it like "cpu"')
     return value
 
 

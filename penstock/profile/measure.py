@@ -14,14 +14,12 @@ from penstock.capture.blame import lone_row
 from penstock.capture.explain import weight_bytes
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
+from penstock.display.terminal import Progress
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
 from penstock.profile.halving import halving_seconds, launch_and_rate
 from penstock.profile.team import Team
 from penstock.profile.timing import Timing, spread
-
-Progress = Callable[[int, int, str], None]
-"""Called with how much is done, of how much, and what is being done."""
 
 _Timings = dict[int, list[Timing]]  # by rows
 
@@ -74,10 +72,10 @@ def profile(
         leaves = program.flatten_inputs(args, kwargs or {})
     given = program.varying.sizes(leaves)
     batch_size = given[ROWS]
-    asked = None if num_microbatches == "auto" else num_microbatches
-    if asked is not None:
-        check_count(asked, batch_size)
-    agenda = Agenda(batch_size, len(devices), (1 - _ON_HALVES) * seconds, asked)
+    count = None if num_microbatches == "auto" else num_microbatches
+    if count is not None:
+        check_count(count, batch_size)
+    agenda = Agenda(batch_size, len(devices), (1 - _ON_HALVES) * seconds, count)
     teams = {
         kind: Team(program, torch.device(kind), _copies(kind, devices), threads)
         for kind in dict.fromkeys(devices)
@@ -92,7 +90,7 @@ def profile(
         try:
             timings = _measured(teams, agenda, batch_of, progress)
         except Exception as error:
-            if (clearer := lone_row(error, _rows(batch_size, asked or 1))) is not None:
+            if (clearer := lone_row(error, _rows(batch_size, count or 1))) is not None:
                 raise clearer from error
             raise
         on_halves = _ON_HALVES * seconds / len(teams)
@@ -109,7 +107,7 @@ def profile(
         devices=tuple(devices),
         kinds={k: device_profile(k, found, halving[k]) for k, found in timings.items()},
         labels=program.labels,
-        weights=weight_bytes(program),
+        weights=weight_bytes(program.model, program.train),
         boundary=bytes_across(program),
         forbidden=dict(program.cuts.reasons),
         saved=tuple(count / most for count in saved),
@@ -125,7 +123,7 @@ def _rows(batch_size: int, count: int) -> list[int]:
 
 
 def _copies(kind: str, devices: Sequence[str]) -> int:
-    """How many measure at the same time."""
+    """How many workers of this kind measure at the same time."""
     return list(devices).count(kind) if torch.device(kind).type == "cpu" else 1
 
 
@@ -237,10 +235,10 @@ def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(call) for call in zip(*passes, strict=True)]
 
 
-def bytes_across(program: Program, narrow: torch.dtype | None = None) -> tuple[float, ...]:
-    """Bytes per row across every cut; of what is wider than `narrow`, if it travels in that."""
+def bytes_across(program: Program, boundary_dtype: torch.dtype | None = None) -> tuple[float, ...]:
+    """Bytes per row across every cut, where wider values travel in `boundary_dtype`, if given."""
     sizes, cuts = program.sizes(_MANY), range(len(program) + 1)
-    return tuple(program.cuts.num_bytes(k, sizes, narrow) / _MANY for k in cuts)
+    return tuple(program.cuts.num_bytes(k, sizes, boundary_dtype) / _MANY for k in cuts)
 
 
 def _outputs(program: Program) -> tuple[float, ...]:

@@ -19,9 +19,8 @@ from penstock.capture.calls import INPUTS
 from penstock.capture.lowering import lower
 from penstock.capture.trees import flatten
 from penstock.profile.halving import halved_calls, trained_weights, weight_share
-from penstock.profile.saved_memory import Saved, address
 from penstock.profile.shadow import shadow
-from penstock.profile.stepping import KEY
+from penstock.profile.stepping import KEY, Saved, address
 from penstock.profile.timing import Timing, now, timed_backward
 
 _FILL = 0.01  # what made-up weights and activations are; kernels take as long for any number
@@ -123,15 +122,15 @@ class Sampler:
         return [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     def _kind(self, call: Call) -> Any:
-        """Equal for calls that take as long."""
+        """A key that is equal for calls of the same kind and sizes, which take equally long."""
         leaves, structure = flatten((call.args, call.kwargs))
-        shown = tuple(self._shown(leaf) for leaf in leaves)
+        described = tuple(self._describe(leaf) for leaf in leaves)
         if not isinstance(call.target, str):
-            return call.target, structure, shown, call.ambient
+            return call.target, structure, described, call.ambient
         module = self.model.get_submodule(call.target)
-        return type(module), repr(module), structure, shown, call.ambient
+        return type(module), repr(module), structure, described, call.ambient
 
-    def _shown(self, leaf: Any) -> str:
+    def _describe(self, leaf: object) -> str:
         if not isinstance(leaf, (Ref, Attribute)):
             return repr(leaf)
         info = self.program.train.info(leaf)

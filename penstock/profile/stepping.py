@@ -1,20 +1,22 @@
-"""Walking through a program call by call."""
+"""Walking through a program call by call: what each takes, and what is saved for its backward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.capture import Program, Ref, Sizes
+from penstock.capture import Program, Sizes
 from penstock.capture.attributes import named_tensors
+from penstock.capture.calls import input_leaves
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
 from penstock.profile.halving import halved_calls, trained_weights, weight_share
-from penstock.profile.saved_memory import Saved
 from penstock.profile.timing import Timing, now, timed_backward
 
 KEY = Key(0, 0, 0)
@@ -61,10 +63,10 @@ class Steps:
         moved = [
             x.to(self.device, copy=copies) if isinstance(x, torch.Tensor) else x for x in leaves
         ]
-        return [moved[ref.leaf] for ref in self.inputs if isinstance(ref, Ref)]
+        return input_leaves(self.inputs, moved)
 
     def start(self, values: Sequence[Any], sizes: Sizes) -> dict[fx.Node, Any]:
-        """What is known before the first call."""
+        """The values of the placeholder nodes: sizes, random key and inputs."""
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         return dict(zip(placeholders, [sizes, KEY, *values], strict=True))
 
@@ -126,7 +128,7 @@ class Steps:
         return found
 
 
-def _severed(value: Any, clone: bool) -> Any:
+def _severed(value: object, clone: bool) -> Any:
     """The value without its history; a copy where the call will change it in place."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return value
@@ -138,18 +140,12 @@ def _run(module: fx.GraphModule, node: fx.Node, scope: Mapping[fx.Node, Any]) ->
     args = fx.map_arg(node.args, lambda n: scope[n])
     kwargs = fx.map_arg(node.kwargs, lambda n: scope[n])
     if node.op == "get_attr":
-        return _lookup(module, str(node.target))
+        return attrgetter(str(node.target))(module)
     if node.op == "call_module":
-        return _lookup(module, str(node.target))(*args, **kwargs)
+        return attrgetter(str(node.target))(module)(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _lookup(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
 
 
 def _by_call(module: fx.GraphModule, num_calls: int) -> list[list[fx.Node]]:
@@ -170,3 +166,50 @@ def _last_used(calls: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
     for node, index in last.items():
         done[index].append(node)
     return done
+
+
+class Saved:
+    """While open, notes the memory that forwards save for their backwards.
+
+    What is saved as a view counts with all of the memory that it keeps, and memory counts once.
+    All of it stays alive meanwhile, so that no address stands for two things.
+
+    Args:
+        own: the model's tensors, which are there anyway.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self._seen = {address(tensor) for tensor in own if not tensor.is_meta}
+        self._new: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+        self._hooks = saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def __enter__(self) -> Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__(*_)
+        self._alive.clear()
+
+    def take(self) -> dict[int, int]:
+        """What was saved for the first time since the last call: bytes, by address."""
+        new, self._new = self._new, {}
+        return new
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        bare = tensor.detach()  # with its history, a saved result would hold itself for ever
+        place = address(bare)
+        if place and place not in self._seen:
+            self._seen.add(place)
+            self._new[place] = bare.untyped_storage().nbytes()
+            self._alive.append(bare)
+        return bare
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the memory begins that a tensor is a view of; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors have no storage
+        return 0

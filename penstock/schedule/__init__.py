@@ -21,13 +21,12 @@ fitted         made by a list scheduler for the costs that were measured
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.actions import Action, Event, Kind, Schedule, Timeline
 from penstock.schedule.check import Check, check
 from penstock.schedule.costs import Costs
 from penstock.schedule.draw import draw
 from penstock.schedule.fitted import Rules
 from penstock.schedule.recipes import SCHEDULES, Recipe, StagesPerWorker, build, placement_of
-from penstock.schedule.timeline import Event, Timeline
 
 __all__ = [
     "SCHEDULES",

@@ -1,12 +1,13 @@
-"""Actions and schedules: the order in which every worker does its work, as plain data.
+"""Actions, schedules and timelines: who does what in which order, and when, as plain data.
 
 A `Schedule` is one ordered list of `Action`s per worker. It says nothing about how long an
 action takes or what it computes, so it can be drawn, checked, simulated and compared without a
-model and without torch.
+model and without torch. A `Timeline` says when every action began and ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -72,3 +73,37 @@ def check_size(name: str, num_stages: int, num_microbatches: int) -> None:
             f"{name} needs at least one stage and one micro-batch, "
             f"got num_stages={num_stages} and num_microbatches={num_microbatches}"
         )
+
+
+class Event(NamedTuple):
+    """`worker` ran `action` from `start` to `end`, in seconds since the step began."""
+
+    worker: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Who did what in one step, and when: predicted by the simulator, or recorded by the engine.
+
+    Attributes:
+        num_workers: how many workers took part, idle ones included.
+        events: what they ran, in any order.
+    """
+
+    num_workers: int
+    events: Sequence[Event]
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the step to the end of its last event, in seconds."""
+        return max((event.end for event in self.events), default=0.0)
+
+    def busy(self) -> tuple[float, ...]:
+        """The seconds that each worker spent running actions."""
+        totals = [0.0] * self.num_workers
+        for event in self.events:
+            totals[event.worker] += event.end - event.start
+        return tuple(totals)

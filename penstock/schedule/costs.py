@@ -84,7 +84,7 @@ class Costs:
 
     @cached_property
     def inputs(self) -> tuple[float, ...]:
-        """The seconds of every input half."""
+        """The seconds of every stage's input half, with what halving costs."""
         halving = self.halving or (0.0,) * self.num_stages
         parts = zip(self.backward, self.weights, halving, strict=True)
         return tuple(backward - weight + more for backward, weight, more in parts)
@@ -100,7 +100,7 @@ class Costs:
         }
 
     def seconds(self, action: Action) -> float:
-        """The seconds of one action."""
+        """The seconds of one action on its stage."""
         return self.by_kind[action[0]][action[1]]
 
 

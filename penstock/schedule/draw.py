@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.walk import walk
 
-IDLE = ".."
+_IDLE = ".."
 
 
 def draw(schedule: Schedule) -> str:
@@ -30,7 +30,7 @@ def draw(schedule: Schedule) -> str:
         if action.kind is Kind.WEIGHT:
             row.append(_label(action, with_stage=several))
             continue
-        row.extend([IDLE] * (ready[action.microbatch] - len(row)))
+        row.extend([_IDLE] * (ready[action.microbatch] - len(row)))
         row.append(_label(action, with_stage=several))
         ready[action.microbatch] = len(row)
     return _align(rows)
@@ -46,7 +46,7 @@ def _align(rows: list[list[str]]) -> str:
     digits = len(str(len(rows) - 1))
     lines = []
     for worker, row in enumerate(rows):
-        cells = row + [IDLE] * (length - len(row))
+        cells = row + [_IDLE] * (length - len(row))
         line = " ".join(cell.ljust(width) for cell in cells)
         lines.append(f"worker {worker:>{digits}} | {line}".rstrip())
     return "\n".join(lines)

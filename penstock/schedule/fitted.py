@@ -128,7 +128,7 @@ class _Queue:
 
 
 class _Run:
-    """One run of the list scheduler."""
+    """The list scheduler on a clock of its own: who is free when, and what has arrived."""
 
     def __init__(
         self, costs: Costs, num_microbatches: int, placement: Sequence[int], rules: Rules

@@ -11,9 +11,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.actions import Schedule, check_size
 from penstock.schedule.costs import Costs
 from penstock.schedule.fitted import Rules, fitted
-from penstock.schedule.gpipe import gpipe
+from penstock.schedule.gpipe import gpipe, naive
 from penstock.schedule.looped import breadth_first, interleaved, on_a_loop
-from penstock.schedule.naive import naive
 from penstock.schedule.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from penstock.schedule.zero_bubble import in_a_v, zero_bubble, zero_bubble_v
 
@@ -27,7 +26,7 @@ class StagesPerWorker(StrEnum):
 
 
 @dataclass(frozen=True)
-class Options:
+class _Options:
     """What only some schedules take; see `build`."""
 
     warmup: int | Sequence[int] | None = None
@@ -40,7 +39,7 @@ class Options:
         return [name for name, value in vars(self).items() if value is not None]
 
 
-Make = Callable[[int, int, int, Options], Schedule]
+Make = Callable[[int, int, int, _Options], Schedule]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Recipe:
         splits_backward: whether its backwards come in halves. (A fitted schedule's rules decide.)
         place: from the numbers of stages and workers, the worker of every stage.
         make: from the numbers of stages, micro-batches and workers, and the options, the schedule.
-        options: the names of the `Options` that it takes.
+        options: the names of the `_Options` that it takes.
     """
 
     name: str
@@ -110,11 +109,11 @@ def _looped(name: str, make: Callable[[int, int, int], Schedule]) -> Recipe:
     )
 
 
-def _make_eager(p: int, m: int, workers: int, options: Options) -> Schedule:
+def _make_eager(p: int, m: int, workers: int, options: _Options) -> Schedule:
     return eager_one_f_one_b(p, m, 2 if options.warmup is None else options.warmup)
 
 
-def _make_fitted(p: int, m: int, workers: int, options: Options) -> Schedule:
+def _make_fitted(p: int, m: int, workers: int, options: _Options) -> Schedule:
     """Without costs for equal stages, whose backward takes twice as long as the forward."""
     costs = options.costs or Costs.equal(p, 1.0, 1.0, 1.0)
     placement = on_a_loop(p, workers) if options.placement is None else options.placement
@@ -183,7 +182,7 @@ def build(
     """
     recipe = _recipe(name)
     check_size(name, num_stages, num_microbatches)
-    options = Options(warmup, costs, placement, rules)
+    options = _Options(warmup, costs, placement, rules)
     for given in options.given():
         if given not in recipe.options:
             takers = [other.name for other in _RECIPES if given in other.options]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.simulate.events import simulate
+from penstock.simulate.events import Network, simulate
 from penstock.simulate.memory import Memory, memory_over_time
-from penstock.simulate.network import Network
 
 __all__ = ["Memory", "Network", "memory_over_time", "simulate"]

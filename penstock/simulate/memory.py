@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from penstock.errors import InputError
-from penstock.schedule.actions import Kind
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.actions import Kind, Timeline
 
 
 @dataclass(frozen=True)

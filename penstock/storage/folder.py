@@ -27,10 +27,11 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import NamedTuple, TypedDict
 
 import msgspec
 
@@ -53,10 +54,40 @@ _BLOCK = 1 << 22  # bytes that are read at once
 
 
 class Entry(TypedDict):
-    """What an index says of a file."""
+    """A file's size in bytes and its CRC-32, as the index has them."""
 
     size: int
     crc32: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an index says of one save.
+
+    Attributes:
+        number: of the save.
+        files: all of its files but the index, by name.
+        weights: for every tensor the name of its file.
+        total_bytes: of all tensors.
+    """
+
+    number: int = 0
+    files: Mapping[str, Entry] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)
+    total_bytes: int = 0
+
+    def encode(self) -> bytes:
+        """JSON that transformers and `Pipeline(weights=...)` read as well."""
+        penstock = {"version": VERSION, "number": self.number, "files": self.files}
+        metadata = {"total_size": self.total_bytes, "penstock": penstock}
+        return readable({"metadata": metadata, "weight_map": self.weights})
+
+
+class _Listed(NamedTuple):
+    """The files that saves may have written, and the number of the latest of these saves."""
+
+    number: int
+    files: list[str]
 
 
 class Folder:
@@ -103,11 +134,11 @@ class Folder:
     def _announce(self, names: Callable[[int], Sequence[str]], after: int) -> int:
         """Choose a number whose files would take nobody's place, and list them on the disk."""
         saved, listed = self._saved(), self._listed()
-        number: int = 1 + max(after, listed["number"], saved["number"])
+        number = 1 + max(after, listed.number, saved.number)
         while any(os.path.lexists(self.path / name) for name in names(number)):
             number += 1
-        before = [name for name in saved["files"] if _OURS.fullmatch(name)]
-        ours = dict.fromkeys([*listed["files"], *before, *names(number)])
+        before = [name for name in saved.files if _OURS.fullmatch(name)]
+        ours = dict.fromkeys([*listed.files, *before, *names(number)])
         found = {"version": VERSION, "number": number, "files": list(ours)}
         self._put(SAVING, readable(found), _NEW_LIST)
         return number
@@ -127,25 +158,23 @@ class Folder:
             raise
         sync(self.path)
 
-    def _saved(self) -> dict[str, Any]:
-        """What the index says of its save."""
-        if not (self.path / INDEX).exists():
-            return {"number": 0, "files": {}}
-        found: dict[str, Any] = read_index(self.path / INDEX)["penstock"]
-        return found
+    def _saved(self) -> Index:
+        """What the index says; of a folder without one, that nothing was saved."""
+        path = self.path / INDEX
+        return (read_index(path) if path.exists() else None) or Index()
 
-    def _listed(self) -> dict[str, Any]:
+    def _listed(self) -> _Listed:
         """The files that saves have written, or were about to write."""
         path = self.path / SAVING
         if not path.exists():
-            return {"number": 0, "files": []}
+            return _Listed(0, [])
         try:
             found = msgspec.json.decode(path.read_bytes())
-            return {"number": int(found["number"]), "files": _plain_names(found["files"], path)}
+            return _Listed(int(found["number"]), _plain_names(found["files"], path))
         except _MALFORMED as error:
             raise CheckpointError(
-                f"{path} is no list of a save's files: {error!r}. It says which files an "
-                "interrupted save has left; remove it, and those files, by hand"
+                f"{path} is not a list of a save's files: {error!r}. It names the files of an "
+                "interrupted save; remove it, and those files, by hand"
             ) from error
 
     def _take_lock(self) -> None:
@@ -164,8 +193,8 @@ class Folder:
                 raise
             warnings.warn(
                 f"{self.path} is on a file system without locks ({error.strerror}): if another "
-                "process saves there at the same time, neither is told, and the checkpoint may be "
-                "lost. Give every run a folder of its own",
+                "process saves there at the same time, this cannot be detected, and the "
+                "checkpoint may be lost. Give every run a folder of its own",
                 stacklevel=2,
             )
         self._lock = lock
@@ -173,10 +202,10 @@ class Folder:
     def _check_is_free(self) -> None:
         single, index = self.path / "model.safetensors", self.path / INDEX
         foreign = single if single.exists() else index
-        if foreign.exists() and (foreign is single or read_index(index).get("penstock") is None):
+        if foreign.exists() and (foreign is single or read_index(index) is None):
             raise CheckpointError(
                 f"{self.path} holds another model's weights, {foreign.name}, which a checkpoint "
-                "would take the place of; save to another folder"
+                "would replace; save to another folder"
             )
 
     def clean(self) -> None:
@@ -184,8 +213,8 @@ class Folder:
 
         Their list stays: what writes them may be late.
         """
-        kept = self._saved()["files"]
-        for name in self._listed()["files"]:
+        kept = self._saved().files
+        for name in self._listed().files:
             path = self.path / name
             if name not in kept and os.path.lexists(path):
                 if path.is_dir() and not path.is_symlink():
@@ -193,7 +222,7 @@ class Folder:
                 else:
                     path.unlink(missing_ok=True)
 
-    def commit(self, index: dict[str, Any]) -> None:
+    def commit(self, index: Index) -> None:
         """Let these files be the checkpoint, instead of those before.
 
         What cannot be removed of those before stays listed, for a later save to remove.
@@ -202,7 +231,7 @@ class Folder:
             CheckpointError: one of them is gone, as another save without locks would do it.
             OSError: they cannot; those before still are.
         """
-        for name, written in index["metadata"]["penstock"]["files"].items():
+        for name, written in index.files.items():
             path = self.path / name
             if not path.is_file() or path.stat().st_size != written["size"]:
                 raise CheckpointError(
@@ -210,7 +239,7 @@ class Folder:
                     "run that saves there; give every run a folder of its own. A checkpoint "
                     "before it is untouched"
                 )
-        self._put(INDEX, readable(index), _NEW_INDEX)
+        self._put(INDEX, index.encode(), _NEW_INDEX)
         try:
             self.clean()
             (self.path / SAVING).unlink(missing_ok=True)
@@ -238,8 +267,8 @@ def is_begun(path: Path) -> bool:
     return (path / SAVING).exists() or not any(path.iterdir())
 
 
-def read_index(path: Path) -> dict[str, Any]:
-    """The index of a checkpoint: `"weight_map"`, and under `"penstock"` what else there is.
+def read_index(path: Path) -> Index | None:
+    """The index of a checkpoint; `None` if it is one of weights that Penstock has not saved.
 
     Raises:
         CheckpointError: it is none, or of a later version, or names files that are elsewhere.
@@ -250,7 +279,7 @@ def read_index(path: Path) -> dict[str, Any]:
         metadata = found.get("metadata") or {}
         own = metadata.get("penstock")
         if own is None:
-            return {"weight_map": weights, "penstock": None}
+            return None
         version = int(own["version"])
         if version > VERSION:
             raise CheckpointError(
@@ -261,10 +290,9 @@ def read_index(path: Path) -> dict[str, Any]:
         _plain_names(files, path)
         if unknown := set(weights.values()) - files.keys():
             raise KeyError(min(unknown))
-        penstock = {"version": version, "number": int(own["number"]), "files": files}
+        return Index(int(own["number"]), files, weights, int(metadata.get("total_size", 0)))
     except (*_MALFORMED, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of weights: {error!r}") from error
-    return {"weight_map": weights, "penstock": penstock}
+        raise CheckpointError(f"{path} is not an index of weights: {error!r}") from error
 
 
 def _plain_names(names: Iterable[str], source: Path) -> list[str]:
@@ -277,8 +305,8 @@ def _plain_names(names: Iterable[str], source: Path) -> list[str]:
     for name in found:
         if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
             raise CheckpointError(
-                f"{source} names {name!r}, which is not in its folder, as all files of a "
-                "checkpoint are. Do not trust it"
+                f"{source} names {name!r}, which is not in its folder. No checkpoint of Penstock "
+                "does that: do not trust it"
             )
     return found
 
@@ -304,7 +332,7 @@ def checked(path: Path, expected: Entry) -> Path:
         raise CheckpointError(
             f"{path} is not as it was written: it has {found['size']} bytes with checksum "
             f"{found['crc32']:08x} instead of {expected['size']} with {expected['crc32']:08x}. "
-            "Take another checkpoint"
+            "Use another checkpoint"
         )
     return path
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
-from penstock.storage.folder import entry, sync
+from penstock.storage.folder import Entry, entry, sync
 
 Tensors = Mapping[str, torch.Tensor]
 """Parameters and buffers, by the model's names for them."""
@@ -27,6 +27,22 @@ States = Mapping[str, Mapping[Any, Any]]
 WHOLE = (("training", "pt"), ("random", "pt"), ("plan", "json"))
 """The files of a save that one process writes for all, and their endings."""
 _PARTS = (("model", "safetensors"), ("optimizer", "pt"), ("part", "json"))
+
+
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker says of its part when it is on the disk, or cannot be.
+
+    Attributes:
+        files: those that it has written, by name.
+        weights: for every tensor the name of its file.
+        bytes: of all tensors.
+        error: why the part could not be written.
+    """
+
+    files: dict[str, Entry] = {}
+    weights: dict[str, str] = {}
+    bytes: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class Part:
     count: int
 
     def path(self, what: str, ending: str) -> Path:
-        """The part's file of this kind."""
+        """The file for `what`, `model-000007-00001-of-00002.safetensors` for instance."""
         place = f"{self.index + 1:05d}-of-{self.count:05d}"
         return Path(self.folder) / f"{what}-{self.number:06d}-{place}.{ending}"
 
@@ -57,7 +73,7 @@ class Part:
 
     @property
     def scratch(self) -> Path:
-        """The note as it is being written."""
+        """The note before it is moved into place."""
         return self.note.with_name(f".{self.note.name}.new")
 
     @property
@@ -94,22 +110,20 @@ class Part:
         try:
             note = self._write(tensors, states, weights, optimizers)
         except Exception as error:
-            note = {
-                "error": f"part {self.index + 1} of {self.count} of the checkpoint {self.folder} "
+            note = Note(
+                error=f"part {self.index + 1} of {self.count} of the checkpoint {self.folder} "
                 f"cannot be written: {_reason(error)}. A checkpoint before it is "
                 "untouched"
-            }
+            )
             shutil.rmtree(self.workplace, ignore_errors=True)
             for path in (weights, optimizers):  # if the disk is full, the note needs room
                 path.unlink(missing_ok=True)
-        self.scratch.write_text(json.dumps(note))  # names that are listed, see `Folder`
+        self.scratch.write_bytes(msgspec.json.encode(note))  # names that are listed, see `Folder`
         self.scratch.replace(self.note)
 
-    def _write(
-        self, tensors: Tensors, states: States, weights: Path, optimizers: Path
-    ) -> dict[str, Any]:
-        """What there is to note of it."""
-        files: dict[str, Any] = {}
+    def _write(self, tensors: Tensors, states: States, weights: Path, optimizers: Path) -> Note:
+        """Write weights and optimizer states to the disk; returns the note for them."""
+        files: dict[str, Entry] = {}
         if tensors:
             self.workplace.mkdir()
             new = self.workplace / weights.name
@@ -122,11 +136,8 @@ class Part:
             torch.save(compact(states), optimizers)
             sync(optimizers)
             files[optimizers.name] = entry(optimizers)
-        return {
-            "files": files,
-            "weights": dict.fromkeys(tensors, weights.name),
-            "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
-        }
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        return Note(files, dict.fromkeys(tensors, weights.name), size)
 
 
 def names_of_save(workers: int, number: int) -> list[str]:
@@ -168,7 +179,7 @@ def compact(value: Any) -> Any:
     return _mapped(value, whole)
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (dict, OrderedDict):

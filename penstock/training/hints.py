@@ -60,7 +60,7 @@ def no_attribute(pipeline: object, model: nn.Module | None, name: str) -> Attrib
     return AttributeError(text, name=name, obj=None)
 
 
-def optimizer_class(kind: Any) -> type[Optimizer]:
+def optimizer_class(kind: object) -> type[Optimizer]:
     """The class of an optimizer.
 
     Raises:
@@ -72,20 +72,20 @@ def optimizer_class(kind: Any) -> type[Optimizer]:
     if isinstance(kind, Optimizer):
         name, lr = type(kind).__name__, kind.defaults.get("lr", 1e-3)
         raise InputError(
-            f"pipe.optimizer was given an {name} that exists already; it makes one of a class, so "
-            f"that every worker has its part: pipe.optimizer(torch.optim.{name}, lr={lr})"
+            f"pipe.optimizer was given an {name} that exists already; it needs the class, to "
+            f"create a part for every worker: pipe.optimizer(torch.optim.{name}, lr={lr})"
         )
     if isinstance(kind, str):
         known = {n.lower(): n for n, v in vars(torch.optim).items() if isinstance(v, type)}
         found = known.get(kind.lower(), "AdamW")
         raise InputError(
-            f"pipe.optimizer was given the text {kind!r}, not a class: "
+            f"pipe.optimizer was given the string {kind!r}, not a class: "
             f"pipe.optimizer(torch.optim.{found}, lr=1e-3)"
         )
     what = kind.__name__ if isinstance(kind, type) else f"a {type(kind).__name__}"
     raise InputError(
-        f"pipe.optimizer was given {what} first, not a class of optimizers; parameters come "
-        f"second, and are all of the model's if they are left out: {example}"
+        f"pipe.optimizer was given {what} first, not an optimizer class; parameters come second, "
+        f"and are all of the model's by default: {example}"
     )
 
 
@@ -101,12 +101,12 @@ def explaining(
     try:
         yield
     except (InputError, CaptureError) as error:
-        if text := about_arguments(model, args, kwargs, target):
+        if text := _about_arguments(model, args, kwargs, target):
             raise InputError(f"{text} ({error})") from error
         raise
 
 
-def about_arguments(
+def _about_arguments(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
 ) -> str:
     """What is wrong with the arguments of a training step that the model cannot take.

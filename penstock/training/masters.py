@@ -7,7 +7,6 @@ is lost if it is added in half precision.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from penstock.errors import InputError
 from penstock.workers.optimizer_parts import settings_of, use_settings
 
 HALF = (torch.float16, torch.bfloat16)
-MASTER = "master"
+_MASTER = "master"
 """Under this name a parameter's state has its copy in float32."""
 
 
@@ -47,11 +46,12 @@ class MasterWeights(Optimizer):
             raise InputError("the optimizer is given no parameters")
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _listed(group["params"])} for group in groups]
-        make: Callable[..., Optimizer] = master_of
-        self._make = partial(make, **options)
+        self._class: Callable[..., Optimizer] = master_of
+        self._options = options
         self._inner: Optimizer | None = None
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        made = self._make([{**g, "params": list(map(_stand_in, g["params"]))} for g in groups])
+        stand_ins = [{**g, "params": list(map(_stand_in, g["params"]))} for g in groups]
+        made = master_of(stand_ins, **options)
         pairs = zip(made.param_groups, groups, strict=True)
         super().__init__([{**g, "params": own["params"]} for g, own in pairs], made.defaults)
 
@@ -86,7 +86,7 @@ class MasterWeights(Optimizer):
                     self._masters.setdefault(parameter, _copied(parameter))
                 masters.append(self._masters.get(parameter, _stand_in(parameter)))
             groups.append({**group, "params": masters})
-        made = self._make(groups)
+        made = self._class(groups, **self._options)
         for parameter, master in self._masters.items():
             if parameter not in self.state and master in made.state:  # what Adagrad begins with
                 self.state[parameter] = dict(made.state[master])
@@ -95,7 +95,7 @@ class MasterWeights(Optimizer):
     def _bring(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
         """Let a copy and what the optimizer remembers of it be what `state` says."""
         state = dict(self.state.get(parameter, ()))
-        kept = state.pop(MASTER, None)
+        kept = state.pop(_MASTER, None)
         if state and self._inner is not None:
             self._inner.state[master] = state
         if master is parameter:
@@ -112,7 +112,7 @@ class MasterWeights(Optimizer):
         if master is not parameter:
             master.grad = None
             parameter.copy_(master)
-            state[MASTER] = master.detach()
+            state[_MASTER] = master.detach()
         if state:
             self.state[parameter] = state
 

@@ -12,39 +12,39 @@ from penstock.errors import InputError
 from penstock.training.masters import MasterWeights, restore_float32
 from penstock.workers.optimizer_parts import Groups, Parts
 
-Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
+_Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
 
 class PipelineOptimizer(Optimizer):
     """Any optimizer of `torch.optim` that treats parameters one by one, stepped in parallel.
 
-    `param_groups`, `state_dict()` and learning-rate schedulers are those of a plain optimizer over
-    all parameters; a checkpoint of one loads into the other. `state` is where the parameters are:
-    with threads it is here, of worker processes and other ranks it is brought here by
-    `state_dict()`, and what is written to it there is not seen; `load_state_dict` is.
+    `param_groups`, `state_dict()` and learning-rate schedulers work as with a plain optimizer over
+    all parameters, and state dicts can be exchanged with one. With threads, `state` is in this
+    process. With processes and ranks, `state` is with the workers: `state_dict()` copies it here.
+    Changes to `state` in this process are ignored there; use `load_state_dict`.
 
-    Every class of `torch.optim` but LBFGS is such a one, Muon (for matrices) and Adafactor too.
-    SparseAdam needs sparse gradients, which only threads can have. A class of one's own that looks
-    at all parameters at once, at the norm of all gradients for instance, would see those of one
-    worker; have it step on `pipe.parameters()` itself with threads or processes.
+    Supported is every class of `torch.optim` except LBFGS. SparseAdam needs sparse gradients, which
+    only threads support. A class that needs all parameters at once, for instance the norm of all
+    gradients, would see only those of one worker. With threads or processes, create it on
+    `pipe.parameters()` instead.
 
     Args:
         kind: the optimizer's class.
         params: parameters, or parameter groups.
-        divide: makes the parts of an optimizer of this class, with these groups and options.
-        master_weights: whether parameters in half precision are updated by float32 copies of
-            them, see `penstock.training.masters`.
+        divide: makes the workers' parts of an optimizer from its class, groups and options.
+        master_weights: whether to update half-precision parameters with float32 copies, see
+            `penstock.training.masters`.
         options: arguments of `kind`.
 
     Raises:
-        InputError: the class needs a closure, and so a step of its own through the pipeline.
+        InputError: the class is LBFGS.
     """
 
     def __init__(
         self,
         kind: type[Optimizer],
         params: Iterable[Any],
-        divide: Divide,
+        divide: _Divide,
         master_weights: bool = False,
         **options: Any,
     ) -> None:
@@ -65,26 +65,33 @@ class PipelineOptimizer(Optimizer):
         super().__init__(whole.param_groups, whole.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in plain optimizers; its parameters are divided among the workers."""
+        """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does."""
         if getattr(self, "_parts", None) is not None:
             self._parts.fetch(self.state)  # type: ignore[union-attr]
         super().add_param_group(param_group)
         self._parts = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles would have; there can be none.
+        """Refuse to be copied or pickled.
 
         Raises:
-            TypeError: in any case.
+            TypeError: always.
         """
         raise TypeError(
-            "an optimizer of a pipeline cannot be copied or pickled, as its parts are with the "
-            "workers; save optimizer.state_dict()"
+            "an optimizer of a pipeline cannot be copied or pickled, because its parts are with "
+            "the workers; save optimizer.state_dict()"
         )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter; a closure is called first, as in plain optimizers."""
+        """Update every parameter that has a gradient, on all workers at once.
+
+        Args:
+            closure: called first, with gradients enabled.
+
+        Returns:
+            what the closure returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,18 +109,18 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def remote(self) -> Parts | None:
-        """Its parts, if they have its state in worker processes."""
+        """The workers' parts, if the state is in worker processes; otherwise `None`."""
         parts = self._parts
         return parts if parts is not None and parts.number is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a plain optimizer over all parameters would have, and can load."""
+        """The state dict of a plain optimizer over all parameters, copied from the workers."""
         if self._parts is not None:
             self._parts.fetch(self.state)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer of this class, from here or from plain PyTorch."""
+        """Load the state dict of an optimizer of this class, also of a plain one."""
         super().load_state_dict(state_dict)
         if self._kind is MasterWeights:
             restore_float32(self, state_dict)

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.errors import InputError
 
-Filter = Callable[[str, nn.Parameter], bool]
+_Filter = Callable[[str, nn.Parameter], bool]
 
 
 def parameter_groups(model: nn.Module, params: Any) -> Any:
@@ -92,7 +92,7 @@ def _tensors(given: Any) -> Iterable[torch.Tensor]:
         yield from (each for each in given if isinstance(each, torch.Tensor))
 
 
-def _filter_of(group: Mapping[str, Any]) -> Filter | None:
+def _filter_of(group: Mapping[str, Any]) -> _Filter | None:
     """The filter that a group has; `None` if it lists parameters."""
     params = group["params"]
     if isinstance(params, str):
@@ -109,8 +109,8 @@ def _check_taken(
 ) -> None:
     if not taken:
         raise InputError(
-            f"the group {group['params']!r} fits no parameter that an earlier group has not "
-            f"taken; the model has {_some(named)}"
+            f"the group {group['params']!r} matches no parameter that is not in an earlier group; "
+            f"the model has {_some(named)}"
         )
 
 

@@ -77,12 +77,12 @@ def _check_dtype(optimizer: Optimizer) -> None:
     if any(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters):
         raise InputError(
             "gradients in float16 cannot be unscaled in place, as small ones would be lost. Keep "
-            "the model in float32 and train it under torch.autocast(..., torch.float16), or have "
-            "it in bfloat16, which needs no scaler"
+            "the model in float32 and train it under torch.autocast(..., torch.float16), or use "
+            "bfloat16, which needs no scaler"
         )
 
 
-def scale_of(scaler: Any) -> float | None:
+def scale_of(scaler: object) -> float | None:
     """What a step's loss is multiplied by before its backward; `None` without scaling.
 
     Raises:
@@ -92,7 +92,7 @@ def scale_of(scaler: Any) -> float | None:
         return None
     if not isinstance(scaler, PipelineScaler):
         raise InputError(
-            f"scaler={scaler!r} is not a pipeline's; make it by pipe.scaler(init_scale=...), which "
-            "is a torch.amp.GradScaler that knows of all workers"
+            f"scaler={scaler!r} was not created by pipe.scaler(init_scale=...), which returns a "
+            "torch.amp.GradScaler for all workers"
         )
     return scaler.begin()

@@ -12,9 +12,9 @@ import torch
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ROWS, Ambient
 from penstock.engine.compile import Run, compile_actions, recorded
-from penstock.engine.ending import Endings
-from penstock.engine.ends import Feed, LossFailed, Outlet
+from penstock.engine.ends import Endings, Feed, LossFailed, Outlet
 from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.replicas import ONLY, Replica
 from penstock.engine.stage import Held, Stage
 from penstock.errors import WorkerError, WorkerTimeout
 from penstock.links.casting import Cast
@@ -22,16 +22,8 @@ from penstock.links.link import Sink, Source
 from penstock.links.local import Aborted
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
+from penstock.workers.members import Position, code
 from penstock.workers.ways import NewWay, modules_of
-
-Position = list[int] | memoryview
-"""Its first item says what a worker is doing: `code(action, waiting)`, or 0 for nothing, or one of
-these."""
-
-STARTING, UPDATING = -1, -2
-
-_KINDS = tuple(Kind)
-_OTHER = {0: "", STARTING: "start", UPDATING: "optimizer step"}
 
 
 class _Compiled(NamedTuple):
@@ -51,6 +43,7 @@ class Assembly:
         links: between stage `k` and the next, by `k`: the sink of the former, if that is here,
             and the source of the latter, if that is.
         workers: those of this process.
+        replica: whose stages they are.
 
     Attributes:
         stages: by number.
@@ -62,8 +55,10 @@ class Assembly:
         devices: Sequence[torch.device],
         links: Mapping[int, Any],
         workers: Sequence[int],
+        replica: Replica = ONLY,
     ) -> None:
         self._plan = plan
+        self._replica = replica
         self._placement = plan.placement
         self._last = len(plan.stages) - 1
         self.feed = Feed(devices[self._placement[0]])
@@ -74,8 +69,8 @@ class Assembly:
             if worker in workers:
                 source: Source = self.feed if index == 0 else _as_planned(links[index - 1], plan)
                 sink: Sink = self.outlet if index == self._last else _as_planned(links[index], plan)
-                self.stages[index] = Stage(index, (), source, sink)
-        self._compiled: dict[tuple[int, Pass, int], _Compiled] = {}
+                self.stages[index] = replica.stage(index, source, sink)
+        self._compiled: dict[tuple[int, Pass, range, int], _Compiled] = {}
         self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
     def add(self, way: NewWay) -> None:
@@ -94,51 +89,68 @@ class Assembly:
             WorkerError: an action failed.
             Aborted: another worker has failed.
         """
-        compiled = self._compile(worker, order.what, len(order.microbatches))
+        own_share = self._replica.share(len(order.microbatches))
+        if not own_share:
+            return Outcome()
+        most = len(self._replica.largest_share(len(order.microbatches)))
+        compiled = self._compile(worker, order.what, own_share, most)
         own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         outcome = Outcome()
         if order.what == "train" and order.modes.casting:
             compiled = _backwards_outside(compiled, order.modes)
         if order.recorded:
-            runs = recorded(compiled.runs, compiled.actions, worker, outcome.events)
+            number = self._replica.first + worker
+            runs = recorded(compiled.runs, compiled.actions, number, outcome.events)
             compiled = compiled._replace(runs=runs)
         self._begin(own, order)
-        _run(worker, compiled, order, position)
-        self._end(own, order, outcome)
+        _run(self._replica.first + worker, compiled, order, position)
+        self._end(own, order, outcome, own_share.start)
         return outcome
 
-    def _compile(self, worker: int, what: Pass, count: int) -> _Compiled:
-        """A worker's actions and callables; the schedule is proven first."""
-        if (worker, what, count) not in self._compiled:
-            schedule = self._plan.schedule_for(count)
+    def _compile(self, worker: int, what: Pass, share: range, most: int) -> _Compiled:
+        """A worker's actions and callables; the schedule is proven first.
+
+        Args:
+            worker: of the replica.
+            what: which actions there are.
+            share: the micro-batches that the replica runs.
+            most: how many another replica may run. All have the order of that one, or they could
+                wait for each other.
+        """
+        count = len(share)
+        if (worker, what, share, most) not in self._compiled:
+            schedule = self._plan.schedule_for(most)
             check(schedule)
             wanted = set(Kind)
             if what != "train":
                 wanted = wanted - {Kind.FORWARD} if what == "backward" else {Kind.FORWARD}
-            actions = [a for a in schedule.workers[worker] if a.kind in wanted]
+            actions = [
+                a._replace(microbatch=share[a.microbatch])
+                for a in schedule.workers[worker]
+                if a.kind in wanted and a.microbatch < count
+            ]
             runs = compile_actions(actions, self.stages, what != "infer")
             codes = [code(action, waits) for action in actions for waits in (True, False)]
-            self._compiled[worker, what, count] = _Compiled(actions, runs, codes)
-        return self._compiled[worker, what, count]
+            self._compiled[worker, what, share, most] = _Compiled(actions, runs, codes)
+        return self._compiled[worker, what, share, most]
 
     def _begin(self, own: Sequence[Stage], order: Order) -> None:
         """Give a worker's stages what they need."""
         for stage in own:
-            stage.microbatches, stage.wanted = order.microbatches, order.wanted
+            stage.begin(order.microbatches, order.wanted, order.before)
             if stage.index == 0:
                 self.feed.values = list(order.values)
             if stage.index == self._last:
                 keys = [m.key for m in order.microbatches]
                 self._endings.taken = [(m.sizes, m.way) for m in order.microbatches]
                 self.outlet.begin(order.loss, order.gradients, keys)
-            stage.norms.begin()
             if order.what == "backward":
                 stage.held = self._waiting.pop((order.number, stage.index))
 
-    def _end(self, own: Sequence[Stage], order: Order, outcome: Outcome) -> None:
-        """Take from a worker's stages what has come of it."""
+    def _end(self, own: Sequence[Stage], order: Order, outcome: Outcome, first: int) -> None:
+        """Take from a worker's stages what has come of it; `first` is one of the micro-batches."""
         for stage in own:
-            stage.norms.fold()
+            stage.end()
             if stage.index == 0:
                 outcome.gradients = self.feed.gradients
                 self.feed.clear()
@@ -147,7 +159,8 @@ class Assembly:
                 outcome.weights = order.loss.weights if order.loss else ()
                 outcome.metrics, outcome.mismatch = self.outlet.metrics, self.outlet.mismatch
                 if order.what == "forward":
-                    outcome.differentiable = [r is not None for r in stage.held[0].end.roots]
+                    end = stage.held[first].end
+                    outcome.differentiable = [root is not None for root in end.roots]
                 self.outlet.clear()
             if order.what == "forward":
                 self._waiting[order.number, stage.index] = stage.held
@@ -169,34 +182,6 @@ class Assembly:
 def _as_planned(link: Any, plan: Plan) -> Any:
     """The end of a link, in the precision that the plan has for boundaries."""
     return Cast(link, getattr(torch, plan.boundary_dtype)) if plan.boundary_dtype else link
-
-
-def code(action: Action, waits: bool) -> int:
-    """An action as a number, and whether it still waits for its values."""
-    kind = _KINDS.index(action.kind)
-    return ((action.microbatch << 16 | action.stage) << 3 | kind) << 2 | waits << 1 | 1
-
-
-def decode(code: int) -> tuple[int | None, int | None, str]:
-    """The stage, the micro-batch and the kind of the action with this code, in words."""
-    if code <= 0:
-        return None, None, _OTHER[code]
-    kind, stage, microbatch = _KINDS[code >> 2 & 7], code >> 5 & 0xFFFF, code >> 21
-    return stage, microbatch, "forward" if kind is Kind.FORWARD else "backward"
-
-
-def doing(code: int) -> str:
-    """What a worker does whose position is this, in words."""
-    stage, microbatch, what = decode(code)
-    if stage is None:
-        return f"in the {what}" if what else "idle"
-    place = f"the {what} of micro-batch {microbatch} in stage {stage}"
-    return f"waiting for values for {place}" if waits(code) else f"in {place}"
-
-
-def waits(code: int) -> bool:
-    """Whether a worker whose position is this waits for another one."""
-    return code > 0 and bool(code & 2)
 
 
 def _run(worker: int, compiled: _Compiled, order: Order, position: Position) -> None:
@@ -221,6 +206,19 @@ def _run(worker: int, compiled: _Compiled, order: Order, position: Position) -> 
         raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
         position[0] = 0
+
+
+@contextmanager
+def own_casts() -> Iterator[None]:
+    """While open, no weight is used that autocast has cast before; none is afterwards.
+
+    For a process that has one worker. Threads have their casts in common.
+    """
+    torch.clear_autocast_cache()  # the script may be in a region that spans several steps
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()  # of weights that change with the next step
 
 
 @contextmanager

@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 
 from penstock.capture import Program
 from penstock.devices.choice import threads_per_worker
+from penstock.display.terminal import Progress
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import PlanError
+from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
-from penstock.profile.measure import Progress
 from penstock.storage.part import Part
 from penstock.workers.clipping import Clipping
+from penstock.workers.members import Activity, Member
 from penstock.workers.optimizer_parts import Groups, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.probe import LinkProbe
@@ -121,6 +122,18 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    def check_replicas(self, replicas: int) -> None:
+        """Raise unless these workers can be so many replicas.
+
+        Raises:
+            InputError: they cannot.
+        """
+        if replicas > 1:
+            raise InputError(
+                f"replicas={replicas}: only threads share the work of replicas so far; use "
+                'workers="threads", or replicas=1'
+            )
+
     def wait(self, progress: Progress | None) -> None:
         """Until the workers have started; `progress` as in `Pipeline`."""
         return
@@ -179,6 +192,7 @@ class Workers(ABC):
 
     Attributes:
         role: which part this process has.
+        members: who they are, by number.
         ownership: the tensors that every worker's stages use.
         devices: of every worker; for one on another machine, this process's own.
         homes: the device of every stage; `None` if its worker is another process with a model of
@@ -187,6 +201,7 @@ class Workers(ABC):
     """
 
     role: Role = Role()
+    members: Sequence[Member]
     ownership: Ownership
     devices: Sequence[torch.device]
     homes: Sequence[torch.device | None]
@@ -205,7 +220,7 @@ class Workers(ABC):
         return nullcontext()
 
     def broadcast(self, value: T | None, source: Literal["inputs", "leader"]) -> T:
-        """What one process has made, for all; in the midst of an operation.
+        """What one process has made, for all; within an operation, and once in each.
 
         Args:
             value: what it is, in the process that has it.
@@ -263,7 +278,7 @@ class Workers(ABC):
 
         Raises:
             WorkerError: a stage or the loss failed.
-            WorkerTimeout: it took too long; the workers are closed.
+            WorkerTimeout: it took too long; workers that do not stop within seconds are closed.
         """
 
     @abstractmethod
@@ -315,6 +330,13 @@ class Workers(ABC):
         """
 
     # -- status -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def status(self) -> Mapping[int, Activity]:
+        """What members are doing, by number, as far as this process can see it.
+
+        They are not asked, and do not wait; may be called from any thread.
+        """
 
     def all_alive(self) -> bool:
         """Whether, as far as is known here, no worker has ended; may be called from any thread."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.links.local import Aborted
-from penstock.links.wire import Message, Wire
+from penstock.links.wire import Wire
 
-STOPPED = "stopped by a signal (as SIGSTOP does), and nobody has let it go on for seconds"
+STOPPED = "stopped by a signal (such as SIGSTOP), and has been for seconds"
 
 _LASTING = 2.0  # seconds of standing still that are no short pause any more
 _APART = 2.5  # seconds between two looks, after which the first says nothing any more
@@ -142,7 +142,7 @@ def _beat(wires: dict[int, Wire], heard: dict[int, float], over: threading.Event
         for rank, wire in list(wires.items()):
             try:
                 if wire.has_room():
-                    wire.send(Message(0), _EVERY)
+                    wire.send(b"", -1, _EVERY)
                 while wire.ready():
                     wire.receive(_EVERY)
                     heard[rank] = now

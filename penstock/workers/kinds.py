@@ -49,7 +49,7 @@ class WorkerOptions:
         timeout: Any = self.timeout
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if timeout is not None and not (is_number and timeout > 0):
-            raise InputError(f"timeout={timeout!r} is no number of seconds; None derives one")
+            raise InputError(f"timeout={timeout!r} must be a positive number of seconds, or None")
         if self.allocator not in ("keep", "system"):
             raise InputError(f'allocator={self.allocator!r} is unknown; choose "keep" or "system"')
 

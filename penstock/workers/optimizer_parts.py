@@ -103,8 +103,8 @@ def warn_of_no_gradients(groups: Groups) -> None:
     if parameters and all(p.grad is None for p in parameters):
         warnings.warn(
             "optimizer.step() finds no gradient and changes nothing: no train_step or backward "
-            "came before it, or what they left was cleared. (train_step leaves gradients at once; "
-            "a trainer that clears them between the training step and its own backward has to "
-            "do so before. See docs/frameworks.md)",
+            "came before it, or the gradients were cleared. (train_step includes the backward; a "
+            "trainer must clear gradients before it, not between the training step and its own "
+            "backward. See docs/frameworks.md)",
             stacklevel=2,
         )

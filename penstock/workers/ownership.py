@@ -1,33 +1,37 @@
-"""The tensors of the model that every worker's stages use."""
+"""The tensors of the model that every worker's stages use, and who updates and saves them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from penstock.engine.backup import Backup
+from penstock.engine.state import Backup
+from penstock.errors import InputError
 from penstock.workers.ways import NewWay
 
 
 class Ownership:
-    """The tensors that every worker's stages use.
+    """The tensors that every worker's stages use; in a replica as in every other.
 
     Args:
         placement: for every stage its worker.
+        replicas: of these workers.
 
     Attributes:
-        parameters: of every worker.
-        buffers: of every worker.
-        changing: of every worker the buffers that a forward changes.
+        parameters: of every worker of a replica.
+        buffers: of every worker of a replica.
+        changing: of every worker of a replica the buffers that a forward changes.
         apart: the parameters, by id, that are not in the graph which the loss is a part of: those
             of all stages but the last, and of spans that are cut off from its end.
     """
 
-    def __init__(self, placement: Sequence[int]) -> None:
+    def __init__(self, placement: Sequence[int], replicas: int = 1) -> None:
         workers = range(1 + max(placement))
+        self._replicas = replicas
         self._placement = placement
         self.parameters: list[list[nn.Parameter]] = [[] for _ in workers]
         self.buffers: list[list[torch.Tensor]] = [[] for _ in workers]
@@ -52,6 +56,25 @@ class Ownership:
         every = (parameter for parameters in self.parameters for parameter in parameters)
         return list({id(parameter): parameter for parameter in every}.values())
 
+    def owned(self) -> list[list[torch.Tensor]]:
+        """For every worker, replica after replica, the tensors that it updates and saves.
+
+        Each is in one list. Those that several stages use belong to the first of them; replicas
+        share those of a worker by their bytes.
+        """
+        count = len(self.parameters)
+        found: list[list[torch.Tensor]] = [[] for _ in range(self._replicas * count)]
+        seen: set[int] = set()
+        for place, tensors in enumerate(zip(self.parameters, self.buffers, strict=True)):
+            held = dict.fromkeys(range(place, len(found), count), 0)
+            for tensor in chain.from_iterable(tensors):
+                if id(tensor) not in seen:
+                    owner = min(held, key=held.__getitem__)
+                    held[owner] += tensor.nbytes
+                    found[owner].append(tensor)
+                    seen.add(id(tensor))
+        return found
+
     def own(
         self, worker: int, wanted: Sequence[nn.Parameter] | None
     ) -> Sequence[nn.Parameter] | None:
@@ -73,3 +96,12 @@ def _extend(tensors: list[T], more: Iterable[T]) -> None:
     """Add those that are not there yet."""
     known = {id(tensor) for tensor in tensors}
     tensors += [tensor for tensor in more if id(tensor) not in known]
+
+
+def conflict(tensor: torch.Tensor, one: int, other: int) -> InputError:
+    """The error for a tensor that two workers use, each of which has memory of its own."""
+    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    return InputError(
+        f"a {kind} of shape {tuple(tensor.shape)} is used by workers {one} and {other}, on "
+        'different ways through the model; only workers="threads" can share it'
+    )

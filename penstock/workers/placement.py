@@ -90,8 +90,8 @@ def _materialise(
     for name in wanted:
         if find(model, name).is_meta:
             raise InputError(
-                f"{name!r} is on the meta device, and nothing gives it values; it keeps those that "
-                "it has if the model is built within penstock.empty_weights()"
+                f"{name!r} is on the meta device and has no values; it keeps its values if the "
+                "model is built within penstock.empty_weights()"
             )
 
 

@@ -16,8 +16,7 @@ import torch
 
 from penstock.capture.randomness import Key
 from penstock.engine.compile import compile_actions
-from penstock.engine.ending import Endings
-from penstock.engine.ends import Feed, Outlet
+from penstock.engine.ends import Endings, Feed, Outlet
 from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch, Stage
 from penstock.links.link import Sink, Source

@@ -16,7 +16,7 @@ from penstock.capture.lowering import assemble
 from penstock.capture.numbers import PASSED
 from penstock.capture.preserve import own_generators
 from penstock.engine.batchnorm import check_closed, running_statistics
-from penstock.engine.ending import Ending
+from penstock.engine.ends import Ending
 from penstock.engine.microbatch import check_mergeable
 from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch
@@ -182,16 +182,16 @@ class Ways:
         """
         if number >= len(self._ways) or number in self._void:
             raise InputError(
-                "the model is not on this rank what it is on the one with the first stage: its "
+                "the model differs between this rank and the rank with the first stage: its "
                 "forward reads attributes that have other values here; change models on all ranks "
-                "alike"
+                "in the same way"
             )
         self._program.recordings.check_holds(self._ways[number].trace, self.training)
         for name, here in self.numbers(number).items():
             if here != sizes[name]:
                 raise InputError(
                     f"{name.removeprefix(PASSED)} is {here} on this rank, and {sizes[name]} on the "
-                    "one with the first stage; change models on all ranks alike"
+                    "rank with the first stage; change models on all ranks in the same way"
                 )
 
     def common(self, microbatches: Sequence[MicroBatch], anyway: bool = False) -> Way:
@@ -235,6 +235,7 @@ class Ways:
             [self._deferrals[number] for number, *_ in spans] if plan.splits_backward else None,
         )
         changed = {id(find(program.model, n)) for n in (*trace.changed, *program.written)}
+        memories = _memories(program, trace)
         stages = {k: StageSpans([], deferral) for k, deferral in enumerate(self._deferrals)}
         for part, (number, _, _, recompute) in zip(parts, spans, strict=True):
             module = part.module
@@ -242,7 +243,10 @@ class Ways:
             mine = changed.union(map(id, known))
             held = {id(tensor): tensor for _, tensor in named_tensors(module)}
             changing = [tensor for number, tensor in held.items() if number in mine]
-            stages[number].spans.append(Span(module, recompute, changing, part.overwritten))
+            here = set(module.modules())
+            mine_too = [memory for memory in memories if not memory.isdisjoint(here)]
+            span = Span(module, recompute, changing, part.overwritten, mine_too)
+            stages[number].spans.append(span)
         _check_generators(program.model, stages)
         if self._deferred:
             spans_of = (span for stage in stages.values() for span in stage.spans)
@@ -251,6 +255,14 @@ class Ways:
         self._announce(NewWay(self.training, stages, way.ending, self._deferred))
         self._ways.append(way)
         return len(self._ways) - 1
+
+
+def _memories(program: Program, trace: Trace) -> list[frozenset[nn.Module]]:
+    """What forwards remember in attributes, each by the modules that have it."""
+    modules = dict(program.model.named_modules())
+    alone = [frozenset([modules[path]]) for path in sorted(program.remembering) if path in modules]
+    shared = [frozenset(modules[p] for p in paths if p in modules) for _, paths in trace.shared]
+    return [*alone, *shared]
 
 
 def _check_generators(model: nn.Module, stages: Mapping[int, StageSpans]) -> None:
@@ -269,8 +281,8 @@ def _check_generators(model: nn.Module, stages: Mapping[int, StageSpans]) -> Non
                     both = " and ".join(repr(names.get(id(m), "a module")) for m in (other, module))
                     raise InputError(
                         f"{both} are in different stages and draw from the same "
-                        f"{type(generator).__name__}: stages run at the same time, so nobody can "
-                        "say who draws first. Give each a generator of its own, let them draw "
+                        f"{type(generator).__name__}: stages run at the same time, so the order "
+                        "of the draws is undefined. Give each its own generator, let them draw "
                         "from torch's default generator, or choose cuts= that keep them together"
                     )
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.bench import tasks
 from penstock.bench.charts import save_bars, save_sweep
-from penstock.bench.contestants import Field
+from penstock.bench.contestants import Field, Task
 from penstock.bench.experiments import BenchSettings, run_bench, thinned
+from penstock.bench.record import machine
 from penstock.bench.toy import run_toy
-from penstock.bench.turns import Contestant, machine, take_turns, warm_up
+from penstock.bench.turns import Contestant, measure, take_turns, timed, warm_up
 from penstock.units import show_seconds
 from tests.support.models import mlp
 
@@ -34,7 +34,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 def field(model: nn.Module, *inputs: torch.Tensor, stack: ExitStack) -> Field:
-    return Field(tasks.given(model, inputs, {}), TWO, stack)
+    return Field(Task.given(model, inputs, {}), TWO, stack)
 
 
 # -- end to end -------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ def test_everything_is_measured_drawn_and_said(tmp_path: Path) -> None:
 
 
 def test_the_tutorial_is_resnet_50_with_its_own_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "load_model", lambda name: Small())
-    task = tasks.resnet50(6)
+    monkeypatch.setattr("penstock.bench.contestants.load_model", lambda name: Small())
+    task = Task.tutorial(6)
     assert task.args[0].shape == (6, 3, 128, 128)
     assert task.target is not None
     assert task.target.shape == (6, 1000)
@@ -183,19 +183,40 @@ def test_sizes_that_the_model_refuses_are_left_out() -> None:
 def test_contestants_take_turns_after_a_step_that_does_not_count() -> None:
     order: list[str] = []
     told: list[str] = []
-    both = [Contestant(name, lambda name=name: order.append(name)) for name in "ab"]
+    both = [Contestant(name, timed(lambda name=name: order.append(name))) for name in "ab"]
     warm_up(both, told.append)
     assert order == ["a", "b"]
     assert not both[0].seconds
-    take_turns(both, 8, 3, told.append)
+    measure(both, 8, 3, told.append)
     rounds = [told[2 * k : 2 * k + 2] for k in range(1, 9)]
     assert {*map("".join, rounds)} == {"ab", "ba"}  # each of them goes first at times
     assert order[2:] == [name for name in told[2:] for _ in range(3)]
     assert len(both[0].seconds) == 8
 
 
+def test_the_order_of_turns_is_drawn_anew_for_every_round() -> None:
+    def order(seed: int) -> list[str]:
+        noted: list[str] = []
+        four = [Contestant(n, timed(lambda n=n: noted.append(n))) for n in "abcd"]
+        found = take_turns(four, 8, warm_up=2, seed=seed)
+        assert [len(seconds) for seconds in found] == [8] * 4
+        return ["".join(noted[k : k + 4]) for k in range(0, len(noted), 4)]
+
+    rounds = order(0)
+    assert len(rounds) == 10
+    assert {"".join(sorted(each)) for each in rounds} == {"abcd"}
+    assert len(set(rounds)) > 3
+    assert order(0) == rounds != order(1)
+
+
+def test_a_round_gives_the_mean_of_its_steps_to_whom_it_belongs() -> None:
+    steps = iter([1.0, 3.0, 5.0, 7.0])
+    two = [Contestant("a", lambda: 10.0), Contestant("b", lambda: next(steps))]
+    assert take_turns(two, 2, steps=2) == [[10.0, 10.0], [2.0, 6.0]]
+
+
 def test_mean_median_and_deviation() -> None:
-    contestant = Contestant("x", lambda: None, {"bound_seconds": 1.5}, inner=[2.0, 3.0, 4.0])
+    contestant = Contestant("x", lambda: 0.0, {"bound_seconds": 1.5}, inner=[2.0, 3.0, 4.0])
     contestant.seconds = [1.0, 2.0, 6.0]
     assert (contestant.mean, contestant.median) == (3.0, 2.0)
     assert contestant.deviation == pytest.approx(2.6458, abs=1e-4)
@@ -239,7 +260,7 @@ def contestants(times: dict[int, float]) -> list[Contestant]:
     made = []
     for size, seconds in times.items():
         facts = {"microbatch_size": size, "schedule": "1f1b"}
-        made.append(Contestant(f"of {size}", lambda: None, facts))
+        made.append(Contestant(f"of {size}", lambda: 0.0, facts))
         made[-1].seconds = [seconds, 1.1 * seconds]
     return made
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.capture import Key
 from penstock.capture.halves import Deferral, run_halved, run_pending
-from penstock.capture.lowering import lower
-from penstock.capture.stage_module import Stage
+from penstock.capture.lowering import StageModule, lower
 from tests.support.models import gpt2, vision_transformer
 
 ROWS = 4
@@ -70,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, int]] = {
 
 def lowered(
     model: nn.Module, x: torch.Tensor, deferral: Deferral | None, ready: bool = True
-) -> Stage:
+) -> StageModule:
     program = ps.capture(model, (x,))
     inputs, outputs = program.cuts.boundary(0), program.cuts.results
     stage = lower(model, program.train, range(len(program)), inputs, outputs, None, deferral)
@@ -79,7 +78,7 @@ def lowered(
     return stage
 
 
-def backward(stage: Stage, x: torch.Tensor) -> torch.Tensor | None:
+def backward(stage: StageModule, x: torch.Tensor) -> torch.Tensor | None:
     """Forward and backward; the gradient of the input."""
     leaf = x.clone().requires_grad_(x.is_floating_point())
     results = stage({"B": ROWS}, Key(0, 0, 0), leaf * 1 if x.is_floating_point() else leaf)
@@ -91,7 +90,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-def halves(stage: Stage) -> list[Any]:
+def halves(stage: StageModule) -> list[Any]:
     """What is known of the calls that may be halved."""
     nodes = [n for n in stage.graph.nodes if n.target is run_halved]
     return [getattr(stage, n.args[0].target) for n in nodes]

@@ -119,9 +119,9 @@ def test_a_size_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[int, int]] = []
     check = program.recordings._source.check_at
 
-    def counted(program: Any, trace: Any, leaves: Any, training: bool) -> None:
+    def counted(trace: Any, leaves: Any, training: bool) -> None:
         compared.append(tuple(leaves[0].shape[:2]))
-        check(program, trace, leaves, training)
+        check(trace, leaves, training)
 
     monkeypatch.setattr(program.recordings._source, "check_at", counted)
     for shape in [(3, 8), (9, 8), (5, 8), (9, 7), (2, 20), (9, 20), (7, 20), (4, 3)]:

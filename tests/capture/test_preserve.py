@@ -103,7 +103,7 @@ def test_large_parameters_that_the_forward_writes_are_noticed(
 ) -> None:
     monkeypatch.setattr(preserve, "_MOST_BYTES", 10)
     ps.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(6, 4),))
-    with pytest.raises(ps.CaptureError, match="writes parameters, which are too large"):
+    with pytest.raises(ps.CaptureError, match="writes parameters that are too large"):
         ps.capture(Rescaled(), (torch.randn(6, WIDTH),))
 
 

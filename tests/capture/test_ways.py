@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.verification import run_with_threads
+from penstock.comparison.reference import run_with_threads
 from tests.support.models import uniform_plan
 
 
@@ -161,5 +161,5 @@ def test_a_way_that_cannot_be_recorded_is_an_error() -> None:
             return x if mask.all() else x * float(x.detach().mean())
 
     program = ps.capture(Rare(), batch(True, True))
-    with pytest.raises(ps.CaptureError, match="decides otherwise than on the example"):
+    with pytest.raises(ps.CaptureError, match="takes another way than with the example"):
         program(*batch(True, False))

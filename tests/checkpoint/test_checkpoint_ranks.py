@@ -10,9 +10,7 @@ import penstock as ps
 from penstock.storage.folder import SAVING
 from tests.checkpoint.steps import Run, uninterrupted
 from tests.workers.ranks.launching import Launcher
-from tests.workers.ranks.test_torchrun import assert_equal, launcher
-
-__all__ = ["launcher"]  # a fixture
+from tests.workers.ranks.test_torchrun import assert_equal
 
 
 @pytest.mark.usefixtures("launcher")

@@ -233,7 +233,7 @@ def test_verify_with_batchnorm_and_rounded_boundaries() -> None:
     result = run("verify", *SMALL, "--boundary-dtype", "float16", "--devices", "cpu,cpu")
     assert result.exit_code == 1
     assert "boundaries in float16: NOT exact" in result.stdout
-    assert "that changes results by design" in result.stdout
+    assert "which changes results by design" in result.stdout
 
 
 def test_verify_that_fails() -> None:
@@ -277,7 +277,7 @@ def test_bench(tmp_path: Path) -> None:
         (["inspect", f"{HERE}:broken_model", "--input", "2x2"], 2, "no weights today"),
         (["inspect", "torch.nn:Linear", "--input", "2x2"], 2, "raised TypeError"),
         (["inspect", SMALL[0]], 2, "needs an example"),
-        (["inspect", SMALL[0], "--input", "2xx"], 2, "is no input"),
+        (["inspect", SMALL[0], "--input", "2xx"], 2, "is not an input"),
         (["inspect", *SMALL, "--example", f"{HERE}:example"], 2, "give one"),
         (["inspect", SMALL[0], "--input", "a=2x4", "--input", "a=2x4"], 2, "given before"),
         (["inspect", SMALL[0], "--example", f"{HERE}:small"], 2, "must return a tuple"),
@@ -292,10 +292,10 @@ def test_bench(tmp_path: Path) -> None:
         (["verify", *SMALL, "--loss", f"{HERE}:PENSTOCK"], 2, "cannot be called"),
         (["verify", *SMALL, "--optimizer", "Adam2"], 2, "give one of torch.optim (ASGD, "),
         (["verify", *SMALL, "--optimizer", "LBFGS"], 2, "LBFGS evaluates the model"),
-        (["verify", *SMALL, "--clip", "-1"], 2, "is no norm"),
+        (["verify", *SMALL, "--clip", "-1"], 2, "must be greater than 0"),
         (["verify", *SMALL, "--weight", "tokens"], 2, "neither rows nor sum"),
         (["verify", *SMALL, "--weight", f"{HERE}:PENSTOCK"], 2, "cannot be called"),
-        (["bench", "--loss", f"{HERE}:squared"], 2, "--loss is for a MODEL"),
+        (["bench", "--loss", f"{HERE}:squared"], 2, "--loss needs a MODEL"),
         (["bench", *SMALL, "--devices", "cpu"], 2, "two devices at least"),
         (["bench", "rpc", "--devices", "cpu,cpu"], 2, "takes no input"),
         (["inspect"], 2, "Missing argument"),

@@ -142,7 +142,7 @@ def test_modules_to_recompute(tmp_path: Path) -> None:
     result = run("simulate", "plan.json", "--workers", "2", "--recompute", "0,2")
     assert result.exit_code == 0, result.output
     result = run("plan", *SMALL, *GPIPE, "--recompute", "al")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no call of the program is in a module named 'al'; there are '0'" in result.stderr
 
 
@@ -193,7 +193,7 @@ def test_a_model_without_weights_cut_as_asked() -> None:
     root = ["Sequential", "Sequential", "3", "160", "B", "100%"]
     assert shown.splitlines()[1].split()[:6] == root
     wrong = run("plan", *SMALL, *TWO, "--cuts", "3")
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
     assert "no call of the program is in a module named '3'; there are '0'" in wrong.stderr
 
 

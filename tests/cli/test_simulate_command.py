@@ -134,7 +134,7 @@ def test_a_figure() -> None:
     assert "ends in '.badformat': give one of" in unknown.stderr
     nothing = run("plan.json", "--memory-limit", "9B", "--recompute", "none", "--figure", "x.png")
     assert nothing.exit_code == 1
-    assert "none of what was asked is possible" in nothing.stderr
+    assert "none of the cases is possible" in nothing.stderr
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_a_figure() -> None:
         (("plan.json", "--profile", "nowhere.json"), "cannot read the profile nowhere.json"),
         (("plan.json", "--profile", "other.json"), "is the profile of another model"),
         (("plan.profile.json", "--profile", "plan.profile.json"), "is a profile itself"),
-        (("plan.json", "--workers", "1,x"), "--workers: 'x' is no number; write a list"),
+        (("plan.json", "--workers", "1,x"), "--workers: 'x' is not a number; write a list"),
         (("plan.json", "--bandwidth", "fast"), "--bandwidth: 'fast' is not a speed"),
         (("plan.json", "--latency", "10 miles"), "--latency: '10 miles' is not a time"),
         (("plan.json", "--schedule", "best"), "choose naive, gpipe"),
         (("plan.json", "--batch", "8", "--microbatch-size", "2"), "leave out --microbatch-size"),
-        (("plan.json", "--replicas", "few"), "--replicas: 'few' is no number"),
+        (("plan.json", "--replicas", "few"), "--replicas: 'few' is not a number"),
         (("plan.json", "--speed", "0"), "20 times as fast"),
     ],
 )

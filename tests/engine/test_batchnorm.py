@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from tests.support.models import UNet, uniform_plan
-from tests.support.pool import pooled
 
 X, Y = torch.randn(11, 6), torch.randn(11, 6)
 IMAGES, MASKS = torch.randn(11, 3, 16, 16) * 2 + 1, torch.randn(11, 1, 16, 16)
 
 
-@pytest.fixture(autouse=True)
-def _pool() -> Iterator[None]:
-    with pooled():
-        yield
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 class Twice(nn.Module):
@@ -232,7 +227,7 @@ def test_a_norm_with_modules_stays_whole() -> None:
     opened = ps.capture(model, (X,))
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 3}
     with pytest.raises(
-        ps.InputError, match=r"inside '1', .*; capture it with keep_closed=\[\"1\"\]"
+        ps.InputError, match=r"opened '1', .*; capture it with keep_closed=\[\"1\"\]"
     ):
         ps.Pipeline(model, (X,), program=opened, batchnorm="deferred", **options)
     with ps.Pipeline(model, (X,), batchnorm="deferred", **options) as pipe:
@@ -247,10 +242,10 @@ def test_what_is_refused() -> None:
         ps.Pipeline(norms(), (X,), batchnorm="whole", **options)
     synced = nn.SyncBatchNorm.convert_sync_batchnorm(norms())
     for batchnorm in ("microbatch", "deferred"):
-        with pytest.raises(ps.InputError, match="'0' is a SyncBatchNorm, which adds up"):
+        with pytest.raises(ps.InputError, match="'0' is a SyncBatchNorm, which sums"):
             ps.Pipeline(synced, (X,), batchnorm=batchnorm, **options)
     compiled = nn.Sequential(nn.Linear(6, 6), torch.compile(nn.BatchNorm1d(6)))
-    with pytest.raises(ps.InputError, match="'1' is compiled, so that the BatchNorms"):
+    with pytest.raises(ps.InputError, match="'1' is compiled, so the BatchNorms"):
         ps.Pipeline(compiled, (X,), batchnorm="deferred", **options)
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from penstock.capture import Key
-from penstock.engine.ending import Endings
-from penstock.engine.ends import Feed, Loss, LossFailed, Outlet
+from penstock.engine.ends import Endings, Feed, Loss, LossFailed, Outlet
 from penstock.errors import InputError
 
 CPU = torch.device("cpu")

@@ -67,6 +67,6 @@ def test_a_result_that_cannot_be_put_together() -> None:
     with pytest.raises(InputError, match=r"has no batch dimension.*num_microbatches=1"):
         check_mergeable(joins, anyway=True)
     mixed = [Join(0, "of which rows depend on the other rows")]
-    with pytest.raises(InputError, match=r'depend on the other rows.*"rows" to have them'):
+    with pytest.raises(InputError, match=r'depend on the other rows.*"rows" to concatenate them'):
         check_mergeable(mixed)
     check_mergeable(mixed, anyway=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,17 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import one_device, run_with_threads
-from penstock.engine.span import Recipe
+from penstock.engine.span import Recomputation
 from penstock.engine.stage import Stage
-from penstock.plan.by_name import spans
+from penstock.plan.request import spans
 from tests.plan.test_limits import hungry
 from tests.support.models import uniform_plan
-from tests.support.pool import pooled
 
 X, Y = torch.randn(12, 8), torch.randn(12, 8)
 LABELS = ("stem", "a.0", "a.1.conv", "a.1.add()", "b", "stem", "head.0", "head.1")
 
 
-@pytest.fixture(autouse=True)
-def _pool() -> Iterator[None]:
-    with pooled():
-        yield
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +81,7 @@ def test_a_plan_recomputes_just_these() -> None:
 
 @pytest.mark.parametrize("recompute", ["some", ["a", 3], 3, {"a"}])
 def test_what_is_no_list_of_modules(recompute: Any) -> None:
-    with pytest.raises(ps.InputError, match=r"or a list of modules$|is no list of modules; write"):
+    with pytest.raises(ps.InputError, match=r"or a list of modules$|not a list of modules; write"):
         ps.plan(hungry(), recompute=recompute)
 
 
@@ -175,7 +170,9 @@ def held(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> tuple[float, float]
 
     def counting(stage: Stage, microbatch: int) -> None:
         if stage.index == 0:
-            recipes = [p for h in stage.held.values() for p in h.inner if isinstance(p, Recipe)]
+            recipes = [
+                p for h in stage.held.values() for p in h.inner if isinstance(p, Recomputation)
+            ]
             tensors = [value for recipe in recipes for value in recipe.values]
             tensors += [holder.tensor for holder in saved]
             own = {p.data_ptr() for p in net.parameters()}

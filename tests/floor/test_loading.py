@@ -48,5 +48,5 @@ def test_inputs(spec: str, name: str | None, dtype: torch.dtype, shape: tuple[in
 
 @pytest.mark.parametrize("spec", ["", "8xx3", "int64[8", "float99[2]", "a-b=3x3", "3x3<2"])
 def test_inputs_that_make_no_sense(spec: str) -> None:
-    with pytest.raises(ps.InputError, match="is no input: write a shape"):
+    with pytest.raises(ps.InputError, match="is not an input: write a shape"):
         parse_input(spec)

@@ -35,7 +35,7 @@ def test_a_speed_is_per_second() -> None:
 
 
 def test_a_dead_link_is_refused() -> None:
-    with pytest.raises(InputError, match="'0GB/s': nothing would ever arrive"):
+    with pytest.raises(InputError, match="'0GB/s' must be greater than 0"):
         parse_speed("0GB/s")
 
 

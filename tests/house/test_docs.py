@@ -10,9 +10,7 @@ from tests.house.test_house import ROOT
 
 HOME = ROOT.parent
 PAGES = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted((HOME / "docs").glob("*.md"))]
-_FILE = re.compile(
-    r"`((?:penstock|tests|benchmarks|examples|docs|[a-z_]+)/[\w/.-]+\.(?:py|md|json))`"
-)
+_FILE = re.compile(r"`((?:penstock|tests|examples|docs|[a-z_]+)/[\w/.-]+\.(?:py|md|json))`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,17 @@ def test_schedules_and_their_simulation_know_nothing_else(name: str) -> None:
         assert set(imported(path)) <= PURE[name], path
 
 
+def test_tests_are_where_their_subjects_are() -> None:
+    """Folders of tests are named after packages or modules, but for those in CONTRIBUTING.md."""
+    here = ROOT.parent / "tests"
+    others = "floor support house benchmarks faults resume zoo programs".split()
+    known = {path.stem for path in ROOT.iterdir()} | set(others)
+    assert {p.name for p in here.iterdir() if p.is_dir() and any(p.glob("*.py"))} <= known
+    assert [path.name for path in here.glob("*.py")] == ["conftest.py"]
+    names = [path.name for path in here.rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_the_oracle_knows_nothing_of_penstock() -> None:
     """It is the measure of all the rest, so it must not share what may be wrong there."""
     code = (
@@ -85,6 +96,53 @@ def test_the_oracle_knows_nothing_of_penstock() -> None:
 
 def test_the_test_sees_imports() -> None:
     assert "capture" in set(imported(ROOT / "pipeline.py"))
+
+
+def imports_of(path: Path, modules: Collection[str]) -> set[str]:
+    """The modules of Penstock that a file imports: at once, lazily, or for type checking only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in modules else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & set(modules)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles(edges: Mapping[str, Collection[str]]) -> list[set[str]]:
+    """The modules that lead back to themselves, those that lead to one another together."""
+    reached = {}
+    for start in edges:
+        seen: set[str] = set()
+        waiting = list(edges[start])
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += edges[name]
+        reached[start] = seen
+    found = []
+    for name in sorted(edges):
+        circle = {other for other in reached[name] if name in reached[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not even in functions, nor for type checking; a package counts as its `__init__.py`."""
+    paths = {module_name(path): path for path in files()}
+    assert circles({name: imports_of(path, paths) for name, path in paths.items()}) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d"}}) == [{"b", "c"}, {"d"}]
 
 
 def in_a_new_interpreter(code: str) -> str:
@@ -127,7 +185,7 @@ def test_public_names_are_exact() -> None:
 
 def test_functions_are_not_hidden_by_packages_of_the_same_name() -> None:
     code = (
-        "import penstock.plan.search, penstock.capture.opening, penstock.profile.measure; "
+        "import penstock.plan.search, penstock.capture.capturing, penstock.profile.measure; "
         "import penstock as ps; print(*(callable(f) for f in (ps.plan, ps.capture, ps.profile)))"
     )
     assert in_a_new_interpreter(code) == "True True True"

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.links import handshake
 from penstock.links.handshake import Address, Listener, call, new_secret, route_to
-from penstock.links.wire import Message, Wire
+from penstock.links.wire import Wire
 
 LOOPBACK = ["127.0.0.1"]
 
@@ -61,9 +61,9 @@ def test_both_ways_to_connect(place: Listener, far: bool) -> None:
     calling = calls(apart(place.address) if far else place.address, (3, 7), secret)
     here = place.accept([(3, 7)], secret, 5)[3, 7]
     there = calling.result()
-    sending = threading.Thread(target=there.send, args=(Message(1, payload=b"x" * 3_000_000),))
+    sending = threading.Thread(target=there.send, args=(b"x" * 3_000_000,))
     sending.start()
-    assert here.receive(5).payload == b"x" * 3_000_000
+    assert here.receive(5).data == b"x" * 3_000_000
     sending.join()
 
 
@@ -75,8 +75,8 @@ def test_who_does_not_know_the_secret_is_turned_away(place: Listener, far: bool)
     right = calls(address, (1, 0), secret)
     found = place.accept([(1, 0)], secret, 5)
     assert list(found) == [(1, 0)]
-    found[1, 0].send(Message(4))
-    assert right.result().receive(5).dispatch == 4
+    found[1, 0].send(b"4")
+    assert right.result().receive(5).data == b"4"
     place.close()
     with pytest.raises(TimeoutError, match="cannot be reached within"):
         wrong.result()
@@ -136,8 +136,8 @@ def test_two_dozen_silent_strangers_and_some_that_talk(
         calling = [calls(apart(place.address), (k, 0), "secret", 20) for k in range(3)]
         found = place.accept([(k, 0) for k in range(3)], "secret", 30)
         for k, one in enumerate(calling):
-            found[k, 0].send(Message(k))
-            assert one.result().receive(5).dispatch == k
+            found[k, 0].send(bytes([k]))
+            assert one.result().receive(5).data == bytes([k])
 
 
 def test_the_oldest_of_too_many_strangers_goes(
@@ -177,8 +177,8 @@ def test_one_that_calls_again_is_heard(place: Listener) -> None:
     found = place.accept([(1, 0), (2, 0)], "secret", 5)
     first, second, _ = calling.result()
     assert first.ready()  # it is closed
-    found[1, 0].send(Message(4))
-    assert second.receive(5).dispatch == 4
+    found[1, 0].send(b"4")
+    assert second.receive(5).data == b"4"
 
 
 def test_nobody_comes(place: Listener) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.links.wire import Gone, Message, Wire
+from penstock.links.wire import Frame, Gone, Wire
 
 
 @pytest.fixture
@@ -29,21 +29,40 @@ def test_the_rest_of_a_message_does_not_come(ends: tuple[Wire, socket.socket]) -
     with pytest.raises(Gone, match="interrupted"):
         wire.receive(0.05)
     with pytest.raises(Gone, match="interrupted"):
-        wire.send(Message(0))
+        wire.send(b"more")
+
+
+def test_nobody_reads(ends: tuple[Wire, socket.socket]) -> None:
+    wire, _ = ends
+    with pytest.raises(TimeoutError, match="nothing was read"):
+        wire.send(bytes(10_000_000), -1, 0.1)
+    assert wire.busy
 
 
 def test_a_message_that_was_sent_in_part_is_the_last(ends: tuple[Wire, socket.socket]) -> None:
     wire, _ = ends
     with pytest.raises(TimeoutError):
-        wire.send(Message(0, payload=bytes(10_000_000)), 0.05)
+        wire.send(bytes(10_000_000), -1, 0.05)
     with pytest.raises(Gone, match="interrupted"):
-        wire.send(Message(1), 0.05)
+        wire.send(b"", -1, 0.05)
+
+
+def test_frames_of_any_length_follow_each_other(ends: tuple[Wire, socket.socket]) -> None:
+    one, there = ends
+    other = Wire(there)
+    lengths = (0, 1, 39, 40, 41, 48, 4096, 100_000, 0, 7)
+    sent = [bytes([k] * length) for k, length in enumerate(lengths)]
+    for data in sent:
+        one.send(data)
+    assert [other.receive(1.0) for _ in sent] == [Frame(data) for data in sent]
+    with pytest.raises(TimeoutError, match="no message"):
+        other.receive(0.01)
 
 
 def test_what_is_started_later_does_not_inherit_files_that_came() -> None:
     here, there = socket.socketpair()
     one, other = Wire(here), Wire(there)
-    one.send(Message(0, fd=1))
+    one.send(b"", 1)
     fd = other.receive(1.0).fd
     assert not os.get_inheritable(fd)
     os.close(fd)

@@ -37,8 +37,8 @@ def test_more_stages_than_calls() -> None:
         (["cpu", "cuda:77"], r"no device 'cuda:77' here: this machine has cpu"),
         (["cpu", "tpu"], r"'tpu' is not a device: this machine has cpu"),
         (["meta"], r"no device 'meta' here"),
-        ("cpu", r"devices='cpu' is no list.*\[\"cpu\", \"cpu\"\]"),
-        ([], r"devices=\[\] is no list"),
+        ("cpu", r"devices='cpu' is not a list.*\[\"cpu\", \"cpu\"\]"),
+        ([], r"devices=\[\] is not a list"),
     ],
 )
 def test_devices_that_do_not_exist(devices: Any, words: str) -> None:
@@ -267,12 +267,12 @@ FOUR = torch.randn(6, 4)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cuts": "b"}, r"cuts='b' is no list; write cuts="),
-        ({"cuts": 3}, "cuts=3 is no list"),
+        ({"cuts": "b"}, r"cuts='b' is not a list; write cuts="),
+        ({"cuts": 3}, "cuts=3 is not a list"),
         ({"cuts": [None]}, "None is neither a module's name nor"),
         ({"cuts": [True]}, "True is neither"),
-        ({"keep_closed": "a"}, "keep_closed='a' is no list"),
-        ({"keep_closed": 3}, "keep_closed=3 is no list"),
+        ({"keep_closed": "a"}, "keep_closed='a' is not a list"),
+        ({"keep_closed": 3}, "keep_closed=3 is not a list"),
         ({"dynamic": {0: 1}}, "0 has 1, not a dictionary of dimensions"),
         ({"dynamic": {0: {1: None}}}, "0 has {1: None}, not a dictionary"),
         ({"dynamic": {0: {"a": "b"}}}, "not a dictionary of dimensions"),

@@ -6,6 +6,7 @@ import copy
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -58,6 +59,15 @@ def recomputed() -> list[Any]:
     return found
 
 
+def replicated() -> list[Any]:
+    """Every model in replicas of one stage and of two; by default the largest only once."""
+    found = []
+    for name, (p, replicas) in itertools.product(cases(), [(1, 2), (2, 2), (1, 3)]):
+        marks = (pytest.mark.slow,) if name == "resnet50" and (p, replicas) != (1, 2) else ()
+        found.append(pytest.param(name, p, replicas, marks=marks))
+    return found
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -85,6 +95,13 @@ def test_recomputing_is_exact(name: str, recompute: str, schedule: str) -> None:
     if recompute == "boundaries" and schedule == "1f1b":
         assert any(len(stage.recompute) > 1 for stage in plan.stages)
     assert_exact(name, plan)
+
+
+@pytest.mark.parametrize(("name", "p", "replicas"), replicated())
+def test_replicas_are_exact(name: str, p: int, replicas: int) -> None:
+    plan = planned(name, p, 5, "1f1b", recompute="none")
+    others = (plan.devices,) * (replicas - 1)
+    assert_exact(name, msgspec.structs.replace(plan, other_replicas=others))
 
 
 def assert_exact(name: str, plan: ps.Plan) -> None:

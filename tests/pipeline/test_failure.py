@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,40 +17,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-
-
-class Trap(nn.Module):
-    """The identity, until it is armed; then it fails where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.mode = {"fail": "", "after": 0, "seconds": 0.0}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Spring.apply(x * self.weight, self.mode)
-
-
-class _Spring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mode: dict[str, Any]) -> torch.Tensor:
-        ctx.mode = mode
-        spring(mode, "forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        spring(ctx.mode, "backward")
-        return gradient, None
-
-
-def spring(mode: dict[str, Any], where: str) -> None:
-    if mode["fail"] == where:
-        if mode["after"] == 0:
-            time.sleep(mode["seconds"])
-            if not mode["seconds"]:
-                raise ZeroDivisionError(f"sprung in {where}")  # the line that tracebacks must show
-        mode["after"] -= 1
+from tests.support.traps import Trap, divide
 
 
 def build() -> nn.Module:
@@ -80,14 +48,14 @@ def step(pipe: ps.Pipeline) -> torch.Tensor:
     return pipe.train_step(X, target=Y, loss_fn=LOSS)
 
 
-def trap(pipe: ps.Pipeline, stage: int) -> dict[str, Any]:
-    mode: dict[str, Any] = pipe.model[stage][2].mode
-    return mode
+def trap(pipe: ps.Pipeline, stage: int) -> Trap:
+    found: Trap = pipe.model[stage][2]
+    return found
 
 
 def disarm(pipe: ps.Pipeline) -> None:
     for stage in range(3):
-        trap(pipe, stage).update(fail="", after=0, seconds=0.0)
+        trap(pipe, stage).disarm()
 
 
 def assert_clean(pipe: ps.Pipeline, before: dict[str, torch.Tensor]) -> None:
@@ -110,7 +78,7 @@ def assert_clean(pipe: ps.Pipeline, before: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("microbatch", [0, 2])
 def test_an_error_in_a_stage(pipe: ps.Pipeline, where: str, stage: int, microbatch: int) -> None:
     before = state(pipe.model)
-    trap(pipe, stage).update(fail=where, after=microbatch)
+    trap(pipe, stage).arm(where, divide, after=microbatch)
     with pytest.raises(ps.WorkerError) as caught:
         step(pipe)
     error = caught.value
@@ -140,14 +108,14 @@ def test_an_error_in_the_loss(pipe: ps.Pipeline) -> None:
 
 def test_an_error_in_the_plain_style(pipe: ps.Pipeline) -> None:
     before = state(pipe.model)
-    trap(pipe, 1).update(fail="forward", after=1)
+    trap(pipe, 1).arm("forward", divide, after=1)
     with pytest.raises(ps.WorkerError):
         pipe(X)
     assert all(torch.equal(before[n], t) for n, t in pipe.state_dict().items())
     disarm(pipe)
     loss = LOSS(pipe(X), Y)
     between = state(pipe.model)
-    trap(pipe, 0).update(fail="backward", after=2)
+    trap(pipe, 0).arm("backward", divide, after=2)
     with pytest.raises(ps.WorkerError) as caught:
         loss.backward()
     assert (caught.value.stage, caught.value.action) == (0, "backward")
@@ -158,7 +126,7 @@ def test_accumulated_gradients_survive(pipe: ps.Pipeline) -> None:
     step(pipe)
     objects = [p.grad for p in pipe.parameters()]
     values = [g.clone() for g in objects]
-    trap(pipe, 1).update(fail="backward", after=2)
+    trap(pipe, 1).arm("backward", divide, after=2)
     with pytest.raises(ps.WorkerError):
         step(pipe)
     for parameter, gradient, value in zip(pipe.parameters(), objects, values, strict=True):
@@ -183,7 +151,7 @@ def test_a_loss_that_is_no_scalar(pipe: ps.Pipeline, loss: Callable[..., Any], w
 
 def test_ctrl_c(pipe: ps.Pipeline) -> None:
     before = state(pipe.model)
-    trap(pipe, 1).update(fail="forward", after=1, seconds=0.5)
+    trap(pipe, 1).arm("forward", partial(time.sleep, 0.5), after=1)
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         step(pipe)
@@ -193,7 +161,7 @@ def test_ctrl_c(pipe: ps.Pipeline) -> None:
 def test_a_worker_that_does_not_answer() -> None:
     model = build()
     pipe = ps.Pipeline(model, (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.3)
-    trap(pipe, 1).update(fail="forward", after=0, seconds=1.0)
+    trap(pipe, 1).arm("forward", partial(time.sleep, 1.0), after=0)
     with pytest.raises(ps.WorkerTimeout, match=r"did not finish within 0 s.*timeout="):
         step(pipe)
     pipe.close()
@@ -204,7 +172,7 @@ def test_a_worker_that_never_answers_closes_the_pipeline(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(threads, "_GRACE", 0.1)
     pipe = ps.Pipeline(build(), (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.2)
-    trap(pipe, 1).update(fail="forward", after=0, seconds=1.5)
+    trap(pipe, 1).arm("forward", partial(time.sleep, 1.5), after=0)
     with pytest.raises(ps.WorkerTimeout):
         step(pipe)
     with pytest.raises(ps.ClosedError, match="still busy"):

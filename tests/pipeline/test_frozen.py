@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,14 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import one_device, run_with_threads
-from penstock.engine.span import Recipe
+from penstock.engine.span import Recomputation
 from tests.support.models import uniform_plan
-from tests.support.pool import pooled
 
 X, Y = torch.randn(11, 6), torch.randn(11, 6)
 KINDS = ["threads", "processes"]
 
 
-@pytest.fixture(autouse=True)
-def _pool() -> Iterator[None]:
-    with pooled():
-        yield
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 class Noted(nn.Module):
@@ -119,11 +114,11 @@ def test_a_frozen_half_has_no_backward(monkeypatch: pytest.MonkeyPatch, recomput
 
     monkeypatch.setattr(torch.autograd, "backward", noted)
     with pipeline(model, [6], schedule="gpipe", recompute=recompute, audit=None) as pipe:
-        stage = pipe._runner.workers._assemblies[True].stages[0]
+        stage = pipe._runner.workers._assemblies[True][0].stages[0]
 
         def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             for inner, end in stage.held.values():
-                held.extend(p for p in inner if isinstance(p, Recipe))
+                held.extend(p for p in inner if isinstance(p, Recomputation))
                 held.extend(root for root in end.roots if root is not None)
                 held.extend(end.entry.differentiable)
             return F.mse_loss(output, target)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock as ps
+from penstock.comparison.reference import run_with_threads
 from penstock.schedule import SCHEDULES
-from penstock.verification import run_with_threads
 from tests.support.models import uniform_plan, workers_for
 
 WIDTH, ROWS = 4, 5

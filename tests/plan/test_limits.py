@@ -153,10 +153,10 @@ def test_one_device_and_copies_need_memory_too() -> None:
     [
         ({"recompute": "some"}, 'recompute=\'some\' is unknown; choose "auto", "none"'),
         ({"memory_limit": "8 gallons"}, "'8 gallons' is not a size; write it like 8GiB"),
-        ({"memory_limit": 0}, "memory_limit=0 leaves nothing to hold"),
-        ({"stages_per_worker": 0}, "stages_per_worker=0; give a number from 1"),
-        ({"optimizer_state": -1.0}, "optimizer_state=-1.0 is below 0"),
-        ({"optimizer_state": float("nan")}, "optimizer_state=nan is below 0, or no number"),
+        ({"memory_limit": 0}, "memory_limit=0 must be greater than 0"),
+        ({"stages_per_worker": 0}, "stages_per_worker=0 must be an integer of at least 1"),
+        ({"optimizer_state": -1.0}, "optimizer_state=-1.0 must be a finite number of at least 0"),
+        ({"optimizer_state": float("nan")}, "optimizer_state=nan must be a finite number"),
     ],
 )
 def test_requests_that_mean_nothing(ask: dict[str, Any], message: str) -> None:

@@ -136,9 +136,9 @@ def test_a_call_that_a_device_can_hardly_run_goes_elsewhere() -> None:
     rng = np.random.default_rng(3)
     seconds = rng.random((3, 8)) * 1e-3
     seconds[0, 4:] = seconds[1, :2] = seconds[2, :5] = 1e12
-    line = [0.0] * 9
+    zeros = [0.0] * 9
     options = [Option(seconds.tolist())]
-    problem = Problem(options, [line] * 2, [True] * 9, line, m=4, fill=1.0)
+    problem = Problem(options, [zeros] * 2, [True] * 9, zeros, m=4, fill=1.0)
     best = problem.best()
     assert best < 1.0
     assert problem.solve().objective == pytest.approx(best, rel=1e-12)

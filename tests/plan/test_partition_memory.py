@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.errors import InputError
-from penstock.plan.partition import CapacityError, Partition, Variant, partition, shortfall
+from penstock.plan.partition import CapacityError, Partition, Shortfall, Variant, partition
 from tests.plan.brute_force import Problem, problems
 
 
@@ -63,30 +63,30 @@ def test_of_equally_fast_variants_the_first() -> None:
     assert found.variants == (0, 0)
 
 
+def shortfall(costs: list[Variant], caps: list[float]) -> Shortfall:
+    with pytest.raises(CapacityError) as caught:
+        partition(costs, num_microbatches=1, caps=caps)
+    return caught.value.shortfall
+
+
 def test_a_byte_decides() -> None:
     costs = [heavy()]
     assert partition(costs, num_microbatches=1, caps=[42.0, 42.0]).cuts == (4,)
-    with pytest.raises(CapacityError) as caught:
-        partition(costs, num_microbatches=1, caps=[41.0, 42.0])
-    assert caught.value.shortfall.bytes == 1.0
-    assert shortfall(costs, caps=[42.0, 42.0]) is None
+    assert shortfall(costs, [41.0, 42.0]).bytes == 1.0
 
 
 def test_large_bytes_are_exact() -> None:
     """A petabyte in calls, and one byte too few."""
     costs = [Variant(np.ones((2, 8)), np.full((2, 8), 1e15 + 1))]
     caps = [4e15 + 4, 4e15 + 3]
-    found = shortfall(costs, caps=caps)
-    assert found is not None
+    found = shortfall(costs, caps)
     assert (found.bytes, found.stage, found.calls) == (1.0, 1, (4, 8))
 
 
 def test_parts_of_bytes_are_rounded_to_the_safe_side() -> None:
     costs = [Variant(np.ones((1, 2)), np.array([[0.25, 1.0]]))]
-    assert shortfall(costs, caps=[2.0]) is None
-    found = shortfall(costs, caps=[1.75])
-    assert found is not None
-    assert found.bytes == 1.0
+    assert partition(costs, num_microbatches=1, caps=[2.0]).cuts == ()
+    assert shortfall(costs, [1.75]).bytes == 1.0
 
 
 def test_the_error_says_how_much_and_where() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.profile import measure
 from penstock.profile.halving import halving_seconds, weight_share
-from penstock.profile.saved_memory import Saved
+from penstock.profile.stepping import Saved
 from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _is_steady, _Pace
 from penstock.profile.timing import Timing, spread
 from tests.support.models import cases

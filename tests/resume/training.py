@@ -50,7 +50,7 @@ def train(folder: Path, workers: str, stages: int, seed: int, tell: Tell) -> Non
             try:
                 losses = ps.load(folder / "run").restore(pipe, **things)["losses"]
             except ps.CheckpointError as error:
-                if "no save to it has come to its end" not in str(error):
+                if "no save to it was completed" not in str(error):
                     raise
         tell(f"from {len(losses)}")
         for step in range(len(losses), STEPS):

@@ -46,8 +46,8 @@ MIDDLE_TWICE_AS_SLOW = build(
     rules=Rules((4, 4, 4), (3, 2, 1), split=True),
 )
 IN_DOCSTRINGS = [
-    ("naive", 0, build("naive", 3, 2)),
-    ("gpipe", 0, build("gpipe", 3, 4)),
+    ("gpipe", 0, build("naive", 3, 2)),
+    ("gpipe", 1, build("gpipe", 3, 4)),
     ("one_f_one_b", 0, build("1f1b", 3, 4)),
     ("one_f_one_b", 1, build("eager-1f1b", 3, 4)),
     ("looped", 0, build("breadth-first", 4, 3, num_workers=2)),

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from benchmarks.flat import uniform_plan
+from penstock.bench.uniform import uniform_plan
 from penstock.capture import Key
-from penstock.capture.seeding import seeded
+from penstock.capture.replay import seeded
 from penstock.schedule import SCHEDULES
 
 __all__ = ["uniform_plan"]  # and what is defined here

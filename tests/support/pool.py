@@ -142,10 +142,16 @@ def lend(count: int, reset: Callable[[], None]) -> ProcessPool:
 
 
 @contextmanager
-def pooled() -> Iterator[None]:
-    """Meanwhile, pipelines of worker processes take them from the pool."""
+def pooled(again: bool = True) -> Iterator[None]:
+    """Meanwhile, pipelines of worker processes take them from the pool.
+
+    Args:
+        again: whether they give them back; else the workers really go.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "ProcessPool", lend)
+        if not again:
+            patch.setattr(Pooled, "close", ProcessPool.close)
         yield
 
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.support.pool import pooled
 from tests.workers.ranks.norms import norms
 from tests.workers.ranks.steps import X, Y, small_pipe
 
-
-@pytest.fixture(autouse=True)
-def _pool() -> Iterator[None]:
-    with pooled():
-        yield
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])

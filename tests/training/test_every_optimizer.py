@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer, lr_scheduler
 
 import penstock as ps
-from penstock.verification import run_with_threads
+from penstock.comparison.reference import run_with_threads
 from tests.support.models import mlp, uniform_plan
 from tests.support.pool import pooled
 

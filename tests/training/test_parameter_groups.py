@@ -62,7 +62,7 @@ def test_what_torch_takes_goes_through(model: nn.Module) -> None:
 
 
 def test_nothing_fits(model: nn.Module) -> None:
-    with pytest.raises(InputError, match=r"'\*.gamma' fits no parameter.*0.weight, 0.bias, "):
+    with pytest.raises(InputError, match=r"'\*.gamma' matches no parameter.*0.weight, 0.bias, "):
         parameter_groups(model, [{"params": "*.gamma"}, {"params": "*"}])
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.comparison.verify_report import compare, compare_leaves
+from penstock.comparison.compare import compare, compare_leaves
 from tests.support.models import cases, mlp
 
 # Of models that give something else at every call nobody knows whether their rows meet.
@@ -126,7 +126,7 @@ def test_what_differs_only_in_a_worker() -> None:
     assert not report.ok
     assert report.place is not None
     assert report.place.parameter == "0.weight"
-    assert "in where a worker runs it" in str(report)
+    assert "in how a worker runs the call" in str(report)
 
 
 def test_what_differs_only_in_the_backward() -> None:
@@ -172,7 +172,7 @@ def test_rounded_boundaries_differ_by_design() -> None:
     assert not report.ok
     assert (report.place, report.boundary_dtype) == (None, "bfloat16")
     assert "boundaries in bfloat16" in report.subject
-    assert "is rounded to bfloat16, on its way and back: that changes" in str(report)
+    assert "are rounded to bfloat16 at every cut, which changes" in str(report)
     assert 0 < report.comparisons[0].largest < 0.1
     both = verify(layered(Drifting()), boundary_dtype=torch.bfloat16)
     assert both.place is not None  # which rounding does not explain
@@ -217,7 +217,7 @@ def no_number(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_nans_in_the_same_places_are_equal_and_are_said() -> None:
     report = verify(layered(nn.Tanh()), loss_fn=no_number)
     assert report.ok, str(report)
-    assert "losses: 3 compared, all equal, but 3 have a nan in the same places" in str(report)
+    assert "losses: 3 compared, all equal, but 3 have a NaN in the same places" in str(report)
     assert "result of a call: 1 compared, all bitwise equal" in str(report)
 
 
@@ -252,18 +252,24 @@ def test_processes_are_named_and_exact() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optimizer": "AdamW"}, "'AdamW' is no class of optimizers"),
-        ({"optimizer": torch.optim.AdamW(mlp(2, 2).parameters())}, "is no class of optimizers"),
+        ({"optimizer": "AdamW"}, "'AdamW' is not an optimizer class"),
+        ({"optimizer": torch.optim.AdamW(mlp(2, 2).parameters())}, "is not an optimizer class"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the model several times"),
-        ({"clip_norm": 0.0}, "is no norm"),
+        ({"clip_norm": 0.0}, "must be greater than 0"),
         ({"weight": "tokens"}, "weight='tokens' is unknown"),
         ({"batchnorm": "later"}, "batchnorm='later' is unknown"),
-        ({"boundary_dtype": torch.int8}, "can travel in bfloat16 or float16"),
+        ({"boundary_dtype": torch.int8}, "is not supported; give bfloat16 or float16"),
     ],
 )
 def test_mistakes(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ps.InputError, match=words):
         verify(layered(nn.Tanh()), **options)
+
+
+def test_a_misspelt_option_is_one_of_verify() -> None:
+    misspelt: Any = {"num_microbatch": 2}
+    with pytest.raises(TypeError, match=r"verify\(\) got an unexpected .*'num_micro"):
+        ps.verify(mlp(4, 4), (torch.randn(4, 4),), loss_fn=F.mse_loss, devices=2, **misspelt)
 
 
 def test_results_that_are_no_tensors_are_compared() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.verification import run_with_threads
+from penstock.comparison.reference import run_with_threads
 from penstock.weights import StoredWeights, source_of
 from tests.support.models import gpt2
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ps.InputError, match=r"are on the meta device: give weights="):
         build(None)
-    with pytest.raises(ps.InputError, match="has its weights already"):
+    with pytest.raises(ps.InputError, match="the model has no parameters on the meta device"):
         build({}, Bare())
     with pytest.raises(ps.InputError, match=r"weight was not initialised: Bare has no reset_par"):
         build(ps.SeededWeights())

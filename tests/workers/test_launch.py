@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import penstock as ps
 from penstock.workers.ranks.backend import RankBackend
-from penstock.workers.ranks.link_groups import backend_for
+from penstock.workers.ranks.process_groups import backend_for
 from penstock.workers.ranks.rendezvous import is_torchrun
 from tests.support.models import mlp
 from tests.support.pool import pooled

@@ -18,12 +18,11 @@ import torch
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.bench import process_memory
+from penstock.bench.footprint import keep_memory
 from penstock.devices.allocator import keep_freed_memory
 from penstock.errors import WorkerDied
 from penstock.links.handshake import Listener, call, new_secret
 from penstock.links.segment import Segment
-from penstock.links.wire import Message
 from penstock.workers.processes.pool import ProcessPool
 from tests.support.models import mlp
 
@@ -41,7 +40,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_the_allocator_is_left_alone(elsewhere: pytest.MonkeyPatch) -> None:
     assert keep_freed_memory() is False
-    assert "cannot be told" in process_memory.prepare(2)
+    assert "cannot be told" in keep_memory(2)
     with ps.Pipeline(mlp(4, 4, 4), (X,), devices=["cpu"] * 2, num_microbatches=2) as pipe:
         assert pipe.allocator_kept is False
 
@@ -65,8 +64,8 @@ def test_a_socket_that_is_a_file_is_removed(elsewhere: pytest.MonkeyPatch) -> No
         called = beside.submit(call, listener.address, [], (1, 0), secret, 60)
         here = listener.accept([(1, 0)], secret, 60)[1, 0]
         there = called.result(60)
-    there.send(Message(3))
-    assert here.receive(60).dispatch == 3
+    there.send(b"three")
+    assert here.receive(60).data == b"three"
     here.close()
     there.close()
     listener.close()

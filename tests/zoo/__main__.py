@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.record import commit
+from penstock.bench.record import commit
 from tests.zoo.check import COUNT, NOT_RUN, PROFILE, STAGES, STATUSES, Result
 from tests.zoo.entry import Entry
 from tests.zoo.pool import FAMILIES, available, check_here, entries, run

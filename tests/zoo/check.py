@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import penstock as ps
-from benchmarks.flat import uniform_plan
+from penstock.bench.uniform import uniform_plan
 from penstock.capture import Key, untouched
 from penstock.capture.equality import same
 from penstock.capture.trees import flatten, unflatten
+from penstock.comparison.reference import copied, run_with_threads
 from penstock.planning.tuning import mean_square
 from penstock.schedule import SCHEDULES
-from penstock.verification import copied, run_with_threads
 from tests.support.models import own_forward, workers_for
 from tests.zoo.entry import Entry, Inputs
 

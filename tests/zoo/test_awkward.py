@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils import _pytree
 
 import penstock as ps
+from penstock.comparison.reference import run_with_threads
 from penstock.schedule import SCHEDULES
-from penstock.verification import run_with_threads
 from tests.support.models import uniform_plan, workers_for
 from tests.zoo.awkward import Zoo, outputs_loss
 from tests.zoo.crossing import ZOO

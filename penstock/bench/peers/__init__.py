@@ -1,5 +1,5 @@
-"""Others that `penstock bench` measures beside Penstock, in processes of their own.
+"""Others that Penstock is measured beside, in processes of their own.
 
-A peer is started once and then runs one training step per call of `step()`, so that contestants
-can take turns in one run; between its steps its processes wait without using a processor.
+They train the same model from the same weights on the same batch, and their processes keep freed
+memory as Penstock's do (`penstock.devices.allocator`).
 """

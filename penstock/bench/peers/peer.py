@@ -1,30 +1,209 @@
-"""What the harness sees of a peer, and what the peers' processes answer."""
+"""What a peer is, and the local processes that peers run in.
+
+A peer is started once and then runs one training step for each call of `step()`, so that those who
+are compared can take turns; between its steps its processes wait without using a processor. A
+process builds one servant, an object whose methods are the commands, and then blocks on its pipe
+until it is told what to run. Every wait of the owner has a timeout; a process that raises or dies
+is a `RuntimeError` in the owner that names it and carries its traceback. No process outlives its
+owner.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
-from penstock.bench.peers.processes import Build, PeerProcesses
+from penstock.devices.allocator import keep_freed_memory
+
+HOST = "127.0.0.1"
+
+# Seconds that the others get to say what they know once one process has failed: a rank that is
+# only a victim ("connection closed by peer") is often quicker than the one at fault.
+_LAST_WORDS = 1.0
+
+# Seconds that a process gets to leave by itself before it is killed.
+_FAREWELL = 5.0
 
 
-class Peer(Protocol):
-    """A way of training one model that was started once and waits, idle, for its next step."""
-
-    name: str
-
-    @property
-    def loss(self) -> float:
-        """The batch's loss in the last step."""
-
-    def step(self) -> float:
-        """Run one training step; its seconds, between barriers, on the slowest rank."""
+class Servant(Protocol):
+    """What lives in a process; its methods are the commands."""
 
     def close(self) -> None:
-        """End all processes of the peer, and free what it holds."""
+        """Give back what it holds, because its process is about to end."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among its peers.
+
+    Attributes:
+        rank: its number, from 0.
+        size: how many processes there are.
+        port: where the rendezvous store of all of them listens, on `HOST`.
+        timeout: seconds that any wait for another process may take.
+    """
+
+    rank: int
+    size: int
+    port: int
+    timeout: float
+
+    def join_gloo(self) -> None:
+        """Make this process a rank of the default process group, over gloo on loopback."""
+        patience = timedelta(seconds=self.timeout)
+        store = dist.TCPStore(HOST, self.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.size, timeout=patience
+        )
+
+
+Build = Callable[[Place], Servant]
+
+
+class _Member(NamedTuple):
+    """The owner's end of one process."""
+
+    process: Any  # a SpawnProcess, which typeshed does not export
+    connection: Connection
+
+
+class _Reply(NamedTuple):
+    """A process's answer to a command: its value, or, if that is no good, what went wrong."""
+
+    good: bool
+    value: Any
+
+
+class PeerProcesses:
+    """One process per item of `builds`, each serving the commands of the servant it built.
+
+    Args:
+        name: what error messages call these processes.
+        builds: what each rank builds; picklable.
+        threads: intra-op threads of each process.
+        timeout: seconds that any wait may take, for a start or for a command.
+        environment: more environment variables for the processes.
+
+    Raises:
+        RuntimeError: a process failed or died while it was starting.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        builds: Sequence[Build],
+        *,
+        threads: int = 1,
+        timeout: float = 300.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._timeout = timeout
+        self._members: list[_Member] = []
+        # The owner serves the rendezvous, on a port that the system picks: no race for it.
+        self._store: Any = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        context = get_context("spawn")
+        try:
+            with _environment(_variables(threads) | dict(environment or {})):
+                for rank, build in enumerate(builds):
+                    ours, theirs = context.Pipe()
+                    place = Place(rank, len(builds), self._store.port, timeout)
+                    process = context.Process(
+                        target=_serve,
+                        args=(theirs, place, build, threads),
+                        name=f"{name} rank {rank}",
+                        daemon=True,
+                    )
+                    process.start()
+                    theirs.close()
+                    self._members.append(_Member(process, ours))
+            self._collect("start")
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, by rank."""
+        return [member.process.pid for member in self._members]
+
+    def call(self, command: str, *arguments: Any) -> list[Any]:
+        """Run `command` on every rank at once, with these arguments; the answers by rank.
+
+        Raises:
+            RuntimeError: a process raised, died or did not answer in time. All are ended.
+        """
+        if not self._members:
+            raise RuntimeError(f"{self.name} is closed")
+        for member in self._members:
+            with suppress(OSError):  # a dead process is reported below, with its exit status
+                member.connection.send((command, arguments))
+        try:
+            return self._collect(command)
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End every process: politely within a few seconds, or `at_once`. May be repeated."""
+        members, self._members = self._members, []
+        for member in members:
+            if at_once:
+                member.process.kill()
+            else:
+                with suppress(OSError):
+                    member.connection.send(None)
+        deadline = time.monotonic() + _FAREWELL
+        for member in members:
+            member.process.join(max(0.0, deadline - time.monotonic()))
+            if member.process.is_alive():
+                member.process.kill()
+                member.process.join(_FAREWELL)
+            member.process.close()
+            member.connection.close()
+        self._store = None  # only now: a farewell among the processes may need it
+
+    def _collect(self, command: str) -> list[Any]:
+        """Wait for every rank's answer to `command`."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + self._timeout
+        while missing := set(range(len(self._members))) - answers.keys() - failures.keys():
+            # A rank that has answered may still be needed by the others, so its death counts.
+            handles: list[Any] = [self._members[rank].connection for rank in missing]
+            handles += [
+                m.process.sentinel for r, m in enumerate(self._members) if r not in failures
+            ]
+            if not wait(handles, max(0.0, deadline - time.monotonic())):
+                break
+            for rank, member in enumerate(self._members):
+                reply = _read(member) if rank not in failures else None
+                if reply is None:
+                    continue
+                if not reply.good and not failures:
+                    deadline = min(deadline, time.monotonic() + _LAST_WORDS)
+                (answers if reply.good else failures)[rank] = reply.value
+        if failures:
+            raise RuntimeError(f"{self.name}: '{command}' failed\n" + "\n".join(failures.values()))
+        if missing:
+            late = ", ".join(map(str, sorted(missing)))
+            raise RuntimeError(
+                f"{self.name}: no answer to '{command}' from rank {late} in {self._timeout:g} s"
+            )
+        return [answers[rank] for rank in sorted(answers)]
 
 
 class Reading(NamedTuple):
@@ -37,33 +216,14 @@ class Reading(NamedTuple):
     loss: float = 0.0
 
 
-class CrewPeer:
-    """A `Peer` whose ranks are `PeerProcesses`; their servants answer `step`."""
+class Peer(PeerProcesses):
+    """Processes that train one model, wait idly for their next step, and answer it by `Reading`s.
 
-    def __init__(
-        self,
-        name: str,
-        builds: Sequence[Build],
-        *,
-        threads: int = 1,
-        timeout: float = 300.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self.name = name
-        self._loss = float("nan")
-        self._processes = PeerProcesses(
-            name, builds, threads=threads, timeout=timeout, environment=environment
-        )
+    Attributes:
+        loss: the batch's loss in the last step; not a number before the first.
+    """
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the ranks."""
-        return self._processes.pids
-
-    @property
-    def loss(self) -> float:
-        """The batch's loss in the last step; not a number before the first."""
-        return self._loss
+    loss: float = float("nan")
 
     def step(self, *settings: Any) -> float:
         """Run one training step; its seconds, between barriers, on the slowest rank.
@@ -74,13 +234,9 @@ class CrewPeer:
         Raises:
             RuntimeError: a process failed, died or took too long; the peer is closed.
         """
-        readings: list[Reading] = self._processes.call("step", *settings)
-        self._loss = sum(reading.loss for reading in readings)
+        readings: list[Reading] = self.call("step", *settings)
+        self.loss = sum(reading.loss for reading in readings)
         return max(reading.seconds for reading in readings)
-
-    def close(self) -> None:
-        """End every process; may be repeated."""
-        self._processes.close()
 
 
 def seconds_between_barriers(body: Callable[[], None]) -> float:
@@ -90,3 +246,76 @@ def seconds_between_barriers(body: Callable[[], None]) -> float:
     body()
     dist.barrier()
     return time.perf_counter() - start
+
+
+def _read(member: _Member) -> _Reply | None:
+    """What a process has to say, or that it is dead, or None if neither."""
+    dead = not member.process.is_alive()  # asked first, so that last words are never missed
+    try:
+        if member.connection.poll():
+            reply: _Reply = member.connection.recv()
+            return reply
+    except (EOFError, OSError):
+        member.process.join(_LAST_WORDS)
+        dead = True
+    if not dead:
+        return None
+    status = member.process.exitcode
+    how = f"killed by {signal.Signals(-status).name}" if (status or 0) < 0 else f"exit {status}"
+    return _Reply(False, f"{member.process.name} died ({how})")
+
+
+def _serve(connection: Connection, place: Place, build: Build, threads: int) -> None:
+    """The life of one process: build the servant, run commands, leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    try:
+        keep_freed_memory()  # as Penstock's workers do, or the peers would pay for page faults
+        torch.set_num_threads(threads)
+        servant = build(place)
+        connection.send(_Reply(True, None))
+        # Blocks without using the processor. The end of the pipe means that the owner is gone.
+        while (order := connection.recv()) is not None:
+            command, arguments = order
+            connection.send(_Reply(True, getattr(servant, command)(*arguments)))
+        servant.close()
+        os._exit(0)  # torch takes a second to leave by the door
+    except (EOFError, BrokenPipeError):
+        os._exit(1)
+    except BaseException:
+        name = f"rank {place.rank} of {place.size}"
+        with suppress(OSError):
+            connection.send(_Reply(False, f"{name} raised:\n{traceback.format_exc()}"))
+        os._exit(1)  # a proper exit could wait for peers that will never answer
+
+
+def _variables(threads: int) -> dict[str, str]:
+    """Environment variables of every process.
+
+    The thread counts also reach pools that `torch.set_num_threads` does not, the interface names
+    keep traffic on loopback, the agent store is the owner's, and what torch's C++ has to say about
+    a peer that left is silenced: failures are reported by the owner.
+    """
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TP_SOCKET_IFNAME": loopback,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` in this process while others are started from it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -20,13 +20,9 @@ from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
-from penstock.bench.peers.models import Task, loss_function, tutorial_cut
-from penstock.bench.peers.peer import CrewPeer, Reading
-from penstock.bench.peers.processes import HOST, Build, Place
-
-# TensorPipe's shared-memory transport polls without pause: it takes most of a core from whoever
-# else is running, its own stages included. Sockets wait in the kernel.
-_QUIET_TRANSPORTS = ("uv",)
+from penstock.bench.peers.peer import HOST, Build, Peer, Place, Reading
+from penstock.bench.peers.workload import Workload
+from penstock.loading import tolerate_missing_torchvision_operators
 
 
 class Shard:
@@ -51,8 +47,8 @@ class Shard:
 class Worker:
     """A process that serves remote calls, and answers `step` because every rank must."""
 
-    def __init__(self, task: Task, transports: Sequence[str] | None, place: Place) -> None:
-        _join(f"worker{place.rank}", place, task, transports)
+    def __init__(self, workload: Workload, place: Place) -> None:
+        _join(f"worker{place.rank}", place, workload)
 
     def step(self, microbatches: int | None = None) -> Reading:
         """A step of no seconds: the master calls and measures this worker's stage."""
@@ -68,28 +64,30 @@ class Master(Worker):
 
     def __init__(
         self,
-        task: Task,
-        transports: Sequence[str] | None,
+        workload: Workload,
         stages: Sequence[bytes],
         place: Place,
     ) -> None:
         # Importing this warns of its own deprecation, which is no concern of the owner.
         from torch.distributed.optim import DistributedOptimizer
 
-        _join("master", place, task, transports)
-        self._images, self._target = task.data()
-        self._microbatches = task.num_microbatches
+        _join("master", place, workload)
+        self._inputs, self._target = workload.data()
+        self._microbatches = workload.num_microbatches
+        self._loss = workload.loss
         self._shards = [
             rpc.remote(f"worker{rank}", Shard, args=(stage,))
             for rank, stage in enumerate(stages, start=1)
         ]
         parameters = [p for shard in self._shards for p in shard.rpc_sync().parameters()]
-        self._optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=task.learning_rate)
+        self._optimizer = DistributedOptimizer(
+            torch.optim.SGD, parameters, lr=workload.learning_rate
+        )
 
     def _forward(self, microbatches: int) -> Tensor:
         first, *between, last = self._shards
         outputs = []
-        for microbatch in self._images.tensor_split(microbatches):
+        for microbatch in self._inputs.tensor_split(microbatches):
             reference = first.remote().forward(rpc.RRef(microbatch))
             for shard in between:
                 reference = shard.remote().forward(reference)
@@ -105,58 +103,41 @@ class Master(Worker):
         start = time.perf_counter()
         # Gradients live in the context, so there are none to clear.
         with dist_autograd.context() as context:
-            loss = loss_function(self._forward(microbatches or self._microbatches), self._target)
+            loss = self._loss(self._forward(microbatches or self._microbatches), self._target)
             dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             self._optimizer.step(context)
         return Reading(time.perf_counter() - start, loss.item())
 
 
-def _join(name: str, place: Place, task: Task, transports: Sequence[str] | None) -> None:
+def _join(name: str, place: Place, workload: Workload) -> None:
+    tolerate_missing_torchvision_operators()  # stages may be parts of its models
     # Torch warns here of its own use of itself, past every filter; nobody reads this logger.
     logging.captureWarnings(True)
     options = rpc.TensorPipeRpcBackendOptions(
         # Calls that wait for an activation hold a thread each.
-        num_worker_threads=16 + 2 * task.num_microbatches,
+        num_worker_threads=16 + 2 * workload.num_microbatches,
         rpc_timeout=place.timeout,
         init_method=f"tcp://{HOST}:{place.port}",
-        _transports=list(transports) if transports else None,
+        # Its shared-memory transport polls without pause: it takes most of a core from whoever else
+        # is running, its own stages included. Sockets wait in the kernel.
+        _transports=["uv"],
     )
     rpc.init_rpc(name, rank=place.rank, world_size=place.size, rpc_backend_options=options)
 
 
 def rpc_pipeline(
-    *,
-    batch: int,
-    image: int,
-    microbatches: int,
-    stages: Sequence[nn.Module] | None = None,
-    transports: Sequence[str] | None = _QUIET_TRANSPORTS,
-    learning_rate: float = 0.001,
-    timeout: float = 300.0,
-    environment: Mapping[str, str] | None = None,
-) -> CrewPeer:
+    workload: Workload,
+    stages: Sequence[nn.Module],
+) -> Peer:
     """The RPC pipeline: a master and one worker per stage, one thread each.
 
-    Its `step` takes a number of micro-batches up to `microbatches`, for that step alone.
+    Its `step` takes a number of micro-batches up to the workload's, for that step alone.
 
     Args:
-        batch: images per step.
-        image: their height and width.
-        microbatches: the number of micro-batches.
-        stages: picklable modules, one tensor in and one tensor out, a worker for each; by
-            default ResNet-50 in the tutorial's two.
-        transports: what TensorPipe may use; `None` lets it choose, and it chooses busy polling.
-        learning_rate: of SGD.
-        timeout: seconds that any wait may take.
-        environment: more environment variables for the processes.
+        workload: what it trains.
+        stages: picklable modules, one tensor in and one tensor out, a worker for each.
     """
-    task = Task(batch, image, microbatches, learning_rate)
-    shards = [pickle.dumps(stage) for stage in stages or tutorial_cut()]
-    builds: list[Build] = [partial(Master, task, transports, shards)]
-    builds += [partial(Worker, task, transports)] * len(shards)
-    return CrewPeer(
-        f"torch.distributed.rpc pipeline, m={microbatches}",
-        builds,
-        timeout=timeout,
-        environment=environment,
-    )
+    shards = [pickle.dumps(stage) for stage in stages]
+    builds: list[Build] = [partial(Master, workload, shards)]
+    builds += [partial(Worker, workload)] * len(shards)
+    return Peer(f"torch.distributed.rpc pipeline, m={workload.num_microbatches}", builds)

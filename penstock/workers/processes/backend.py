@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.display.terminal import Progress
 from penstock.errors import InputError
-from penstock.links.shared_memory import Sink, Source
-from penstock.links.wire import Wire
 from penstock.plan import Plan
-from penstock.profile.measure import Progress
 from penstock.workers.backend import DrivenBackend, Workers
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
@@ -85,56 +82,40 @@ class ProcessProbe:
         self, one: torch.device, other: torch.device, size: int, rounds: int
     ) -> Sequence[float]:
         """The seconds there and back through shared memory, by round."""
-        found: list[float] = self._joined(
-            partial(ping, device=CPU, size=size, rounds=rounds),
-            partial(pong, device=CPU, rounds=rounds),
-        )[0]
+        found: list[float] = self._joined(size, rounds)[0]
         return found
 
     def overhead(self, one: torch.device, other: torch.device) -> float:
         """The larger overhead of two processes that are linked."""
-        return float(max(self._joined(_first_overhead, _second_overhead)))
+        return float(max(self._joined()))
 
-    def _joined(self, first: Callable[[Sink], Any], second: Callable[[Source], Any]) -> list[Any]:
-        """What the first two workers make of the ends of a link between them."""
+    def _joined(self, size: int = 0, rounds: int = 0) -> list[Any]:
+        """What the first two workers measure at the ends of a link between them."""
         here, there = socket.socketpair()
         with here, there:
             grants = self.pool.grant(0, here.fileno()), self.pool.grant(1, there.fileno())
-        jobs: list[Job] = [_AtSink(grants[0], first), _AtSource(grants[1], second)]
+        jobs: list[Job] = [_AtEnd(k, grant, size, rounds) for k, grant in enumerate(grants)]
         idle = [_idle] * (len(self.pool) - len(jobs))
         return self.pool.run(jobs + idle, _TIMEOUT)[: len(jobs)]
 
 
 @dataclass(frozen=True)
-class _AtSink:
-    """Does something with the sending end of a link."""
+class _AtEnd:
+    """Measure at one end of a link: the time there and back, or the overhead if `rounds` is 0."""
 
+    index: int
     grant: int
-    work: Callable[[Sink], Any]
+    size: int
+    rounds: int
 
-    def __call__(self, own: WorkerState) -> Any:
-        sender, receiver = own.ends(Wire(socket.socket(fileno=own.granted(self.grant))))
-        return self.work(Sink(sender, receiver))
-
-
-@dataclass(frozen=True)
-class _AtSource:
-    """Does something with the receiving end of a link."""
-
-    grant: int
-    work: Callable[[Source], Any]
-
-    def __call__(self, own: WorkerState) -> Any:
-        sender, receiver = own.ends(Wire(socket.socket(fileno=own.granted(self.grant))))
-        return self.work(Source(receiver, sender))
-
-
-def _first_overhead(link: Sink) -> float:
-    return overhead_here(0, link, CPU)
-
-
-def _second_overhead(link: Source) -> float:
-    return overhead_here(1, link, CPU)
+    def __call__(self, own: WorkerState) -> list[float] | float | None:
+        if not self.rounds:
+            link = own.sink(self.grant) if self.index == 0 else own.source(self.grant)
+            return overhead_here(self.index, link, CPU)
+        if self.index == 0:
+            return ping(own.sink(self.grant), CPU, self.size, self.rounds)
+        pong(own.source(self.grant), CPU, self.rounds)
+        return None
 
 
 def _idle(own: WorkerState) -> None:

@@ -1,8 +1,12 @@
-"""Attributes of modules of which a worker process has copies: they follow what changes here."""
+"""What the driver has sent to a worker's process of the model, and what has changed here since.
+
+Attributes of modules follow: what has changed is sent before a pass. Tensors that are other ones
+now, and hooks, cannot be followed, and are an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -12,12 +16,76 @@ from torch import nn
 
 from penstock.capture.places import INTERNAL, MISSING, attributes_of, frozen, is_helper
 from penstock.capture.trees import flatten, map_leaves
+from penstock.engine.hooks import hooks_of
 from penstock.errors import InputError
+from penstock.links.pickling import Outbox
+from penstock.workers.processes.shared_model import Package, SharedModel
 
 _VERSION = attrgetter("_version")
 
 News = Mapping[int, Mapping[str, Any]]
 """For modules, by their number, the attributes that are others now; `MISSING` for those gone."""
+
+
+class Unchanged:
+    """Some modules of a model, of which a process has copies.
+
+    They are looked at before every pass, so what is compared is gathered once, in flat lists.
+
+    Args:
+        model: the whole model, for the names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._registries: list[dict[str, Any]] = []  # where each of these tensors is,
+        self._names: list[str] = []  # by its name there
+        self._tensors: list[Any] = []
+        self._vars: list[dict[str, Any]] = []
+        self._hooks: list[int] = []  # of them all
+
+    def add(self, modules: Iterable[nn.Module], is_shared: Callable[[Any], bool]) -> None:
+        """Watch these modules too, and those of their tensors that the process shares."""
+        for module in modules:
+            self._vars.append(vars(module))
+            self._hooks += hooks_of([vars(module)])
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in registry.items():
+                    if is_shared(tensor):
+                        self._registries.append(registry)
+                        self._names.append(name)
+                        self._tensors.append(tensor)
+
+    def check(self) -> None:
+        """Notice tensors that are other ones now, and hooks that came or went.
+
+        Raises:
+            InputError: there is one, which the process does not have.
+        """
+        now = list(map(dict.get, self._registries, self._names))
+        if not all(map(is_, now, self._tensors)):
+            pairs = zip(now, self._tensors, strict=True)
+            name = self._name_of(next(k for k, (new, old) in enumerate(pairs) if new is not old))
+            raise InputError(
+                f"{name!r} was replaced after the pipeline was built, but its worker process has "
+                "the old tensor. Copy values into it instead "
+                "(load_state_dict without assign=True), or build a new pipeline"
+            )
+        if hooks_of(self._vars) != self._hooks:
+            raise InputError(
+                "hooks of a module were registered or removed after the pipeline was built, which "
+                'its worker process does not see; register them before, or use workers="threads"'
+            )
+
+    def _name_of(self, number: int) -> str:
+        registry = self._registries[number]
+        owners = (
+            path
+            for path, module in self._model.named_modules()
+            if registry is module._parameters or registry is module._buffers
+        )
+        owner = next(owners, "(of a module that was removed)")
+        return f"{owner}.{self._names[number]}".lstrip(".")
 
 
 class Following:
@@ -141,6 +209,89 @@ class Following:
     def doubt(self) -> None:
         """What was told may be lost."""
         self._again, self._unsure = self._unsure, {}
+
+
+class Remote:
+    """What the process of one worker has of the model.
+
+    Args:
+        worker: its number.
+        shared: the tensors that it shares.
+        model: the whole model.
+
+    Attributes:
+        modules: that it has copies of, in the order in which they were sent.
+        outbox: packs what it is sent.
+    """
+
+    def __init__(self, worker: int, shared: SharedModel, model: nn.Module) -> None:
+        self.modules: list[nn.Module] = []
+        self.outbox = Outbox(self.number)
+        self._worker = worker
+        self._shared = shared
+        self._of_model = {id(module) for module in model.modules()}
+        self._packages: list[Package] = []
+        self._training: tuple[bool, ...] = ()
+        self._unchanged = Unchanged(model)
+        self._following = Following(self.shares)
+
+    def number(self, tensor: Any) -> int | None:
+        """The number by which it knows a tensor; `None` if it does not."""
+        return self._shared.number(self._worker, tensor)
+
+    def shares(self, tensor: Any) -> bool:
+        """Whether a tensor is in memory that it maps as well."""
+        return self.number(tensor) is not None
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move tensors to memory that it maps as well, with the next packages."""
+        package = self._shared.share(self._worker, tensors)
+        if package is not None:
+            self._packages.append(package)
+
+    def packages(self) -> list[Package]:
+        """The tensors that it does not know of yet; from now on it does."""
+        packages, self._packages = self._packages, []
+        return packages
+
+    def add(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Note that it gets these modules; returns those that are the model's and new to it."""
+        known = {id(module) for module in self.modules}
+        new = [m for m in modules if id(m) in self._of_model and id(m) not in known]
+        self.modules += new
+        self._unchanged.add(new, self.shares)
+        self._following.add(new)
+        return new
+
+    def check(self) -> None:
+        """Raise if something was replaced here that it has.
+
+        Raises:
+            InputError: something was.
+        """
+        self._unchanged.check()
+        self._shared.check(self._worker)
+
+    def training(self) -> tuple[bool, ...] | None:
+        """Of every module whether it is in training mode, if it does not know that yet."""
+        now = tuple(module.training for module in self.modules)
+        if now == self._training:
+            return None
+        self._training = now
+        return now
+
+    def news(self) -> News:
+        """The attributes of its modules that have changed, see `Following.news`."""
+        return self._following.news()
+
+    def confirm(self) -> None:
+        """What it was told has arrived."""
+        self._following.confirm()
+
+    def doubt(self) -> None:
+        """What it was told may be lost."""
+        self._training = ()
+        self._following.doubt()
 
 
 def follow(modules: list[nn.Module], news: News) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,18 +13,21 @@ import torch
 
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
+from penstock.engine.ends import Loss
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
-from penstock.engine.trial import kept
+from penstock.engine.state import kept
 from penstock.links.local import LocalLink
-from penstock.links.shared_memory import Sink, Source
-from penstock.links.wire import SPIN, Wire
+from penstock.links.pickling import Packed, unpack
+from penstock.links.wire import SPIN
 from penstock.loading import (
     tolerate_missing_torchvision_operators,
     tolerates_missing_torchvision_operators,
 )
 from penstock.plan import Plan
-from penstock.workers.assembly import STARTING, UPDATING, Assembly
+from penstock.storage.part import Part
+from penstock.workers.assembly import Assembly, own_casts
+from penstock.workers.members import STARTING, UPDATING
 from penstock.workers.optimizer_parts import use_settings
 from penstock.workers.processes.following import News, follow
 from penstock.workers.processes.shared_model import Gradients, Package
@@ -117,9 +119,8 @@ class Build:
         for k, (kind, grant) in self.ends.items():
             if kind == "local":
                 links[k] = LocalLink(CPU, CPU)
-                continue
-            sender, receiver = own.ends(Wire(socket.socket(fileno=own.granted(grant))))
-            links[k] = Sink(sender, receiver) if kind == "sink" else Source(receiver, sender)
+            else:
+                links[k] = own.sink(grant) if kind == "sink" else own.source(grant)
         own.links = links
         devices = [CPU] * self.workers
         for training in (True, False):
@@ -167,44 +168,48 @@ class RunPass:
     """Run a pass.
 
     Attributes:
-        order: this worker's part of it.
+        order: this worker's part of it, without the loss.
+        loss: packed, if this worker has the last stage and there is one.
         gradients: of the parameters; `None` if there will be none.
         training: for every module whether it is in training mode, if that has changed.
-        attributes: of modules, those that have changed.
+        attributes: of modules, packed, if some have changed.
         forgotten: modes and numbers of batches that will not come back.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
     """
 
     order: Order
+    loss: Packed | None
     gradients: Gradients | None
     training: Sequence[bool] | None
-    attributes: News
+    attributes: Packed | None
     forgotten: Sequence[tuple[bool, int]]
     wanted: Sequence[int] | None = None
 
     def __call__(self, own: WorkerState) -> tuple[Outcome, list[int]]:
         """What has come of it, and which parameters have gradients now."""
+        with loading():
+            loss: Loss | None = unpack(*self.loss) if self.loss else None
+            attributes: News = unpack(*self.attributes) if self.attributes else {}
         for mode, number in self.forgotten:
             own.assemblies[mode].forget(number)
         if self.training is not None:
             for module, training in zip(own.modules, self.training, strict=True):
                 module.training = training
-        follow(own.modules, self.attributes)
+        follow(own.modules, attributes)
         if self.gradients is not None:
             own.begin(self.gradients)
         assembly = own.assemblies[self.order.training]
-        order = replace(self.order, wanted=own.parameters(self.wanted))
+        order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
         try:
-            with _leaving_no_trace(own, assembly) if self.order.trial else nullcontext():
+            trial = _leaving_no_trace(own, assembly) if self.order.trial else nullcontext()
+            with trial, own_casts():
                 outcome = assembly.run(own.worker, order, own.position)
         except BaseException:
             assembly.clear()
             own.clear()
             raise
-        finally:
-            torch.clear_autocast_cache()  # of weights that change with the next step
-        if self.order.loss is not None:
-            outcome.buffers = self.order.loss.buffers
+        if loss is not None:
+            outcome.buffers = loss.buffers
         if self.order.what != "forward":  # whose graph may still need what there was before
             own.put_buffers_back()
         backward = self.order.what in ("train", "backward")
@@ -301,6 +306,35 @@ class LoadState:
         part.state.clear()
         for number, values in self.state.items():
             part.state[own.tensors[number]] = {k: _owned(v) for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class WritePart:
+    """Have a worker process write its part.
+
+    Attributes:
+        part: which.
+        tensors: their names, and the numbers by which the worker knows them.
+        parameters: the names of all its parameters, by those numbers.
+        optimizers: the numbers of optimizers, by the names under which they are saved.
+        background: whether to copy everything first, and then to return.
+    """
+
+    part: Part
+    tensors: Mapping[str, int]
+    parameters: Mapping[int, str]
+    optimizers: Mapping[str, int]
+    background: bool
+
+    def __call__(self, own: WorkerState) -> None:
+        """Write this worker's tensors and optimizer state by their names in the checkpoint."""
+        known = {id(own.tensors[number]): name for number, name in self.parameters.items()}
+        states = {
+            label: {known.get(id(k), k): v for k, v in own.optimizers[number].state.items()}
+            for label, number in self.optimizers.items()
+        }
+        tensors = {name: own.tensors[number] for name, number in self.tensors.items()}
+        self.part.save(tensors, states, self.background)
 
 
 def _owned(value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Pool that are processes of this machine, driven by this one."""
+"""Worker processes of this machine, driven by this one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
+import pickle
 import signal
 import socket
 import subprocess
@@ -22,12 +22,14 @@ from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, cl
 from penstock.links.local import Aborted
 from penstock.links.pickling import pack, unpack
 from penstock.links.segment import Segment
-from penstock.links.shared_memory import Receiver, Sender
-from penstock.links.wire import Gone, Message, Wire, interrupts_wait
-from penstock.workers.assembly import STARTING, decode, doing, waits
+from penstock.links.shared_memory import Borrower, Lender
+from penstock.links.wire import Gone, Wire, interrupts_wait, polling
+from penstock.workers.forks import disown_in_forks
 from penstock.workers.heartbeat import Pulse
+from penstock.workers.members import STARTING, Activity
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
-from penstock.workers.processes.child import ABORT, COMMAND, ERROR, GRANT, JOB
+from penstock.workers.processes.child import COMMAND
+from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
 _READ = 10.0  # seconds that a worker has to read a short message
@@ -36,12 +38,6 @@ _LEAVE = 2.0  # seconds that workers have to end by themselves
 _LEAVE_BROKEN = 0.5  # if something went wrong before
 _DUMP = 0.5  # seconds to write down a stack
 _CPU = torch.device("cpu")
-
-
-class _Any:
-    """Whoever hears messages of all dispatches."""
-
-    dispatch: int = 0
 
 
 class _Process:
@@ -66,11 +62,9 @@ class _Process:
         self.end = os.pidfd_open(self.popen.pid) if hasattr(os, "pidfd_open") else -1
         self.pulse = Pulse(self.popen.pid)
         self.wire = Wire(here, self._check_runs)
-        self.dispatch = 0
-        self.timeout: float | None = None
         self.lost = False  # whether somebody was interrupted between reading and noting a report
-        self.sender = Sender(self.wire, self)
-        self.receiver = Receiver(self.wire, _Any(), _CPU)
+        self.lender = Lender(self.wire)
+        self.borrower = Borrower(_CPU)
         self.grants = 0
 
     def has_ended(self) -> bool:
@@ -128,7 +122,7 @@ class _Process:
 
     def close(self) -> None:
         """Let go of what belongs to it. It has ended."""
-        del self.sender, self.receiver  # with the memory that they share with it
+        del self.lender, self.borrower  # with the memory that they share with it
         self.dump.close()
         if self.end >= 0:
             os.close(self.end)
@@ -163,7 +157,7 @@ class ProcessPool(Pool):
         self._finalizer = weakref.finalize(
             self, _dismiss, self._processes, self._lifeline, self._leave
         )
-        _KEPT_FROM_FORKS.add(self)
+        disown_in_forks(self)
         try:
             _uninterrupted(self._start_all, read)
         except BaseException:
@@ -182,6 +176,10 @@ class ProcessPool(Pool):
         """The process id of every worker, in their order."""
         return [process.popen.pid for process in self._processes]
 
+    def activity(self, worker: int) -> Activity:
+        """What a worker is doing; may be called from any thread."""
+        return Activity.of(self._positions[worker])
+
     def all_alive(self) -> bool:
         """Whether they are not closed, and none has ended; may be called from any thread."""
         how = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -195,7 +193,7 @@ class ProcessPool(Pool):
         """Send a worker a file descriptor; returns the number under which it has it."""
         process = self._processes[worker]
         process.grants += 1
-        self._send(worker, Message(self._dispatches, GRANT, process.grants, fd=fd))
+        self._send(worker, Grant(process.grants), fd)
         return process.grants
 
     def _dispatch(self, number: int) -> Dispatch:
@@ -218,10 +216,10 @@ class ProcessPool(Pool):
                 f"worker {worker} is another process, and what it needs cannot be sent there: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
-        process.dispatch = current.number
         try:
-            with interrupts_wait():
-                process.sender.put(tensors, JOB, data, current.timeout)
+            with interrupts_wait(), process.lender.lend(tensors) as loan:
+                give = pickle.dumps(Give(current.number, data, loan.lent))
+                process.wire.send(give, loan.fd, current.timeout)
         except Gone:
             current.results[worker] = Result(None, self._died(worker))
         except TimeoutError:
@@ -230,25 +228,22 @@ class ProcessPool(Pool):
             late = WorkerTimeout(message, worker, *self._at(worker))
             current.results[worker] = Result(None, late)
 
-    def _send(self, worker: int, message: Message) -> None:
+    def _send(self, worker: int, message: GiveUp | Grant, fd: int = -1) -> None:
         with contextlib.suppress(Gone, TimeoutError), interrupts_wait():
-            self._processes[worker].wire.send(message, _READ)  # its end is noticed elsewhere
+            wire = self._processes[worker].wire  # whose end is noticed elsewhere
+            wire.send(pickle.dumps(message), fd, _READ)
 
     # -- reports --------------------------------------------------------------------------
 
     def _await_report(self, current: Dispatch, seconds: float | None) -> None:
-        poller = select.poll()
-        numbers = {}
+        numbers: dict[int, int] = {}
         for worker in current.waits_for:
             process = self._processes[worker]
             if process.lost:
                 self._note(worker, Result(None, Aborted()), (*self._open, current))
                 return
-            for fd in (process.wire.fileno(), process.end):
-                if fd >= 0:
-                    poller.register(fd, select.POLLIN)
-                    numbers[fd] = worker
-        ready = poller.poll(None if seconds is None else seconds * 1000)
+            numbers |= {fd: worker for fd in (process.wire.fileno(), process.end) if fd >= 0}
+        ready = polling(*numbers).poll(None if seconds is None else seconds * 1000)
         if not ready:
             raise Late
         for worker in sorted({numbers[fd] for fd, _ in ready}):
@@ -262,7 +257,7 @@ class ProcessPool(Pool):
         try:
             if not process.wire.ready():  # its end may be held open by what it has started
                 raise Gone
-            message = process.wire.receive(_REST)
+            data, fd = process.wire.receive(_REST)
         except Gone:
             why = self._closed_because  # by another thread
             error = closed(why) if why else None
@@ -272,20 +267,20 @@ class ProcessPool(Pool):
             words = f"worker {worker} stopped in the midst of a report; it is {details}"
             self._note(worker, Result(None, WorkerTimeout(words, worker)), dispatches)
         else:
-            result = self._opened(worker, message)
-            self._note(worker, result, [r for r in dispatches if r.number == message.dispatch])
+            report: Report = pickle.loads(data)
+            result = self._opened(worker, report, fd)
+            self._note(worker, result, [r for r in dispatches if r.number == report.dispatch])
         process.lost = False
 
-    def _opened(self, worker: int, message: Message) -> Result:
+    def _opened(self, worker: int, report: Report, fd: int) -> Result:
         """The value or the error of a report, with its tensors from shared memory."""
-        process = self._processes[worker]
         try:
-            tensors, payload = process.receiver.opened(message)
-            value = unpack(payload, tensors)
+            tensors = self._processes[worker].borrower.borrow(report.tensors, fd)
+            value = unpack(report.value, tensors)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be unpacked in this process.")
             return Result(None, error)
-        return Result(None, value) if message.kind == ERROR else Result(value, None)
+        return Result(None, value) if report.failed else Result(value, None)
 
     def _note(self, worker: int, result: Result, dispatches: Sequence[Dispatch]) -> None:
         for each in dispatches:
@@ -294,8 +289,8 @@ class ProcessPool(Pool):
     def _died(self, worker: int) -> WorkerDied:
         """The error that says how a process ended, and at what."""
         others = [k for k in range(self._count) if k != worker and self._positions[k]]
-        meanwhile = [f"worker {k} was {doing(self._positions[k])}" for k in others]
-        where = decode(self._positions[worker])
+        meanwhile = [f"worker {k} was {self.activity(k)}" for k in others]
+        where = self.activity(worker).where
         error = WorkerDied(worker, self._processes[worker].how_it_ended(), *where)
         if meanwhile:
             error.add_note(f"Meanwhile {', '.join(meanwhile)}.")
@@ -315,7 +310,7 @@ class ProcessPool(Pool):
     def _abort(self) -> None:
         for worker, process in enumerate(self._processes):
             if not process.wire.busy:
-                self._send(worker, Message(self._dispatches - 1, ABORT))
+                self._send(worker, GiveUp(self._dispatches - 1))
 
     def _broken(self) -> str | None:
         if any(process.has_ended() for process in self._processes):
@@ -337,7 +332,7 @@ class ProcessPool(Pool):
         for worker in workers:
             process = self._processes[worker]
             stopped = "stopped by a signal, " if process.pulse.is_stopped() else ""
-            what = f"{stopped}{doing(self._positions[worker])} (process {process.popen.pid})"
+            what = f"{stopped}{self.activity(worker)} (process {process.popen.pid})"
             found[worker] = f"{what}\n{now.get(worker, '')}".rstrip()
         return found
 
@@ -345,10 +340,10 @@ class ProcessPool(Pool):
         return [k for k, process in enumerate(self._processes) if process.pulse.has_stopped()]
 
     def _waits(self, worker: int) -> bool:
-        return waits(self._positions[worker]) or not self._positions[worker]
+        return self.activity(worker).waits or self.activity(worker).is_idle
 
     def _at(self, worker: int) -> tuple[int | None, int | None, str]:
-        return decode(self._positions[worker])
+        return self.activity(worker).where
 
     # -- the end --------------------------------------------------------------------------
 
@@ -425,14 +420,3 @@ def _patiently(done: threading.Event) -> None:
     except BaseException:
         _patiently(done)
         raise
-
-
-_KEPT_FROM_FORKS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for workers in list(_KEPT_FROM_FORKS):
-        workers.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

@@ -21,11 +21,12 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.links.segment import Place, Segment, fill, place_of
 from penstock.links.shared_memory import Slots
+from penstock.workers.ownership import conflict
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dictionaries, or None
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
 
-Grant = Callable[[int], int]
+Grant = Callable[[int, int], int]
 """Sends a worker a file descriptor; returns the number under which it has it."""
 
 
@@ -134,12 +135,13 @@ class SharedModel:
     """The driver's side.
 
     Args:
-        grants: for every worker.
+        workers: how many there are.
+        grant: sends them memory.
     """
 
-    def __init__(self, grants: Sequence[Grant]) -> None:
-        self._grants = grants
-        self._parts = [_Part() for _ in grants]
+    def __init__(self, workers: int, grant: Grant) -> None:
+        self._grant = grant
+        self._parts = [_Part() for _ in range(workers)]
         self._owners: dict[int, tuple[int, int]] = {}  # by id: the worker, and its number there
 
     def number(self, worker: int, tensor: Any) -> int | None:
@@ -189,17 +191,13 @@ class SharedModel:
         part.places, part.size = _consecutive(part.parameters)
         part.let_go()
         part.slot, part.slots = -1, Slots()
-        grant = self._grants[worker](segment.fd)
+        grant = self._grant(worker, segment.fd)
         segment.close()
         return Package(grant, size, shared)
 
     def _check(self, tensor: torch.Tensor, worker: int) -> None:
         if id(tensor) in self._owners:
-            raise InputError(
-                f"a parameter or buffer of shape {tuple(tensor.shape)} is used by workers "
-                f"{self._owners[id(tensor)][0]} and {worker}, on different ways through the "
-                'model; only workers="threads" can share it'
-            )
+            raise conflict(tensor, self._owners[id(tensor)][0], worker)
         if tensor.device.type != "cpu":
             raise InputError(
                 f'a parameter is on {tensor.device}; workers="processes" run on the CPU. Use '
@@ -242,7 +240,7 @@ class SharedModel:
                 part.slot, segment, is_new = part.slots.lend(part.size)
                 part.memory = segment.borrow()
                 if is_new:
-                    news = self._grants[worker](segment.fd), segment.size, part.places
+                    news = self._grant(worker, segment.fd), segment.size, part.places
                     segment.close()
         slots = part.gradients() if present else []
         others = [k for k in present if part.parameters[k].grad is not slots[k]]

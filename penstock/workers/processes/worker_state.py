@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import select
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,14 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.errors import InputError
+from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
-from penstock.links.pickling import Inbox, pack, unpack
+from penstock.links.pickling import Inbox, pack, portable, unpack
 from penstock.links.segment import Segment
-from penstock.links.shared_memory import Receiver, Sender
-from penstock.links.wire import SPIN, Wire, spin
-from penstock.workers.assembly import Assembly, Position
-from penstock.workers.processes.child import ABORT, GRANT, JOB
+from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
+from penstock.links.wire import SPIN, Gone, Wire, polling, spin
+from penstock.workers.assembly import Assembly
+from penstock.workers.members import Activity, Position
+from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 from penstock.workers.processes.shared_model import Gradients
 
 CPU = torch.device("cpu")
@@ -51,9 +54,9 @@ class WorkerState:
         self.position = position
         self.patience = SPIN
         self.dispatch, self._given_up = 0, -1
-        self._control = wire
-        self._orders = Receiver(wire, self, CPU)
-        self._reports = Sender(wire, self)
+        self._wire = wire
+        self._borrower = Borrower(CPU)
+        self._lender = Lender(wire)
         self._jobs: deque[tuple[int, Callable[[WorkerState], Any]]] = deque()
         self._grants: dict[int, int] = {}
         self.empty()
@@ -71,8 +74,8 @@ class WorkerState:
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._counted, self._found = 0, list[nn.Parameter]()
 
-    def next_job(self) -> Callable[[WorkerState], Any]:
-        """The next job that the driver gives; waits for it.
+    def serve(self) -> None:
+        """Do the next job that the driver gives, and report; waits for it.
 
         Raises:
             Gone: the driver closed the socket.
@@ -80,23 +83,41 @@ class WorkerState:
         while not self._jobs:
             self._hear()
         self.dispatch, job = self._jobs.popleft()
-        return _give_up if self.dispatch <= self._given_up else job
+        if self.dispatch <= self._given_up:
+            job = _give_up
+        self.position[0] = position = getattr(job, "position", 0)
+        failed, value = False, None
+        try:
+            value = job(self)
+        except BaseException as error:
+            failed, value = True, portable(_named(error, self.worker, position))
+        del job
+        self.position[0] = 0
+        try:
+            self._report(failed, value)
+        except Gone:
+            raise
+        except Exception as error:  # what cannot be pickled has not been sent in part
+            self._report(True, portable(_unsent(error, self.worker)))
 
     def _hear(self) -> None:
         """Read one message of the driver."""
-        message = self._control.receive()
-        if message.kind == JOB:
-            tensors, payload = self._orders.opened(message)
-            self._jobs.append((message.dispatch, _unpacked(payload, tensors)))
-        elif message.kind == ABORT:
+        data, fd = self._wire.receive()
+        message: Give | GiveUp | Grant = pickle.loads(data)
+        if isinstance(message, Give):
+            tensors = self._borrower.borrow(message.tensors, fd)
+            self._jobs.append((message.dispatch, _unpacked(message.job, tensors)))
+        elif isinstance(message, GiveUp):
             self._given_up = message.dispatch
-        elif message.kind == GRANT:
-            self._grants[message.slot] = message.fd
+        else:
+            self._grants[message.number] = fd
 
-    def report(self, kind: int, value: Any) -> None:
+    def _report(self, failed: bool, value: Any) -> None:
         """Tell the driver what has come of the job."""
         data, tensors = pack(value)
-        self._reports.put(tensors, kind, data)
+        with self._lender.lend(tensors) as loan:
+            report = Report(self.dispatch, failed, data, loan.lent)
+            self._wire.send(pickle.dumps(report), loan.fd)
 
     def granted(self, number: int) -> int:
         """The file descriptor that the driver sent under this number, to be used once."""
@@ -201,12 +222,23 @@ class WorkerState:
 
     # -- links ----------------------------------------------------------------------------
 
+    def sink(self, grant: int) -> Sink:
+        """The earlier stage's end of a link, of the socket that was granted under this number."""
+        sender, receiver = self.ends(self._granted_wire(grant))
+        return Sink(sender, receiver)
+
+    def source(self, grant: int) -> Source:
+        """The later stage's end."""
+        sender, receiver = self.ends(self._granted_wire(grant))
+        return Source(receiver, sender)
+
+    def _granted_wire(self, grant: int) -> Wire:
+        return Wire(socket.socket(fileno=self.granted(grant)))
+
     def ends(self, wire: Wire) -> tuple[Sender, Receiver]:
         """A sender and a receiver for a wire to another worker; the driver can interrupt both."""
-        incoming, outgoing = select.poll(), select.poll()
-        for poller, event in ((incoming, select.POLLIN), (outgoing, select.POLLOUT)):
-            poller.register(wire.fileno(), event)
-            poller.register(self._control.fileno(), select.POLLIN)
+        control = self._wire.fileno()
+        incoming, outgoing = polling(wire.fileno(), control), polling(control, out=wire.fileno())
 
         def wait_for_values() -> None:
             if not wire.ready():
@@ -223,7 +255,7 @@ class WorkerState:
         """Wait until there is something at `fd`, and listen to the driver meanwhile."""
         while True:
             ready = {fd for fd, _ in spin(poller, None, self.patience)}
-            if self._control.fileno() in ready:
+            if self._wire.fileno() in ready:
                 self._hear()
                 if self.dispatch <= self._given_up:
                     raise Aborted
@@ -252,11 +284,11 @@ def _give_up(own: WorkerState) -> None:
     raise Aborted
 
 
-def _unpacked(payload: bytes, tensors: Any) -> Callable[[WorkerState], Any]:
+def _unpacked(data: bytes, tensors: Sequence[Any]) -> Callable[[WorkerState], Any]:
     """The job; or one that says why it cannot be unpacked."""
     try:
         with loading():
-            job: Callable[[WorkerState], Any] = unpack(payload, tensors)
+            job: Callable[[WorkerState], Any] = unpack(data, tensors)
     except Exception as error:
         failure = error
 
@@ -264,3 +296,21 @@ def _unpacked(payload: bytes, tensors: Any) -> Callable[[WorkerState], Any]:
             raise failure
 
     return job
+
+
+def _named(error: BaseException, worker: int, position: int) -> BaseException:
+    """The error that says which worker failed, and in what."""
+    if not position or isinstance(error, PenstockError | Aborted):
+        return error
+    named = WorkerError(*Activity.of(position).where, error, worker)
+    named.__traceback__ = error.__traceback__
+    return named
+
+
+def _unsent(error: Exception, worker: int) -> BaseException:
+    found = InputError(
+        f"the result of worker {worker} cannot be sent to the driver's process: "
+        f'{type(error).__name__}: {error}. Use workers="threads"'
+    )
+    found.__cause__ = error
+    return found

@@ -6,10 +6,9 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +18,15 @@ from torch.optim import Optimizer
 
 from penstock.capture.trees import flatten
 from penstock.devices.choice import threads_per_worker
-from penstock.engine.backup import Backups
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
+from penstock.engine.state import Backups
 from penstock.errors import InputError, PenstockError, closed
-from penstock.links.pickling import Outbox, pack
+from penstock.links.pickling import Packed, pack
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.backend import Role, Workers
+from penstock.workers.members import Activity, members_here
 from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
@@ -37,7 +37,7 @@ from penstock.workers.optimizer_parts import (
 )
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
-from penstock.workers.processes.following import Following, News
+from penstock.workers.processes.following import Remote
 from penstock.workers.processes.jobs import (
     AddWay,
     Build,
@@ -48,11 +48,11 @@ from penstock.workers.processes.jobs import (
     Modes,
     RunPass,
     Step,
+    WritePart,
 )
 from penstock.workers.processes.pool import ProcessPool
-from penstock.workers.processes.shared_model import Package, SharedModel
-from penstock.workers.processes.unchanged import Unchanged
-from penstock.workers.saving import TIMEOUT, SaveOrder, divided
+from penstock.workers.processes.shared_model import SharedModel
+from penstock.workers.saving import TIMEOUT, Portion, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
@@ -88,17 +88,12 @@ class ProcessWorkers(Workers):
         self._timeout = timeout
         self._pool = pool
         self.devices = devices
+        self.members = members_here(devices, pool.pids)
         self.homes = [devices[worker] for worker in plan.placement]
         pairs = pairwise(plan.placement)
         self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
-        self._shared = SharedModel([partial(pool.grant, w) for w in range(count)])
-        self._outboxes = [Outbox(partial(self._shared.number, w)) for w in range(count)]
-        self._known = {id(module) for module in model.modules()}
-        self._packages: list[list[Package]] = [[] for _ in range(count)]
-        self._modules: list[list[nn.Module]] = [[] for _ in range(count)]
-        self._training: list[tuple[bool, ...]] = [() for _ in range(count)]
-        self._unchanged = [Unchanged(model) for _ in range(count)]
-        self._following = [Following(partial(self._shares, worker)) for worker in range(count)]
+        self._shared = SharedModel(count, pool.grant)
+        self._remotes = [Remote(worker, self._shared, model) for worker in range(count)]
         self._backups = Backups()
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
@@ -131,17 +126,7 @@ class ProcessWorkers(Workers):
 
     def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
         """Move what a stage uses to memory that its worker sees."""
-        self._share(self._plan.placement[stage], tensors)
-
-    def _share(self, worker: int, tensors: Sequence[torch.Tensor]) -> None:
-        package = self._shared.share(worker, tensors)
-        if package is not None:
-            self._packages[worker].append(package)
-
-    def _packed(self, worker: int) -> list[Package]:
-        """What the worker does not know of yet."""
-        packages, self._packages[worker] = self._packages[worker], []
-        return packages
+        self._remotes[self._plan.placement[stage]].share(tensors)
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
@@ -153,40 +138,30 @@ class ProcessWorkers(Workers):
             raise
 
     def _way(self, worker: int, way: NewWay) -> AddWay:
-        self._share(worker, (*self.ownership.parameters[worker], *self.ownership.buffers[worker]))
-        placement = self._plan.placement
+        remote, placement = self._remotes[worker], self._plan.placement
+        remote.share((*self.ownership.parameters[worker], *self.ownership.buffers[worker]))
         stages = {k: spans for k, spans in way.stages.items() if placement[k] == worker}
-        known = {id(module) for module in self._modules[worker]}
-        spans = [span for stage in stages.values() for span in stage.spans]
-        modules = [m for m in modules_of(spans) if id(m) in self._known and id(m) not in known]
-        self._modules[worker] += modules
-        self._unchanged[worker].add(modules, partial(self._shares, worker))
-        self._following[worker].add(modules)
+        modules = remote.add(modules_of(span for stage in stages.values() for span in stage.spans))
         part = replace(way, stages=stages)
         try:
-            return AddWay(self._packed(worker), self._outboxes[worker].pack((part, modules)))
+            return AddWay(remote.packages(), remote.outbox.pack((part, modules)))
         except Exception as error:
             raise InputError(
                 f"the stages of worker {worker} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
 
-    def _shares(self, worker: int, tensor: Any) -> bool:
-        """Whether a tensor is in memory that this worker's process maps as well."""
-        return self._shared.number(worker, tensor) is not None
-
     # -- passes ---------------------------------------------------------------------------
 
     def start(self, order: Order) -> tuple[Order, Dispatch]:
         """Tell all workers to run a pass."""
         self._pool.check_open()
-        if order.loss is not None:
-            _check_loss(order.loss, order.what == "train")
+        loss = None if order.loss is None else _packed_loss(order.loss, order.what == "train")
         backward = order.what in ("train", "backward")
         workers = range(self._count)
         try:
             self._backups.begin(order.number, [self.ownership.backup(w, backward) for w in workers])
-            jobs = [self._pass(w, order, tuple(self._forgotten)) for w in workers]
+            jobs = [self._pass(w, order, loss, tuple(self._forgotten)) for w in workers]
             with self._starting():
                 current = self._pool.start(jobs, self._timeout)
             for _ in jobs[0].forgotten:
@@ -200,29 +175,25 @@ class ProcessWorkers(Workers):
             raise
         return order, current
 
-    def _pass(self, worker: int, order: Order, forgotten: Any) -> RunPass:
-        placement = self._plan.placement
-        self._unchanged[worker].check()
-        self._shared.check(worker)
-        gradients = None if order.what == "infer" else self._shared.before(worker)
-        training: tuple[bool, ...] | None = tuple(m.training for m in self._modules[worker])
-        if training == self._training[worker]:
-            training = None
-        else:
-            self._training[worker] = training or ()
-        part = order.part(placement[0] == worker, placement[-1] == worker)
-        wanted = self._shared.numbers(worker, self.ownership.own(worker, order.wanted))
-        part, news = replace(part, wanted=None), self._news(worker)
-        return RunPass(part, gradients, training, news, forgotten, wanted)
-
-    def _news(self, worker: int) -> News:
-        """The attributes of its modules that have changed."""
-        news = self._following[worker].news()
-        if news:
-            kinds = [type(module).__name__ for module in self._modules[worker]]
-            names = [f"{kinds[k]}.{name}" for k, names in news.items() for name in names]
-            _check_sent(f"what was changed ({', '.join(names)})", news)
-        return news
+    def _pass(
+        self,
+        worker: int,
+        order: Order,
+        loss: Packed | None,
+        forgotten: Sequence[tuple[bool, int]],
+    ) -> RunPass:
+        remote, placement = self._remotes[worker], self._plan.placement
+        remote.check()
+        is_first, is_last = placement[0] == worker, placement[-1] == worker
+        return RunPass(
+            order=replace(order.part(is_first, is_last), loss=None, wanted=None),
+            loss=loss if is_last else None,
+            gradients=None if order.what == "infer" else self._shared.before(worker),
+            training=remote.training(),
+            attributes=_packed_news(remote),
+            forgotten=forgotten,
+            wanted=self._shared.numbers(worker, self.ownership.own(worker, order.wanted)),
+        )
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and let the slots' gradients be those of the model."""
@@ -238,8 +209,8 @@ class ProcessWorkers(Workers):
                     self._shared.after(worker, present)
             outcome = Outcome.of([outcome for outcome, _ in parts])
             _bring(outcome.buffers, order.loss)
-            for following in self._following:
-                following.confirm()
+            for remote in self._remotes:
+                remote.confirm()
             self._backups.drop(order.number)  # last: until then everything can be undone
         except BaseException as error:
             self.give_up(error)
@@ -261,9 +232,8 @@ class ProcessWorkers(Workers):
     def _doubt(self) -> None:
         """Send the workers everything anew: nobody knows what has reached them."""
         self._shared.doubt()
-        self._training = [() for _ in range(self._count)]
-        for following in self._following:
-            following.doubt()
+        for remote in self._remotes:
+            remote.doubt()
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch, with the next pass."""
@@ -279,16 +249,15 @@ class ProcessWorkers(Workers):
         owners: Sequence[Sequence[nn.Parameter]],
     ) -> Parts:
         """An optimizer whose parts are in the workers."""
-        _check_sent("the optimizer's options", (kind, dict(options), settings_of(groups)))
+        _packed("the optimizer's options", (kind, dict(options), settings_of(groups)))
         number, self._optimizers = self._optimizers, self._optimizers + 1
         used = [parts.number for parts in self._parts]
         jobs = []
         try:
-            for worker, owned in enumerate(owners):
-                self._share(worker, owned)
-                own = own_groups(groups, owned)
-                packed = self._outboxes[worker].pack((kind, own, dict(options)))
-                jobs.append(MakePart(number, self._packed(worker), packed, used))
+            for remote, owned in zip(self._remotes, owners, strict=True):
+                remote.share(owned)
+                packed = remote.outbox.pack((kind, own_groups(groups, owned), dict(options)))
+                jobs.append(MakePart(number, remote.packages(), packed, used))
             self._prepare(jobs)
         except BaseException as error:  # as above
             self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
@@ -310,11 +279,15 @@ class ProcessWorkers(Workers):
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
-        jobs, rest, portion, count = divided(save, self._shared)
+        jobs, rest, portion, count = _divided(save, self._shared)
         self._run(jobs, timeout=TIMEOUT)
         if rest is not None:
             save.job(rest, portion)()
         return save.parts(count - len(jobs))
+
+    def status(self) -> Mapping[int, Activity]:
+        """What every process is doing, as it has noted in shared memory."""
+        return {member.number: self._pool.activity(member.place) for member in self.members}
 
     def all_alive(self) -> bool:
         """Whether no process has ended."""
@@ -411,14 +384,41 @@ class _RemoteParts:
         self._run(jobs)
 
 
-def _check_sent(what: str, obj: Any) -> list[torch.Tensor]:
-    """The tensors in what is to be sent.
+def _divided(
+    save: SaveOrder, shared: SharedModel
+) -> tuple[list[WritePart], Part | None, Portion, int]:
+    """What worker processes write, and what is left for their driver.
+
+    Returns:
+        the jobs; the driver's part, if it has one, its portion, and how many parts there are.
+    """
+    left = Portion()
+    found: list[tuple[dict[str, int], dict[int, str]]] = []
+    for worker, portion in enumerate(save.portions):
+        known = {n: shared.number(worker, t) for n, t in portion.tensors.items()}
+        own = {name: number for name, number in known.items() if number is not None}
+        left.tensors |= {n: t for n, t in portion.tensors.items() if n not in own}
+        for label, states in portion.states.items():
+            left.states.setdefault(label, {}).update(states)
+        found.append((own, shared.names(worker, save.names)))
+    numbers = {label: p.number for label, p in save.remote.items() if p.number is not None}
+    parts = save.parts(more=int(bool(left.tensors or any(left.states.values()))))
+    jobs = [
+        WritePart(part, own, parameters, numbers, save.background)
+        for part, (own, parameters) in zip(parts, found, strict=False)
+    ]
+    rest = parts[len(found)] if len(parts) > len(found) else None
+    return jobs, rest, left, len(parts)
+
+
+def _packed(what: str, obj: Any) -> Packed:
+    """What is to be sent to a worker.
 
     Raises:
         InputError: it cannot be.
     """
     try:
-        return pack(obj)[1]
+        return pack(obj)
     except Exception as error:
         raise InputError(
             f"{what} cannot be sent to a worker's process: {type(error).__name__}: {error}. "
@@ -433,28 +433,50 @@ def _bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
         mine.copy_(theirs)
 
 
-def _check_loss(loss: Loss, backward: bool) -> None:
-    """Raise if a gradient would be left in a worker's process.
+def _packed_news(remote: Remote) -> Packed | None:
+    """The attributes of a worker's modules that have changed, if some have."""
+    news = remote.news()
+    if not news:
+        return None
+    kinds = [type(module).__name__ for module in remote.modules]
+    names = [f"{kinds[k]}.{name}" for k, names in news.items() for name in names]
+    return _packed(f"what was changed ({', '.join(names)})", news)
+
+
+def _packed_loss(loss: Loss, backward: bool) -> Packed:
+    """A loss, to be sent to the worker that has the last stage.
 
     Args:
-        loss: which is sent there.
+        loss: with the batch's targets.
         backward: whether there are gradients at all.
 
     Raises:
-        InputError: the loss or a target has tensors that ask for one.
+        InputError: it cannot be sent; or it or a target has tensors that ask for a gradient, which
+            would be left in a worker's process.
     """
-    tensors = _check_sent("the loss function", (loss.function, loss.more))
+    try:
+        packed = pack(loss)
+    except Exception:
+        _packed("the loss function", (loss.function, loss.more))
+        _packed("the target or the metrics function", (loss.targets, loss.metrics))
+        raise
     if not backward:
-        return
-    if any(tensor.requires_grad for tensor in tensors):
+        return packed
+    if _ask_for_gradients(packed.tensors) and _ask_for_gradients(
+        pack((loss.function, loss.more)).tensors
+    ):
         raise InputError(
             "the loss function uses parameters, or other tensors that require a gradient, which "
             "would be left in a worker's process. Make it a part of the model, or use "
             'workers="threads"'
         )
-    targets = flatten(loss.targets)[0]
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in targets):
+    if _ask_for_gradients(flatten(loss.targets)[0]):
         raise InputError(
             "the target requires a gradient, which would be left in a worker's process; give "
             'target.detach(), or use workers="threads"'
         )
+    return packed
+
+
+def _ask_for_gradients(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)

@@ -9,24 +9,18 @@ rank 0 to all; so a failure or the end of a process wakes them.
 
 from __future__ import annotations
 
-import os
 import select
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
-from penstock.links.pickling import from_bytes, to_bytes
-from penstock.links.wire import Gone, Message, Wire, spin
+from penstock.links.pickling import from_bytes, portable, to_bytes
+from penstock.links.wire import Gone, Wire, polling, spin
+from penstock.workers.forks import disown_in_forks
 from penstock.workers.heartbeat import STOPPED, HasStopped
-from penstock.workers.processes.child import portable
-
-WORD, REPORT, ABORT, VERDICT, LEAVE, WAITS = range(6)
-"""What is sent: something for everybody; that a rank is done, that an operation is given up, what
-has come of it; that a rank closes its pipeline; in which operation a rank has waited for long."""
 
 _GRACE = 5.0  # seconds that ranks have to stop when an operation is given up
 _REST = 60.0  # seconds in which nothing may come of a message that has begun to
@@ -35,24 +29,59 @@ _LONG = 1.0  # seconds of waiting, after which rank 0 is told what for
 T = TypeVar("T")
 
 
-class _Report(NamedTuple):
-    """How an operation ended on a rank: its name there, and a value in bytes, or an error."""
+class Word(NamedTuple):
+    """A rank has something for all others; `what` is the operation in which it is."""
 
+    number: int
+    what: str
+    value: Any
+
+
+class Report(NamedTuple):
+    """A rank is done with an operation: the name that it has there, and a value or an error."""
+
+    number: int
     what: str
     value: bytes = b""
     error: BaseException | None = None
 
 
-class _Verdict(NamedTuple):
-    """How an operation ended: everybody's values; or an error, and if all is over, why.
+class Verdict(NamedTuple):
+    """Rank 0 says what has come of an operation.
 
-    `rank` is the one that failed, or -1.
+    Attributes:
+        number: of the operation.
+        values: everybody's, by rank, if all went well.
+        error: the one that all raise, if not.
+        rank: the one that has failed, or -1.
+        closed: why no other operation can follow, if none can.
     """
 
+    number: int
     values: list[bytes]
     error: BaseException | None = None
     rank: int = -1
     closed: str = ""
+
+
+class GiveUp(NamedTuple):
+    """Rank 0 says that an operation has failed, and whoever still works on it is to stop."""
+
+    number: int
+
+
+class Waits(NamedTuple):
+    """A rank says in which operation it has waited for long."""
+
+    number: int
+    what: str
+
+
+class Leave(NamedTuple):
+    """A rank closes its pipeline."""
+
+
+Message = Word | Report | Verdict | GiveUp | Waits | Leave
 
 
 class Ranks:
@@ -93,13 +122,13 @@ class Ranks:
         self._deadline = 0.0
         self._pollers: dict[int, select.poll] = {}
         self._begin()
-        _KEPT_FROM_FORKS.add(self)
+        disown_in_forks(self)
 
     def _begin(self) -> None:
-        self._word: bytes | None = None
-        self._reports: dict[int, _Report] = {}
+        self._word: Word | None = None
+        self._reports: dict[int, Report] = {}
         self._apart: dict[int, InputError] = {}  # of ranks that wait in another operation
-        self._verdict: _Verdict | None = None
+        self._verdict: Verdict | None = None
         self._given_up = False
         self._has_reported = self.rank == 0  # or rank 0 knows in which operation this rank is
 
@@ -135,7 +164,7 @@ class Ranks:
                 self.end(None)
         except BaseException as error:
             if self._what:
-                self._conclude(_Report(self._what, error=error))
+                self._conclude(Report(self.number, self._what, error=error))
             raise
 
     def end(self, value: T) -> list[Any]:
@@ -147,7 +176,7 @@ class Ranks:
         Raises:
             WorkerError, WorkerTimeout, InputError: it failed on some rank.
         """
-        values = self._conclude(_Report(self._what, to_bytes(value)))
+        values = self._conclude(Report(self.number, self._what, to_bytes(value)))
         return [
             value if rank == self.rank else from_bytes(found) for rank, found in enumerate(values)
         ]
@@ -164,16 +193,13 @@ class Ranks:
             Aborted: the operation failed elsewhere.
         """
         if self.rank == source:
-            word = Message(self.number, WORD, payload=to_bytes((self._what, value)))
-            for rank in list(self._wires):
-                self._send(rank, word)
+            self._send(Word(self.number, self._what, value), self._wires)
             return value  # type: ignore[return-value]
         while self._word is None:
             self._listen(None, f"waiting for {of} of {self.names[source]}")
-        what, found = from_bytes(self._word)
-        if what != self._what:
-            raise self._disagreement(source, what)
-        return found  # type: ignore[no-any-return]
+        if self._word.what != self._what:
+            raise self._disagreement(source, self._word.what)
+        return self._word.value  # type: ignore[no-any-return]
 
     def _disagreement(self, rank: int, what: str) -> InputError:
         return InputError(
@@ -231,12 +257,9 @@ class Ranks:
         Raises:
             Aborted: a rank is stopped.
         """
-        if (
-            not self._has_reported
-        ):  # if rank 0 is in another operation, both would wait for each other
+        if not self._has_reported:  # rank 0 may be in another one, and both wait for each other
             self._has_reported = True
-            if 0 in self._wires:
-                self._send(0, Message(self.number, WAITS, payload=to_bytes(self._what)))
+            self._send(Waits(self.number, self._what), [0])
         for rank in [k for k, p in self._pulses.items() if k in self._wires and p.has_stopped()]:
             self._lost(rank, f"is {STOPPED}")
         if self._has_failed() or self._verdict is not None:
@@ -250,15 +273,14 @@ class Ranks:
     def _poller(self, fd: int) -> select.poll:
         """Looks at a socket, and at those to other ranks."""
         if fd not in self._pollers:
-            poller = self._pollers[fd] = select.poll()
-            for number in {fd, *(wire.fileno() for wire in self._wires.values())} - {-1}:
-                poller.register(number, select.POLLIN)
+            fds = {fd, *(wire.fileno() for wire in self._wires.values())} - {-1}
+            self._pollers[fd] = polling(*fds)
         return self._pollers[fd]
 
     def _hear(self, rank: int) -> None:
         """Read one message of another rank."""
         try:
-            message = self._wires[rank].receive(_REST)
+            message: Message = from_bytes(self._wires[rank].receive(_REST).data)
         except TimeoutError:
             self._lost(rank, "stopped in the midst of a message")
             return
@@ -266,31 +288,33 @@ class Ranks:
             why = _because(gone)
             self._lost(rank, f"cannot be reached any more{why}" if why else "closed its connection")
             return
-        if message.kind == LEAVE:
+        if isinstance(message, Leave):
             self._lost(rank, "closed its pipeline")
-        elif message.dispatch != self.number:
-            pass  # of an operation that is over
-        elif message.kind == WORD:
-            self._word = message.payload
-            for other in list(self._wires.keys() - {rank}):
-                self._send(other, message)
-        elif message.kind == WAITS:
-            what: str = from_bytes(message.payload)
-            if what != self._what:
-                self._apart[rank] = self._disagreement(rank, what)
-        elif message.kind == REPORT:
-            self._reports[rank] = self._read(rank, from_bytes(message.payload))
-        elif message.kind == ABORT:
-            self._given_up = True
-        elif message.kind == VERDICT:
-            self._verdict = from_bytes(message.payload)
+        elif message.number == self.number:  # and not of an operation that is over
+            self._note(rank, message)
 
-    def _read(self, rank: int, report: _Report) -> _Report:
+    def _note(self, rank: int, message: Word | Report | Verdict | GiveUp | Waits) -> None:
+        """Take note of what another rank says of this operation."""
+        match message:
+            case Word():
+                self._word = message
+                self._send(message, self._wires.keys() - {rank})
+            case Waits():
+                if message.what != self._what:
+                    self._apart[rank] = self._disagreement(rank, message.what)
+            case Report():
+                self._reports[rank] = self._read(rank, message)
+            case GiveUp():
+                self._given_up = True
+            case Verdict():
+                self._verdict = message
+
+    def _read(self, rank: int, report: Report) -> Report:
         """A rank's report; with an error if it was in another operation."""
         if isinstance(report.error, Aborted) and rank in self._apart:
             return report._replace(error=self._apart[rank])
         if report.what != self._what and report.error is None:
-            return _Report(report.what, error=self._disagreement(rank, report.what))
+            return report._replace(error=self._disagreement(rank, report.what))
         return report
 
     def _lost(self, rank: int, how: str) -> None:
@@ -299,21 +323,24 @@ class Ranks:
         self._wires.pop(rank).close()
         error = self._died(rank, how)
         if self.rank == 0:
-            self._reports.setdefault(rank, _Report(self._what, error=error))
+            self._reports.setdefault(rank, Report(self.number, self._what, error=error))
             self._closed_because = str(error)
         else:
-            self._verdict = self._verdict or _Verdict([], error, rank, str(error))
+            self._verdict = self._verdict or Verdict(self.number, [], error, rank, str(error))
 
-    def _send(self, rank: int, message: Message) -> None:
-        try:
-            with suppress(Gone):  # its end is noticed when it is listened to
-                self._wires[rank].send(message, self.left())
-        except TimeoutError:
-            self._lost(rank, "did not read what it was sent")
+    def _send(self, message: Message, ranks: Iterable[int]) -> None:
+        """Send a message to those of these ranks that are there."""
+        data = to_bytes(message)
+        for rank in [rank for rank in ranks if rank in self._wires]:
+            try:
+                with suppress(Gone):  # its end is noticed when it is listened to
+                    self._wires[rank].send(data, -1, self.left())
+            except TimeoutError:
+                self._lost(rank, "did not read what it was sent")
 
     # -- the end of an operation ----------------------------------------------------------
 
-    def _conclude(self, mine: _Report) -> list[bytes]:
+    def _conclude(self, mine: Report) -> list[bytes]:
         """Report, and do as the verdict says."""
         if mine.error is not None and any(wire.busy for wire in self._wires.values()):
             self._what = ""
@@ -335,14 +362,13 @@ class Ranks:
             raise verdict.error
         return verdict.values
 
-    def _asked(self, mine: _Report) -> _Verdict:
+    def _asked(self, mine: Report) -> Verdict:
         """What rank 0 makes of it."""
         if mine.error is not None:
             error = portable(self._as_others_see(mine.error), self.names[self.rank])
             mine = mine._replace(error=error)
         self._has_reported = True
-        if 0 in self._wires:
-            self._send(0, Message(self.number, REPORT, payload=to_bytes(mine)))
+        self._send(mine, [0])
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
         self._deadline = (now if late else max(now, self._deadline)) + 1.5 * _GRACE
         while self._verdict is None:
@@ -353,10 +379,10 @@ class Ranks:
             except WorkerTimeout as error:
                 failure = mine.error if mine.error is not None and _says_it(mine.error) else error
                 why = self._silent(failure, [0])
-                return _Verdict([], why, closed="rank 0 did not answer")
+                return Verdict(self.number, [], why, closed="rank 0 did not answer")
         return self._verdict
 
-    def _judged(self, mine: _Report) -> _Verdict:
+    def _judged(self, mine: Report) -> Verdict:
         """What has come of it on all ranks; they are told."""
         if mine.error is not None:
             mine = mine._replace(error=self._as_others_see(mine.error))
@@ -365,8 +391,7 @@ class Ranks:
         while missing := sorted(set(range(len(self))) - self._reports.keys()):
             if not warned and self._has_failed():
                 warned, self._deadline = True, time.monotonic() + _GRACE
-                for rank in missing:
-                    self._send(rank, Message(self.number, ABORT))
+                self._send(GiveUp(self.number), missing)
             try:
                 self._listen(None, f"waiting for {', '.join(self.names[r] for r in missing)}")
             except Aborted:
@@ -375,7 +400,8 @@ class Ranks:
                 first = next((r.error for r in self._reports.values() if _says_it(r.error)), error)
                 why = self._silent(first or error, missing)
                 self._closed_because = f"rank {missing[0]} did not answer"
-                return self._broadcast(_Verdict([], why, closed=self._closed_because))
+                closed = self._closed_because
+                return self._broadcast(Verdict(self.number, [], why, closed=closed))
         return self._broadcast(self._verdict_of(self._reports))
 
     def _as_others_see(self, error: BaseException) -> BaseException:
@@ -394,32 +420,30 @@ class Ranks:
             return error
         return WorkerTimeout(f"{error}. No answer from {', '.join(self.names[r] for r in ranks)}")
 
-    def _verdict_of(self, reports: Mapping[int, _Report]) -> _Verdict:
+    def _verdict_of(self, reports: Mapping[int, Report]) -> Verdict:
         failed = {rank: r.error for rank, r in reports.items() if r.error is not None}
         if not failed:
-            return _Verdict([reports[rank].value for rank in range(len(self))])
+            return Verdict(self.number, [reports[rank].value for rank in range(len(self))])
         rank, error = min(failed.items(), key=lambda item: not _says_it(item[1]))
         if isinstance(error, Aborted):  # a link broke, and nobody else has noticed anything
             error = self._died(rank, f"lost its connection to a neighbour{_because(error)}")
         if isinstance(error, WorkerDied):
             self._closed_because = self._closed_because or str(error)
-        return _Verdict([], error, rank, self._closed_because)
+        return Verdict(self.number, [], error, rank, self._closed_because)
 
-    def _broadcast(self, verdict: _Verdict) -> _Verdict:
+    def _broadcast(self, verdict: Verdict) -> Verdict:
         """Send the verdict to all ranks."""
         sent = verdict
         if verdict.error is not None and verdict.rank <= 0:  # others have come in bytes
             sent = verdict._replace(error=portable(verdict.error, self.names[0]))
-        message = Message(self.number, VERDICT, payload=to_bytes(sent))
-        for rank in list(self._wires):
-            self._send(rank, message)
+        self._send(sent, self._wires)
         return verdict
 
     def close(self, why: str = "close() was called") -> None:
         """Say to the others that this rank leaves, and close the connections."""
         self._closed_because = self._closed_because or why
         for rank in list(self._wires):
-            self._send(rank, Message(self.number, LEAVE))
+            self._send(Leave(), [rank])
             if rank in self._wires:
                 self._wires.pop(rank).close()
         self._pollers.clear()
@@ -442,14 +466,3 @@ def _interrupts(error: BaseException) -> bool:
 def _because(error: BaseException) -> str:
     text = str(error) or str(error.__cause__ or "")
     return f" ({text})" if text else ""
-
-
-_KEPT_FROM_FORKS: weakref.WeakSet[Ranks] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for ranks in list(_KEPT_FROM_FORKS):
-        ranks.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

@@ -17,8 +17,8 @@ from penstock.errors import InputError, WorkerError
 from penstock.links.handshake import Address, Listener, call, new_secret, route_to, this_machine
 from penstock.links.wire import Wire
 from penstock.workers.heartbeat import Beats, HasStopped, Pulse, started_at
-from penstock.workers.ranks.default_group import init_process_group
 from penstock.workers.ranks.operations import Ranks
+from penstock.workers.ranks.process_groups import init_process_group
 
 _TIMEOUT = 120.0  # seconds in which all ranks have to be there
 _MANY = 1 << 20  # more than there are ranks

@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import WorkerTimeout
 from penstock.links.local import Aborted
-from penstock.links.wire import Wire, spin
+from penstock.links.wire import Wire, polling, spin
 from penstock.workers.pool import Dispatch, Result
 from penstock.workers.threads.pool import Ringing, ThreadPool
 
@@ -128,9 +128,7 @@ class RankThread(ThreadPool):
 
     def _poller(self, fd: int) -> select.poll:
         if fd not in self._pollers:
-            poller = self._pollers[fd] = select.poll()
-            poller.register(fd, select.POLLIN)
-            poller.register(self._stop, select.POLLIN)
+            self._pollers[fd] = polling(fd, self._stop)
         return self._pollers[fd]
 
 

@@ -6,7 +6,6 @@ the others alone, and calls the same methods of the pipeline.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,19 +20,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture.trees import map_leaves
-from penstock.engine.backup import Backups
+from penstock.devices.streams import on
 from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError
+from penstock.engine.state import Backups
 from penstock.links.local import LocalLink
 from penstock.links.process_group import Line
 from penstock.links.shared_memory import Receiver, Sender, Sink, Source
 from penstock.links.wire import Wire
 from penstock.plan import Plan
 from penstock.storage.part import Part
-from penstock.workers.assembly import Assembly, doing
+from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping, norms_of, total_norm
+from penstock.workers.members import Activity, Member
 from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
@@ -43,9 +43,9 @@ from penstock.workers.optimizer_parts import (
     use_settings,
     warn_of_no_gradients,
 )
-from penstock.workers.ownership import Ownership
+from penstock.workers.ownership import Ownership, conflict
 from penstock.workers.pool import Dispatch
-from penstock.workers.ranks.link_groups import Groups as ProcessGroups
+from penstock.workers.ranks.process_groups import LinkGroups
 from penstock.workers.ranks.rendezvous import Launch
 from penstock.workers.ranks.stale import StaleCopy
 from penstock.workers.ranks.thread import RankThread
@@ -92,6 +92,10 @@ class RankWorkers(Workers):
         self._device = launch.device
         self._threads = threads
         self.devices = [launch.device] * len(order)
+        self.members = [
+            Member(worker, torch.device(entry.device), worker, 0, entry.pid, entry.host)
+            for worker, entry in enumerate(launch.entries[rank] for rank in order)
+        ]
         self.homes = [launch.device if worker == self._me else None for worker in plan.placement]
         self.ownership = Ownership(plan.placement)
         self.role = Role(
@@ -136,7 +140,7 @@ class RankWorkers(Workers):
         self._launch.others.listener.close()  # nobody else is to come
         far = {k: pair for k, pair in enumerate(pairs) if not near(*pair)}
         names = [torch.device(entry.device) for entry in self._launch.entries]
-        groups = ProcessGroups(far, names, me)
+        groups = LinkGroups(far, names, me)
         self.links = tuple(_in_words(pair, near, groups.backends.get(k)) for k, pair in
                            enumerate(pairs))  # fmt: skip
         for k, (a, b) in enumerate(pairs):
@@ -145,7 +149,7 @@ class RankWorkers(Workers):
             elif k in mine:
                 self._ends[k] = self._end(k, a == me, wires[k], groups)
 
-    def _end(self, k: int, is_sink: bool, wire: Wire, groups: ProcessGroups) -> Sink | Source:
+    def _end(self, k: int, is_sink: bool, wire: Wire, groups: LinkGroups) -> Sink | Source:
         """This rank's end of the link after stage `k`."""
         self._wires.append(wire)
         wait, left = partial(self._thread.wait_for, wire), self._thread.left
@@ -168,11 +172,7 @@ class RankWorkers(Workers):
         for worker, tensors in enumerate(self.ownership.parameters):
             for tensor in tensors:
                 if owners.setdefault(id(tensor), worker) != worker:
-                    raise InputError(
-                        f"a parameter of shape {tuple(tensor.shape)} is used by workers "
-                        f"{owners[id(tensor)]} and {worker}, on different ways through the model; "
-                        'only workers="threads" can share it'
-                    )
+                    raise conflict(tensor, owners[id(tensor)], worker)
         self._assemblies[way.training].add(way)
 
     # -- passes ---------------------------------------------------------------------------
@@ -253,14 +253,15 @@ class RankWorkers(Workers):
             line.expect(kinds)
         part = order.part(self.role.has_inputs, self.role.has_loss)
         part = replace(part, wanted=self.ownership.own(self._me, order.wanted))
-        torch.clear_autocast_cache()  # the script may be in a region that spans several steps
-        try:
+        with own_casts():
             return self._assemblies[order.training].run(self._me, part, self._position)
-        finally:
-            torch.clear_autocast_cache()
+
+    def status(self) -> Mapping[int, Activity]:
+        """What this rank is doing."""
+        return {self._me: Activity.of(self._position[0])}
 
     def _doing(self) -> str:
-        return doing(self._position[0])
+        return str(Activity.of(self._position[0]))
 
     def _reset(self) -> None:
         for end in self._ends.values():
@@ -271,10 +272,9 @@ class RankWorkers(Workers):
     def at_work(self) -> Iterator[None]:
         """With a worker's threads, and on its device."""
         before = torch.get_num_threads()
-        on = torch.cuda.device(self._device) if self._device.type == "cuda" else None
         torch.set_num_threads(self._threads)
         try:
-            with on or contextlib.nullcontext():
+            with on(self._device):
                 yield
         finally:
             torch.set_num_threads(before)

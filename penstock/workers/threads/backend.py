@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.errors import InputError
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Workers
@@ -29,6 +30,18 @@ class ThreadBackend(DrivenBackend):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
         self.probe = ThreadProbe()
+
+    def check_replicas(self, replicas: int) -> None:
+        """Raise unless they can share the weights: only CPUs have one memory.
+
+        Raises:
+            InputError: they cannot.
+        """
+        if replicas > 1 and any(device.type != "cpu" for device in self.devices):
+            raise InputError(
+                f"replicas={replicas} need devices of one memory, and there are "
+                f"{', '.join(map(str, self.devices))}; replicas=1 splits the model over them"
+            )
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
         """Start one thread per device, each with its share of the cores."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import threading
 import time
@@ -15,8 +13,10 @@ from queue import Empty, SimpleQueue
 import torch
 
 from penstock.devices.cores import use_threads
+from penstock.devices.streams import on
 from penstock.errors import IN_A_FORK
 from penstock.links.local import Aborted
+from penstock.workers.forks import disown_in_forks
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 
 _GRACE = 5.0  # seconds that workers have to notice that a step was given up
@@ -78,7 +78,7 @@ class ThreadPool(Pool):
         for thread in self._threads:
             thread.start()
         self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)
-        _KEPT_FROM_FORKS.add(self)
+        disown_in_forks(self)
 
     def join(self, timeout: float) -> None:
         """Wait until the threads of closed workers have ended."""
@@ -138,7 +138,7 @@ def _serve(
 ) -> None:
     """Do the jobs in the inbox until there is a `None`; runs as the thread of a worker."""
     use_threads(threads)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with on(device):
         while (order := inbox.get()) is not None:
             job, current = order
             value, error = None, None
@@ -153,14 +153,3 @@ def _serve(
 
 def _never_given() -> None:
     raise Aborted
-
-
-_KEPT_FROM_FORKS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for workers in list(_KEPT_FROM_FORKS):
-        workers.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.engine.backup import Backups
 from penstock.engine.orders import Order, Outcome
+from penstock.engine.replicas import InOrder, Replica
+from penstock.engine.stage import Before
+from penstock.engine.state import Backup, Backups
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.storage.part import Part
-from penstock.workers.assembly import Assembly, doing
+from penstock.workers.assembly import Assembly
 from penstock.workers.backend import Workers
+from penstock.workers.members import Activity, Member, members_here
 from penstock.workers.optimizer_parts import Groups, LocalParts, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch
@@ -43,11 +46,25 @@ class ThreadWorkers(Workers):
         self._plan = plan
         self.devices = devices
         self._timeout = timeout
-        self.ownership = Ownership(plan.placement)
+        self.ownership = Ownership(plan.placement, plan.replicas)
+        self._per_replica = count = plan.workers_per_replica
+        self.members = members_here(devices, per_replica=count)
         self.homes = homes = [devices[worker] for worker in plan.placement]
-        self._links = {k: LocalLink(a, b) for k, (a, b) in enumerate(pairwise(homes))}
+        shared = [InOrder() for _ in plan.stages] if plan.replicas > 1 else []
+        self._replicas = [
+            Replica(k, plan.replicas, k * count, shared) for k in range(plan.replicas)
+        ]
+        self._in_order = shared
+        self._ran = Before()
+        self._links = [
+            {
+                k: LocalLink(*(devices[member] for member in pair))
+                for k, pair in enumerate(pairwise(replica.first + w for w in plan.placement))
+            }
+            for replica in self._replicas
+        ]
         self.links = ["by reference" if a == b else f"copied {a}>{b}" for a, b in pairwise(homes)]
-        self._assemblies: dict[bool, Assembly] = {}
+        self._assemblies: dict[bool, list[Assembly]] = {}
         self._positions = [[0] for _ in devices]
         self._backups = Backups()
         self._pool = ThreadPool(devices, threads, self._abort, self._reset, self._doing)
@@ -55,18 +72,29 @@ class ThreadWorkers(Workers):
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
         if way.training not in self._assemblies:
-            assembly = Assembly(self._plan, self.devices, self._links, range(len(self.devices)))
-            self._assemblies[way.training] = assembly
-        self._assemblies[way.training].add(way)
+            places = range(self._per_replica)
+            self._assemblies[way.training] = [
+                Assembly(self._plan, self.devices[k * len(places) :], links, places, replica)
+                for k, (replica, links) in enumerate(zip(self._replicas, self._links, strict=True))
+            ]
+        for assembly in self._assemblies[way.training]:
+            assembly.add(way)
+        for index, common in enumerate(self._in_order):
+            common.add(way.stages[index].spans, self._ran.forwards)
         self.ownership.add(way)
 
     def start(self, order: Order) -> tuple[Order, Dispatch]:
         """Tell all workers to run a pass."""
-        jobs = [partial(self._pass, worker, order) for worker in range(len(self.devices))]
+        order = replace(order, before=self._ran)
+        jobs = [partial(self._pass, member, order) for member in self.members]
         self._forget_casts()
         try:
-            self._backups.begin(order.number)
-            return order, self._pool.start(jobs)
+            self._backups.begin(order.number, self._before_replicas(order))
+            for common in self._in_order:
+                common.watch()
+            count = len(order.microbatches)
+            self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
+            return order, self._pool.start(jobs)  # nothing after it, where a Ctrl-C might come
         except BaseException:
             if self._pool.under_way:  # those before it go on
                 self._backups.drop(order.number)
@@ -74,13 +102,19 @@ class ThreadWorkers(Workers):
                 self._undo()
             raise
 
-    def _pass(self, worker: int, order: Order) -> Outcome:
+    def _before_replicas(self, order: Order) -> list[Backup]:
+        """What a pass may change, if several workers may: none of them can tell when it begins."""
+        places = range(self._per_replica if self._in_order else 0)
+        return [self.ownership.backup(place, order.goes_back) for place in places]
+
+    def _pass(self, member: Member, order: Order) -> Outcome:
         """One worker's part, in its thread."""
-        backward = order.what in ("train", "backward")
-        self._backups.add(order.number, self.ownership.backup(worker, backward))
-        assembly = self._assemblies[order.training]
-        part = replace(order, wanted=self.ownership.own(worker, order.wanted))
-        return assembly.run(worker, part, self._positions[worker])
+        if not self._in_order:
+            backup = self.ownership.backup(member.place, order.goes_back)
+            self._backups.add(order.number, backup)
+        assembly = self._assemblies[order.training][member.replica]
+        part = replace(order, wanted=self.ownership.own(member.place, order.wanted))
+        return assembly.run(member.place, part, self._positions[member.number])
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and drop the backups by which it could have been undone."""
@@ -88,12 +122,16 @@ class ThreadWorkers(Workers):
         self._pool.check_under_way(current)
         try:
             outcome = Outcome.of(self._pool.finish(current, self._timeout))
+            for common in self._in_order if order.what != "backward" else ():
+                first = order.before.forwards
+                common.norms.fold_those(range(first, first + len(order.microbatches)))
             self._backups.drop(order.number)  # last: until then everything can be undone
         except BaseException as error:
             self.give_up(error)
             raise
         finally:
             self._forget_casts()
+            self._unwatch()
         return outcome
 
     def give_up(self, why: BaseException) -> None:
@@ -106,8 +144,17 @@ class ThreadWorkers(Workers):
     def _undo(self) -> None:
         """Put back what passes have changed that did not come to their end."""
         self._backups.restore()
-        for assembly in self._assemblies.values():
+        for assembly in chain.from_iterable(self._assemblies.values()):
             assembly.clear()
+        self._ran = Before()
+        for common in self._in_order:
+            common.reset()
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        """Take hooks off the user's modules, unless a pass is under way."""
+        for common in self._in_order if not self._backups else ():
+            common.unwatch()
 
     def _forget_casts(self) -> None:
         """Forget the weights that autocast has cast, unless a pass is under way."""
@@ -116,7 +163,8 @@ class ThreadWorkers(Workers):
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""
-        self._assemblies[training].forget(number)
+        for assembly in self._assemblies[training]:
+            assembly.forget(number)
 
     def optimizer(
         self,
@@ -136,6 +184,10 @@ class ThreadWorkers(Workers):
         self._pool.run(jobs, TIMEOUT)
         return parts
 
+    def status(self) -> Mapping[int, Activity]:
+        """What every thread is doing."""
+        return {m.number: Activity.of(self._positions[m.number][0]) for m in self.members}
+
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         return self._pool.run(jobs, self._timeout, whole=True)
 
@@ -145,12 +197,14 @@ class ThreadWorkers(Workers):
         self._pool.join(5.0)
 
     def _abort(self) -> None:
-        for link in self._links.values():
+        for link in chain.from_iterable(links.values() for links in self._links):
             link.abort()
+        for common in self._in_order:
+            common.abort()
 
     def _reset(self) -> None:
-        for link in self._links.values():
+        for link in chain.from_iterable(links.values() for links in self._links):
             link.reset()
 
     def _doing(self, worker: int) -> str:
-        return doing(self._positions[worker][0])
+        return str(Activity.of(self._positions[worker][0]))

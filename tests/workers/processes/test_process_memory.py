@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,16 +17,12 @@ from penstock.schedule import check
 from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
 from tests.support.models import mlp, uniform_plan
-from tests.support.pool import pooled
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 WORKERS, MICROBATCHES = 3, 10
 
 
-@pytest.fixture(autouse=True)
-def _pool() -> Iterator[None]:
-    with pooled():
-        yield
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def pipeline(schedule: str, stages: int, workers: int, microbatches: int, rows: int) -> ps.Pipeline:

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,12 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.workers.processes import workers as process_workers
 from tests.support.models import mlp
-from tests.support.pool import drain, pooled
+from tests.support.pool import drain
 
 X, Y = torch.randn(12, 6), torch.randn(12, 6)
 
 
-@pytest.fixture(autouse=True)
-def _pool() -> Iterator[None]:
-    with pooled():
-        yield
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def make(model: nn.Module, kind: Any, m: int = 2, **options: Any) -> ps.Pipeline:
@@ -398,3 +395,25 @@ def test_options_of_an_optimizer_that_cannot_be_sent_leave_the_pipeline_open() -
                 optimizer.step()
             del optimizer.param_groups[0]["odd"]
             optimizer.step()
+
+
+class CountsPickles:
+    """A loss function that counts how often it is pickled."""
+
+    def __init__(self) -> None:
+        self.pickled = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.pickled += 1
+        return {"pickled": 0}
+
+
+def test_a_loss_is_pickled_once_a_step() -> None:
+    loss = CountsPickles()
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        for times in (1, 2):
+            pipe.train_step(X, target=Y, loss_fn=loss)
+            assert loss.pickled == times

@@ -206,7 +206,7 @@ def test_an_interrupt_as_a_report_is_noted(
 ) -> None:
     """The report is lost, but nobody waits for it."""
 
-    def interrupted(worker: int, message: Any) -> Any:
+    def interrupted(worker: int, *message: Any) -> Any:
         monkeypatch.undo()
         raise KeyboardInterrupt
 

@@ -16,15 +16,11 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.capture.trees import flatten
 from tests.support.models import cases, mlp, pipeline, planned
-from tests.support.pool import pooled
 
 X, Y = torch.randn(12, 6), torch.randn(12, 6)
 
 
-@pytest.fixture(autouse=True)
-def _pool() -> Iterator[None]:
-    with pooled():
-        yield
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def both(model: nn.Module, **options: Any) -> list[ps.Pipeline]:
@@ -341,7 +337,7 @@ def test_other_memory_is_noticed(pipes: list[ps.Pipeline]) -> None:
 def test_replaced_parameters_are_noticed(pipes: list[ps.Pipeline]) -> None:
     pipe = pipes[1]
     pipe.model[0][0].weight = nn.Parameter(torch.zeros(6, 6))
-    with pytest.raises(ps.InputError, match=r"'0.0.weight' is another tensor"):
+    with pytest.raises(ps.InputError, match=r"'0.0.weight' was replaced"):
         step(pipe)
 
 

@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.links import handshake
-from penstock.links.process_group import SIGNAL
-from penstock.links.wire import Message, Wire
+from penstock.links import handshake, process_group
+from penstock.links.process_group import Have, Signal
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import heartbeat
 from penstock.workers.ranks import operations, rendezvous
 from tests.checkpoint.steps import Run
-from tests.contract.subjects import run, sampled
-from tests.precision import steps as precision
+from tests.pipeline.subjects import run, sampled
+from tests.support import precision
 from tests.support.models import uniform_plan
 from tests.support.training import LABELS, USES, balanced, hits, split, used
 from tests.support.training import X as X_ROUTED
+from tests.support.traps import Trap, divide
+from tests.workers.contract.clauses import CLAUSES
 from tests.workers.ranks.steps import EXACT, LARGER, X, Y, everything
 
 
@@ -96,9 +98,21 @@ def divides(output: Any, target: Any) -> float:
     return 1 / 0
 
 
+def contract(rank: int) -> dict[str, str]:
+    """What went wrong in each clause of the contract of workers."""
+    found = {}
+    for name, clause in CLAUSES.items():
+        try:
+            clause("torchrun")
+            found[name] = ""
+        except BaseException:
+            found[name] = traceback.format_exc()
+    return found
+
+
 def contract_sample(rank: int) -> Any:
     """A point of the contract's product for every model."""
-    from tests.contract.test_contract import NAMES, TWO
+    from tests.pipeline.test_same_bits import NAMES, TWO
 
     tolerate_missing_torchvision_operators()
     chosen = [(name, p) for k, name in enumerate(NAMES) for p in sampled(TWO, 11 * k, 1)]
@@ -107,7 +121,7 @@ def contract_sample(rank: int) -> Any:
 
 def contract_product(rank: int, name: str) -> Any:
     """All that two ranks can run, of one model."""
-    from tests.contract.test_contract import TWO
+    from tests.pipeline.test_same_bits import TWO
 
     tolerate_missing_torchvision_operators()
     chosen = [(name, point) for point in TWO]
@@ -230,45 +244,6 @@ def narrow_by_process_group(rank: int) -> Any:
     return {"narrow": precision.narrow({})}
 
 
-class Trap(nn.Module):
-    """The identity, until it is armed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.mode: dict[str, Any] = {"where": ""}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Spring.apply(x * self.weight, self.mode)
-
-
-class _Spring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mode: dict[str, Any]) -> torch.Tensor:
-        ctx.mode = mode
-        spring(mode, "forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        spring(ctx.mode, "backward")
-        return gradient, None
-
-
-def spring(mode: dict[str, Any], where: str) -> None:
-    """Do what it is armed for, in the second micro-batch."""
-    if mode["where"] != where:
-        return
-    mode["after"] = mode.get("after", 1) - 1
-    if mode["after"] < 0:
-        mode["do"]()
-
-
-def divide() -> None:
-    """Fail."""
-    _ = 1 / 0
-
-
 def trapped(stages: int, **options: Any) -> ps.Pipeline:
     """A pipeline with a trap in every stage."""
     torch.manual_seed(3)
@@ -305,13 +280,13 @@ def failures(rank: int) -> Any:
 
     with trapped(2, timeout=30) as pipe:
         before = {name: value.clone() for name, value in pipe.state_dict().items()}
-        trap: dict[str, Any] = pipe.model[rank][2].mode
+        trap: Trap = pipe.model[rank][2]
         for armed in (0, 1):
             for where in ("forward", "backward"):
                 if rank == armed:
-                    trap.update(where=where, after=1, do=divide)
+                    trap.arm(where, divide)
                 found[f"{where} {armed}"] = raised(lambda: step(pipe))
-                trap["where"] = ""
+                trap.disarm()
         found["loss"] = raised(lambda: step(pipe, loss_fn=bad_loss))
         x = X.double() if rank == 0 else X
         found["batch"] = raised(lambda: pipe.train_step(x, target=Y, loss_fn=F.mse_loss))
@@ -334,7 +309,7 @@ def failures(rank: int) -> Any:
     found["closed"] = raised(lambda: step(pipe))
     with trapped(2, timeout=30) as pipe:
         if rank == 1:
-            pipe.model[rank][2].mode.update(where="forward", after=1, do=lambda: sys.exit(7))
+            pipe.model[rank][2].arm("forward", lambda: sys.exit(7))
         try:
             found["exit"] = raised(lambda: step(pipe))
         except SystemExit as error:
@@ -466,8 +441,7 @@ def killed(rank: int, victim: int) -> Any:
     pipe = trapped(3)
     step(pipe)
     if rank == victim:
-        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        pipe.model[rank][2].mode.update(where="backward", after=1, do=kill)
+        pipe.model[rank][2].arm("backward", lambda: os.kill(os.getpid(), signal.SIGKILL))
     return raised(lambda: step(pipe)), raised(lambda: step(pipe))
 
 
@@ -488,13 +462,7 @@ def stopped(rank: int, victim: int) -> Any:
     workers: Any = pipe._runner.workers
     pid = workers._launch.entries[victim].pid
     if rank == victim:
-        mode = pipe.model[rank][2].mode
-
-        def stop() -> None:
-            mode.update(where="")  # just once
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        mode.update(where="backward", after=1, do=stop)
+        pipe.model[rank][2].arm("backward", lambda: os.kill(os.getpid(), signal.SIGSTOP))
     found = raised(lambda: step(pipe))
     if rank == (victim + 1) % 3:
         time.sleep(3)  # the third rank looks once a second
@@ -558,16 +526,16 @@ def two_machines(rank: int, timeout: float = 4) -> Any:
 
 
 def count_signals() -> list[tuple[bool, int, int]]:
-    """Of every signal of a link to another machine: whether it has a payload, and what it says."""
+    """Of every signal of a link to another machine: whether it has news, and what it says."""
     sent = []
-    send = Wire.send
+    encode = process_group._encode
 
-    def noted(wire: Wire, message: Message, *rest: Any) -> None:
-        if message.kind == SIGNAL and message.size:
-            sent.append((bool(message.payload), message.slot, message.size))
-        send(wire, message, *rest)
+    def noted(message: Signal | Have) -> bytes:
+        if isinstance(message, Signal) and message.size:
+            sent.append((bool(message.news or message.plain), message.next_size, message.size))
+        return encode(message)
 
-    Wire.send = noted  # type: ignore[method-assign]
+    process_group._encode = noted
     return sent
 
 

@@ -283,7 +283,7 @@ def test_an_operation_within_another_is_a_part_of_it(company: Company) -> None:
     assert company.do(work) == [[1, 1, 1]] * 3
 
 
-@pytest.mark.parametrize("half", [b"\0" * 10, b"\0" * 40 + b"\1" + b"\0" * 7])
+@pytest.mark.parametrize("half", [b"\0" * 10, bytes([41]) + b"\0" * 47])
 def test_a_rank_that_stops_in_the_midst_of_a_message(
     company: Company, monkeypatch: pytest.MonkeyPatch, half: bytes
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ def torchrun(scenario: str, directory: Path, seconds: float = 100) -> list[Any]:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return collected(directory, 2)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    """Starts ranks quickly."""
-    found = Launcher()
-    yield found
-    found.close()
 
 
 def assert_equal(name: str, mine: Any, theirs: Any) -> None:
@@ -212,7 +203,7 @@ def test_a_stopped_rank(launcher: Launcher, tmp_path: Path, scenario: str, victi
         assert kind == "WorkerDied"
         assert after[0] == "ClosedError"
         assert f"rank {victim} (process" in text
-        assert "is stopped by a signal (as SIGSTOP does)" in text
+        assert "is stopped by a signal (such as SIGSTOP)" in text
 
 
 def test_a_rank_that_leaves_early(launcher: Launcher, tmp_path: Path) -> None:
@@ -282,8 +273,8 @@ def test_attributes_that_change_on_one_rank(launcher: Launcher, tmp_path: Path) 
         for (name, _), (errors, _, _) in zip(scenarios.CHANGES, found, strict=True):
             for (kind, text, _, _), left in errors:
                 assert kind == "InputError", (name, text)
-                assert "on the one with the first stage" in text, (name, text)
-                assert "change models on all ranks alike" in text, (name, text)
+                assert "rank with the first stage" in text, (name, text)
+                assert "change models on all ranks in the same way" in text, (name, text)
                 assert not left
     assert_as_plain(ranks)
 

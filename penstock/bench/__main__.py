@@ -1,0 +1,37 @@
+"""`python -m penstock.bench NAME ...`: one of the benchmarks; without a name, a list of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+NAMES = (
+    "compare",
+    "processes",
+    "links",
+    "sleeping",
+    "capture_time",
+    "guarded",
+    "halves",
+    "large",
+    "partition",
+    "truth",
+    "contract",
+    "record",
+    "tables",
+)
+
+
+def main(name: str = "", *arguments: str) -> int:
+    """Run a benchmark with these arguments; returns its exit status."""
+    if name in NAMES:
+        status: int = importlib.import_module(f"penstock.bench.{name}").main(arguments)
+        return status
+    for each in NAMES:
+        doc = importlib.import_module(f"penstock.bench.{each}").__doc__ or ""
+        print(f"python -m penstock.bench {each:12}  {doc.splitlines()[0]}")
+    return 0 if name in ("", "-h", "--help") else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What stays exact: a case is a small training script that everybody runs, with its model."""

@@ -1,0 +1,315 @@
+"""Who runs a case's script: the same methods on one device, with Penstock, and with its peers."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import penstock as ps
+from penstock.bench.uniform import uniform_plan
+from penstock.capture.trees import flatten, unflatten
+from penstock.workers.backend import Kind
+
+Found = dict[str, Tensor]
+"""What a script leaves, by name: gradients, parameters, buffers, losses, results."""
+
+Loss = Callable[..., Tensor]
+Weight = Callable[[Any], Any] | Literal["rows"] | None
+Metrics = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a trainer is made for.
+
+    Attributes:
+        model: builds the model; it also has `stages()`, the two halves as somebody would write them
+            by hand.
+        microbatches: into how many every batch is split.
+        cuts: where Penstock cuts; anywhere if there are none.
+        recompute: whether activations are computed again in the backward.
+        unused: whether parameters may get no gradient, which DistributedDataParallel must be told.
+        schedule: what torch.distributed.pipelining runs.
+    """
+
+    model: Callable[[], nn.Module]
+    microbatches: int = 4
+    cuts: Sequence[str | int] = ()
+    recompute: bool = False
+    unused: bool = False
+    schedule: str = "1F1B"
+
+
+class Trainer(ABC):
+    """One way to train.
+
+    Args:
+        setup: what it is made for.
+        seed: of the model's weights.
+
+    Attributes:
+        setup: what it is made for.
+        model: all of it.
+        losses: of every step.
+        metrics: of every micro-batch of every step that was asked for them.
+        outputs: the model's result of the last step that was asked for it.
+    """
+
+    def __init__(self, setup: Setup, seed: int = 1) -> None:
+        torch.manual_seed(seed)
+        self.setup = setup
+        self.model = setup.model()
+        self.losses: list[Tensor] = []
+        self.metrics: list[Tensor] = []
+        self.outputs: Tensor | None = None
+        torch.manual_seed(5)
+
+    @abstractmethod
+    def step(
+        self,
+        inputs: Any,
+        target: Any,
+        loss: Loss = F.mse_loss,
+        weight: Weight = "rows",
+        metrics: Metrics | None = None,
+        outputs: bool = False,
+    ) -> None:
+        """Forward and backward of a batch; gradients add up, and the loss is noted.
+
+        So are `metrics(output, target)` of every micro-batch and the model's results, if asked for.
+        """
+
+    @abstractmethod
+    def evaluate(self, inputs: Any) -> Tensor | None:
+        """The result of a batch in evaluation mode, where it is known."""
+
+    @property
+    def part(self) -> nn.Module:
+        """What is trained in this process."""
+        return self.model
+
+    @property
+    def own(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained in this process, by name."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are updated in this process, by name."""
+        return dict(self.model.named_buffers())
+
+    def optimizer(self, kind: type[Optimizer], **options: Any) -> Any:
+        """An optimizer of everything that is trained."""
+        return kind(self.own.values(), **options)
+
+    def clip(self, norm: float) -> Tensor:
+        """Clip all gradients to this norm, as an expert would; the norm that they had."""
+        return nn.utils.clip_grad_norm_(self.own.values(), norm)
+
+    def scaler(self, scale: float) -> torch.amp.GradScaler:
+        """A loss scale, of this size in the beginning."""
+        return torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def sum_shared(self, name: str) -> None:
+        """Do by hand whatever else is needed for a parameter that both halves use."""
+        return
+
+    def restarted(self) -> Trainer:
+        """Another one that goes on from what this one has written to a file."""
+        file = io.BytesIO()
+        torch.save({k: v.detach() for k, v in (self.own | self.own_buffers).items()}, file)
+        file.seek(0)
+        state = torch.load(file)
+        self.close()
+        other = type(self)(self.setup, seed=9)
+        with torch.no_grad():
+            for name, tensor in (other.own | other.own_buffers).items():
+                tensor.copy_(state[name])
+        return other
+
+    @abstractmethod
+    def saved_and_alone(
+        self, inputs: Any, optimizer: Any, kind: type[Optimizer], **options: Any
+    ) -> tuple[Trainer, Any]:
+        """Save everything to a folder; another one, on one worker, that goes on from there.
+
+        Args:
+            inputs: an example of them.
+            optimizer: what has trained the model.
+            kind: its class.
+            **options: its arguments.
+        """
+
+    def found(self, **more: Tensor | None) -> Found:
+        """Everything that this process has in the end."""
+        result = {f"loss {k}": loss.detach() for k, loss in enumerate(self.losses)}
+        result |= {
+            f"gradient of {n}": p.grad.clone() for n, p in self.own.items() if p.grad is not None
+        }
+        result |= {n: t.detach().clone() for n, t in (self.own | self.own_buffers).items()}
+        return result | {n: t.detach().clone() for n, t in more.items() if t is not None}
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        return
+
+
+class OneDevice(Trainer):
+    """Plain PyTorch that accumulates micro-batches in order: what is exact."""
+
+    def step(
+        self,
+        inputs: Any,
+        target: Any,
+        loss: Loss = F.mse_loss,
+        weight: Weight = "rows",
+        metrics: Metrics | None = None,
+        outputs: bool = False,
+    ) -> None:
+        self.model.train()
+        m, total = self.setup.microbatches, torch.zeros(())
+        results: list[Any] = []
+        parts = zip(split(inputs, m), split(target, m), shares(target, m, weight), strict=True)
+        for x, y, share in parts:
+            output = self.model(*x)
+            part = loss(output, y) * share
+            part.backward()
+            total = total + part.detach()
+            results.append(output)
+            if metrics is not None:
+                self.metrics.append(metrics(output.detach(), y))
+        self.losses.append(total)
+        self.outputs = torch.cat(results) if outputs else None
+
+    def evaluate(self, inputs: Any) -> Tensor | None:
+        self.model.eval()
+        with torch.no_grad():
+            found = [self.model(*x) for x in split(inputs, self.setup.microbatches)]
+        return torch.cat(found)
+
+    def restarted(self) -> Trainer:
+        """It goes on: nothing has happened."""
+        return self
+
+    def saved_and_alone(
+        self, inputs: Any, optimizer: Any, kind: type[Optimizer], **options: Any
+    ) -> tuple[Trainer, Any]:
+        """It goes on: nothing has happened."""
+        return self, optimizer
+
+
+class Penstock(Trainer):
+    """Penstock on two workers of this process."""
+
+    workers: Kind = "threads"
+    devices: tuple[str, ...] = ("cpu", "cpu")
+
+    def __init__(self, setup: Setup, seed: int = 1) -> None:
+        super().__init__(setup, seed)
+        self._pipe: ps.Pipeline | None = None
+
+    def _pipeline(self, inputs: Any) -> ps.Pipeline:
+        if self._pipe is None:
+            setup = self.setup
+            program = ps.capture(self.model, inputs)
+            plan = uniform_plan(
+                program,
+                len(self.devices),
+                setup.microbatches,
+                cuts=list(setup.cuts) or None if len(self.devices) > 1 else None,
+                recompute="all" if setup.recompute else "none",
+            )
+            self._pipe = ps.Pipeline(
+                self.model,
+                inputs,
+                devices=self.devices,
+                program=program,
+                plan=plan,
+                workers=self.workers,
+            )
+        return self._pipe
+
+    def step(
+        self,
+        inputs: Any,
+        target: Any,
+        loss: Loss = F.mse_loss,
+        weight: Weight = "rows",
+        metrics: Metrics | None = None,
+        outputs: bool = False,
+    ) -> None:
+        self.model.train()
+        pipe = self._pipeline(inputs)
+        result = pipe.train_step(
+            *inputs, target=target, loss_fn=loss, weight=weight, metrics=metrics, outputs=outputs
+        )
+        if isinstance(result, Tensor):
+            self.losses.append(result)
+        else:
+            self.losses.append(result.loss)
+            self.metrics += result.metrics or ()
+            self.outputs = result.outputs
+
+    def evaluate(self, inputs: Any) -> Tensor | None:
+        with torch.no_grad():
+            result: Tensor = self._pipeline(inputs).eval()(*inputs)
+        return result
+
+    def optimizer(self, kind: type[Optimizer], **options: Any) -> Any:
+        if self._pipe is None:
+            return kind(self.own.values(), **options)
+        return self._pipe.optimizer(kind, **options)
+
+    def clip(self, norm: float) -> Tensor:
+        assert self._pipe is not None
+        return self._pipe.clip_grad_norm_(norm)
+
+    def saved_and_alone(
+        self, inputs: Any, optimizer: Any, kind: type[Optimizer], **options: Any
+    ) -> tuple[Trainer, Any]:
+        assert self._pipe is not None
+        with TemporaryDirectory() as folder:
+            self._pipe.save(folder, optimizer=optimizer)
+            self.close()
+            other = type(self)(self.setup, seed=9)
+            other.devices = self.devices[:1]
+            pipe = other._pipeline(inputs)
+            again = pipe.optimizer(kind, **options)
+            ps.load(folder).restore(pipe, optimizer=again)
+        return other, again
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+
+
+class PenstockProcesses(Penstock):
+    """Penstock on two worker processes."""
+
+    workers = "processes"
+
+
+def split(tree: Any, microbatches: int) -> list[Any]:
+    """A tensor, or a container of tensors, for every micro-batch."""
+    leaves, structure = flatten(tree)
+    rows = len(next(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+    parts = [leaf.tensor_split(min(microbatches, rows)) for leaf in leaves]
+    return [unflatten(structure, list(part)) for part in zip(*parts, strict=True)]
+
+
+def shares(target: Any, microbatches: int, weight: Weight) -> list[float]:
+    """What every micro-batch's loss counts for in the batch's."""
+    parts = split(target, microbatches)
+    if weight is None:
+        return [1.0] * len(parts)
+    counts = [float(len(flatten(p)[0][0]) if weight == "rows" else weight(p)) for p in parts]
+    return [count / sum(counts) for count in counts]

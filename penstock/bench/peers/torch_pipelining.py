@@ -1,0 +1,167 @@
+"""`torch.distributed.pipelining` over gloo, with stages that were cut by hand or handed over."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from penstock.bench.peers.peer import Peer, Place, Reading, seconds_between_barriers
+from penstock.bench.peers.workload import Workload
+from penstock.loading import tolerate_missing_torchvision_operators
+
+# Schedules that deal four stages to two ranks as 0 1 1 0; the others deal 0 1 0 1.
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One stage: its module, and, on the meta device, what one micro-batch puts in and gets out."""
+
+    index: int
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class Rank:
+    """One process of the pipeline: its stages, their schedule and their optimizer."""
+
+    def __init__(
+        self, workload: Workload, schedule: str, num_stages: int, parts: bytes, place: Place
+    ) -> None:
+        tolerate_missing_torchvision_operators()  # stages may be parts of its models
+        place.join_gloo()
+        stages = [_stage(part, num_stages) for part in pickle.loads(parts)]
+        modules = nn.ModuleList(stage.submod for stage in stages)
+        self._optimizer = workload.optimizer(modules.parameters())
+        self._schedule = _schedule(schedule, stages, workload)
+        inputs, target = workload.data()
+        self._inputs = (inputs,) if any(stage.is_first for stage in stages) else ()
+        self._target = target if any(stage.is_last for stage in stages) else None
+        self._losses: list[Tensor] = []
+
+    def _step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._schedule.step(
+            *self._inputs, target=self._target, losses=self._losses, return_outputs=False
+        )
+        self._optimizer.step()
+
+    def step(self) -> Reading:
+        """One training step."""
+        seconds = seconds_between_barriers(self._step)
+        return Reading(seconds, sum(loss.item() for loss in self._losses))
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def _stage(part: _Part, num_stages: int) -> PipelineStage:
+    # Without both examples torch finds the shapes by running every later stage on uninitialised
+    # memory, which ruins the stage's BatchNorm statistics.
+    return PipelineStage(
+        part.module,
+        part.index,
+        num_stages,
+        torch.device("cpu"),
+        input_args=part.inputs,
+        output_args=part.outputs,
+    )
+
+
+def _schedule(name: str, stages: list[PipelineStage], workload: Workload) -> Any:
+    kind = get_schedule_class(name)
+    num_microbatches, loss = workload.num_microbatches, workload.loss
+    return kind(
+        stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+        num_microbatches,
+        # The loss carries the weight of its micro-batch, which saves torch's own way of scaling:
+        # one more pass over all gradients at the end of the step.
+        loss_fn=lambda output, target: loss(output, target) / num_microbatches,
+        scale_grads=False,
+    )
+
+
+def _parts(stages: Sequence[nn.Module], workload: Workload) -> list[_Part]:
+    """The stages with the shapes between them, which are found without computing anything.
+
+    Raises:
+        TypeError: a stage gives something else than tensors.
+        Exception: what a stage raised, such as one that begins by changing its input in place,
+            which torch's pipeline cannot run because that input is a leaf.
+    """
+    parts = []
+    batch = workload.data()[0]
+    size = len(batch) // workload.num_microbatches
+    inputs: tuple[Tensor, ...] = (torch.empty_like(batch[:size], device="meta"),)
+    for index, module in enumerate(stages):
+        try:
+            results = copy.deepcopy(module).to("meta")(*inputs)
+        except Exception as error:
+            shapes = [tuple(value.shape) for value in inputs]
+            error.add_note(f"in stage {index}, for inputs of the shapes {shapes}")
+            raise
+        outputs = results if isinstance(results, tuple) else (results,)
+        if not all(isinstance(value, Tensor) for value in outputs):
+            raise TypeError(f"stage {index} gives {type(results).__name__}, not tensors")
+        leaves = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
+        parts.append(_Part(index, module, inputs, leaves))
+        inputs = parts[-1].outputs
+    return parts
+
+
+def _deal(schedule: str, num_stages: int, num_ranks: int) -> list[list[int]]:
+    """The stages of every rank."""
+    v_shaped = schedule in _V_SHAPED
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for stage in range(num_stages):
+        lap, place = divmod(stage, num_ranks)
+        ranks[num_ranks - 1 - place if v_shaped and lap % 2 else place].append(stage)
+    return ranks
+
+
+def torch_pipelining(
+    workload: Workload,
+    stages: Sequence[nn.Module],
+    schedule: str = "1F1B",
+    *,
+    processes: int = 2,
+) -> Peer:
+    """A pipeline of `torch.distributed.pipelining`, one thread in each process.
+
+    Args:
+        workload: what it trains.
+        stages: picklable modules of tensors, each taking what the one before gives, which the
+            processes copy.
+        schedule: one that torch knows by name, such as `"1F1B"`.
+        processes: how many.
+
+    Raises:
+        ValueError: torch does not know the schedule, or the stages do not fit the processes.
+        TypeError: a stage gives something else than tensors.
+        RuntimeError: a process failed to start, such as for a schedule that does not fit.
+    """
+    kind: Any = get_schedule_class(schedule)
+    schedule = kind.__name__.removeprefix("Schedule")
+    parts = _parts(stages, workload)
+    looped = not issubclass(kind, PipelineScheduleSingle)
+    if len(parts) % processes or (not looped and len(parts) != processes):
+        raise ValueError(f"{schedule} cannot run {len(parts)} stages on {processes} processes")
+    builds = [
+        # As bytes: multiprocessing would share the modules' memory with this process.
+        partial(Rank, workload, schedule, len(parts), pickle.dumps([parts[i] for i in indices]))
+        for indices in _deal(schedule, len(parts), processes)
+    ]
+    name = f"torch.distributed.pipelining {schedule}, m={workload.num_microbatches}"
+    return Peer(name, builds)

@@ -1,0 +1,106 @@
+"""Keeps what was measured, with where it comes from: the commit, the machine, the day, and torch.
+
+    python -m penstock.bench record FILE NAME
+
+puts what `penstock bench` has written to FILE into docs/data/NAME.json, where `--record` of the
+other benchmarks puts their data. The tables of README and of the docs are made from these files
+(`python -m penstock.bench tables`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "docs/data"
+
+
+def machine() -> dict[str, Any]:
+    """What the measurements ran on."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        named = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        processor = named[0] if named else processor
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def origin() -> dict[str, Any]:
+    """The commit, with a `+` if files have changed since; the machine, the day, and torch."""
+    return {
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "machine": machine(),
+    }
+
+
+def commit() -> str:
+    """The commit that is checked out; `unknown` without git, or where Penstock is installed."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}+" if changed else head
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *words], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def parser(name: str, doc: str | None) -> ArgumentParser:
+    """A benchmark's parser, with the options that say where the data go.
+
+    Args:
+        name: of the benchmark.
+        doc: what it is and does.
+    """
+    made = ArgumentParser(
+        f"python -m penstock.bench {name}",
+        description=doc,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--json", type=Path, help="write everything that was measured here")
+    made.add_argument(
+        "--record", action="store_true", help="and to docs/data, from which the docs are made"
+    )
+    return made
+
+
+def save(name: str, report: dict[str, Any], options: Namespace) -> dict[str, Any]:
+    """Write a report where the options say; returns it with its origin."""
+    whole = {**origin(), **report}
+    for path in filter(None, (options.json, options.record and DATA / f"{name}.json")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+    return whole
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Keep a file."""
+    path, name = arguments
+    save(name, json.loads(Path(path).read_text()), Namespace(json=None, record=True))
+    return 0

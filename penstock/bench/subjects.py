@@ -1,0 +1,265 @@
+"""The models that are trained beside peers, each with a batch, a loss and cuts by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.bench.peers.workload import Build, Data, Loss, Workload
+from penstock.loading import tolerate_missing_torchvision_operators
+
+Stages = Callable[[], Sequence[nn.Module]]
+
+# What is tried of torch.distributed.pipelining, by its names: one stage in each process, or two of
+# them; and numbers of micro-batches, those among which the planner looks as well.
+SINGLE = ("GPipe", "1F1B")
+LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (*SINGLE, *LOOPED)
+COUNTS = (2, 4, 8, 16)
+
+CLASSES = 1000
+WORDS = 4096
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and how it is trained.
+
+    Attributes:
+        name: what it is called.
+        build: the model, the same every time.
+        data: the batch and its target.
+        loss: a mean over rows.
+        by_hand: its two stages, cut where a user would cut.
+        in_four: its four stages, for schedules of two stages per worker; `None` if it has fewer.
+        counts: of micro-batches that the peers try.
+        rpc: whether the RPC pipeline is measured as well.
+        schedules: of torch's pipelining that are tried.
+    """
+
+    name: str
+    build: Build
+    data: Data
+    loss: Loss
+    by_hand: Stages
+    in_four: Stages | None
+    counts: tuple[int, ...] = COUNTS
+    rpc: bool = False
+    schedules: tuple[str, ...] = SCHEDULES
+
+    def workload(self, count: int) -> Workload:
+        """A step in so many micro-batches."""
+        return Workload(self.build, self.data, self.loss, count)
+
+
+def resnet50(seed: int = 0) -> nn.Module:
+    """ResNet-50 in training mode, its parameters a function of `seed` alone."""
+    tolerate_missing_torchvision_operators()
+    from torchvision import models
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = models.resnet50(weights=None, num_classes=CLASSES)
+    return model
+
+
+def tutorial_cut() -> list[nn.Module]:
+    """ResNet-50 in two stages, cut after `layer2` as PyTorch's tutorials do."""
+    return _cut(resnet50(), after=["layer2"])
+
+
+def quarter_cut() -> list[nn.Module]:
+    """ResNet-50 in four stages, one `layer` in each: for two stages per process."""
+    return _cut(resnet50(), after=["layer1", "layer2", "layer3"])
+
+
+def _cut(model: nn.Module, after: Collection[str]) -> list[nn.Module]:
+    """A ResNet cut after the named children; each stage maps one tensor to one tensor."""
+    stages = [nn.Sequential()]
+    for name, child in model.named_children():
+        if name == "fc":
+            stages[-1].add_module("flatten", nn.Flatten(1))
+        stages[-1].add_module(name, child)
+        if name in after:
+            stages.append(nn.Sequential())
+    return list(stages)
+
+
+def images(rows: int, image: int) -> tuple[Tensor, Tensor]:
+    """Images (rows, 3, image, image) and one-hot labels (rows, 1000), both float32."""
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randn(rows, 3, image, image, generator=generator)
+    labels = torch.randint(CLASSES, (rows,), generator=generator)
+    return found, F.one_hot(labels, CLASSES).float()
+
+
+def resnet(rows: int, image: int, counts: Sequence[int] = COUNTS) -> Subject:
+    """ResNet-50 on images of so many pixels in height and width, as in PyTorch's tutorials."""
+    return Subject(
+        f"ResNet-50, batch {rows}, {image}x{image}",
+        resnet50,
+        partial(images, rows, image),
+        F.mse_loss,
+        tutorial_cut,
+        quarter_cut,
+        tuple(counts),
+        rpc=True,
+    )
+
+
+class Block(nn.Module):
+    """A transformer block: causal attention and an MLP, each on normalised values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Values (rows, length, width) as they are after it."""
+        rows, length, width = x.shape
+        split = self.attention(self.norm1(x)).view(rows, length, 3, self.heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).reshape(rows, length, width))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Embedding(nn.Module):
+    """Words and their positions."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(WORDS, width), nn.Embedding(length, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (rows, length) as values (rows, length, width)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        result: Tensor = self.words(tokens) + self.positions(positions)
+        return result
+
+
+def gpt2_like(layers: int, width: int, heads: int, length: int) -> nn.Sequential:
+    """A model like GPT-2: an embedding, blocks, a head with weights of its own."""
+    torch.manual_seed(0)
+    blocks = [Block(width, heads) for _ in range(layers)]
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False))
+    return nn.Sequential(Embedding(length, width), *blocks, head)
+
+
+def gpt2(layers: int, width: int, vocabulary: int, positions: int) -> nn.Module:
+    """A GPT-2 of `transformers` with random weights, whose heads are 64 wide or four."""
+    tolerate_missing_torchvision_operators()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=max(4, width // 64),
+        vocab_size=vocabulary,
+        n_positions=positions,
+        use_cache=False,
+    )
+    config.bos_token_id = config.eos_token_id = 0
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model
+
+
+def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Random tokens, and the next one for each."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(WORDS, (rows, length + 1), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def language_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The cross-entropy of every position."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def wide_mlp(ends: int, width: int) -> nn.Sequential:
+    """One hidden layer that is wide beside the input and the output, and so is every cut."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(ends, width), nn.ReLU(), nn.Linear(width, ends))
+
+
+def tiny_calls(layers: int, width: int) -> nn.Sequential:
+    """Many calls that take microseconds."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh()))
+    )
+
+
+def numbers(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """A batch and a target of normal numbers."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(rows, width, generator=generator) for _ in range(2))  # type: ignore
+
+
+def even(build: Callable[[], nn.Sequential], count: int) -> list[nn.Module]:
+    """A sequence in so many equal parts."""
+    layers = list(build())
+    edges = [round(k * len(layers) / count) for k in range(count + 1)]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(edges)]
+
+
+def _sequence(
+    name: str,
+    build: Callable[[], nn.Sequential],
+    data: Data,
+    loss: Loss,
+    counts: tuple[int, ...],
+) -> Subject:
+    in_four = partial(even, build, 4) if len(build()) > 3 else None
+    return Subject(name, build, data, loss, partial(even, build, 2), in_four, counts)
+
+
+def subjects(quick: bool) -> dict[str, Subject]:
+    """The four models, by a short name; with `quick` so small that a step takes milliseconds."""
+    rows, image = (8, 32) if quick else (32, 128)
+    counts = (2,) if quick else COUNTS
+    layers, width, length, texts = (4, 32, 16, 8) if quick else (12, 384, 256, 8)
+    gpt = partial(gpt2_like, layers, width, 2 if quick else 6, length)
+    # With four micro-batches a boundary is 16 MiB: 65,536 rows of 64 numbers.
+    many = 4 * (256 if quick else 65536)
+    mlp = partial(wide_mlp, 4, 64)
+    tiny = partial(tiny_calls, 20 if quick else 200, 16)
+    found = {
+        "resnet": resnet(rows, image, counts),
+        "gpt": _sequence(
+            f"{layers} layers like GPT-2, width {width}, {texts} rows of {length} tokens",
+            gpt,
+            partial(tokens, texts, length),
+            language_loss,
+            counts,
+        ),
+        "wide": _sequence(
+            f"MLP 4-64-4, {many} rows: boundaries of {many * 64 / 2**20:.1f} MiB at m=4",
+            mlp,
+            partial(numbers, many, 4),
+            F.mse_loss,
+            counts,
+        ),
+        "tiny": _sequence(
+            f"{len(tiny())} tiny calls, 32 rows of 16",
+            tiny,
+            partial(numbers, 32, 16),
+            F.mse_loss,
+            counts,
+        ),
+    }
+    if quick:
+        return {key: replace(each, schedules=("1F1B",)) for key, each in found.items()}
+    return found

@@ -1,0 +1,177 @@
+"""The model's own forward beside a replay of its program: the same random numbers, all results.
+
+Both are run to be compared: whether they part, and at which call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.capture.calls import Call, Trace, input_leaves
+from penstock.capture.cuts import Cuts
+from penstock.capture.interception import intercepted
+from penstock.capture.lowering import lower
+from penstock.capture.program import Program
+from penstock.capture.randomness import Key, draw, draw_in_python, python_kept
+from penstock.capture.recorder import Recorder
+from penstock.capture.trees import flatten
+
+CallResults = dict[int, list[torch.Tensor]]
+"""Copies of the tensors that calls gave, by the calls' identities."""
+
+
+@contextmanager
+def seeded(program: Program, key: Key, model: nn.Module | None = None) -> Iterator[None]:
+    """While open, the random calls of a forward of the model draw what a replay with `key` draws.
+
+    Everything else runs as it is; where the program has no random calls, there is nothing open.
+
+    Args:
+        program: says which calls draw random numbers.
+        key: the random key.
+        model: a copy of the program's model, if that is what runs.
+    """
+    if not program.random:
+        yield
+        return
+    seeding = _Seeding(model or program.model, program.is_open, key, program.random)
+    with intercepted(seeding), seeding:
+        yield
+
+
+class _Seeding(Recorder):
+    """A recorder that records nothing: it counts calls, and seeds those that draw.
+
+    Args:
+        model: whose forward runs.
+        is_open: whether a program looks inside the module of this name.
+        key: the random key.
+        random: the calls that draw, and whether they draw in Python, by their identities.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        is_open: Callable[[str], bool],
+        key: Key,
+        random: Mapping[int, bool],
+    ) -> None:
+        super().__init__(model, is_open, None)
+        self._random = random
+        self._drawn = key
+
+    def check_function(self, function: type) -> None:
+        """Does nothing: outside of a recording any `autograd.Function` may be applied."""
+
+    def check_assignment(self, module: nn.Module, name: str) -> None:
+        """Does nothing: outside of a recording any attribute may be assigned to."""
+
+    def _check_sizes(self, leaves: object) -> None:
+        """Does nothing: outside of a recording any size may be read."""
+
+    def _record(
+        self,
+        target: str | Callable[..., Any],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hidden: tuple[str, ...] = (),
+    ) -> Any:
+        self._inside += 1
+        try:
+            identity = self._identify(Call(target, (), {}, self._open[-1]))
+            in_python = self._random.get(identity)
+            if in_python is None:
+                return function(*args, **kwargs)
+            drawing = draw_in_python if in_python else draw
+            return drawing(self._drawn, identity, function, *args, **kwargs)
+        finally:
+            self._inside -= 1
+
+
+class ForwardResults(Recorder):
+    """Keeps what every call of the model's own forward gives, its random calls seeded.
+
+    Args:
+        program: captured from `model`, or from a copy of it.
+        model: what is run.
+        key: the random key.
+
+    Attributes:
+        results: what calls gave; if the forward fails, those before that.
+    """
+
+    def __init__(self, program: Program, model: nn.Module, key: Key) -> None:
+        super().__init__(model, program.is_open, key)
+        self.results: CallResults = {}
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallResults:
+        """Run the forward on a micro-batch.
+
+        Raises:
+            Unrecordable: it does in an open module what could not be recorded.
+        """
+        with intercepted(self), python_kept():
+            self.begin(args, dict(kwargs))
+            with self:
+                self.model(*args, **kwargs)
+        return self.results
+
+    def _append(self, call: Call, result: object, dynamic: bool) -> None:
+        self.results[call.identity] = _copies(result)
+        super()._append(call, result, dynamic)
+
+
+def replay_results(
+    program: Program,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    key: Key,
+    trace: Trace | None = None,
+) -> CallResults:
+    """What every call gives in a replay of the program, which is what the stages run.
+
+    Args:
+        program: what is replayed.
+        model: whose weights are used.
+        args: positional arguments of a micro-batch.
+        kwargs: keyword arguments of a micro-batch.
+        key: the random key.
+        trace: the way through the program, if it is known.
+    """
+    leaves = program.flatten_inputs(args, kwargs)
+    trace = trace or program.trace_for(leaves, model.training)
+    crossing = Cuts(trace)
+    inputs = crossing.boundary(0)
+    module = lower(model, trace, range(len(trace.calls)), inputs, crossing.results)
+    replay = _Replay(module, trace)
+    sizes = {**leaves.signature.varying.sizes(leaves), **trace.reads.passed_in(model, leaves)}
+    replay.run(sizes, key, *input_leaves(inputs, leaves))
+    return replay.results
+
+
+class _Replay(fx.Interpreter):
+    """Runs a lowered program node by node, and keeps copies of what its calls give."""
+
+    def __init__(self, module: fx.GraphModule, trace: Trace) -> None:
+        super().__init__(module)
+        self.results: CallResults = {}
+        self._trace = trace
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if "result_of" in n.meta:
+            self.results[self._trace.calls[n.meta["result_of"]].identity] = _copies(result)
+        return result
+
+
+def _copies(result: object) -> list[torch.Tensor]:
+    tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        return [tensor.detach().clone() for tensor in tensors]

@@ -1,0 +1,499 @@
+"""Stages of several replicas that run the same modules: what they add and change comes in order.
+
+Replicas share the micro-batches of a batch. Each has a stage of its own for every stage of the
+plan, and all of these run the user's one model at the same time, in threads. Two things must not
+depend on which of them is faster:
+
+*Gradients.* A replica computes those of a micro-batch apart from `.grad`. `OrderedSum` adds them
+there in the order of micro-batches, as one device does, through autograd's own accumulation. Who is
+early leaves them there and goes on.
+
+*What modules remember*, such as BatchNorm's running statistics. Such a module is called for one
+micro-batch after the other (`Turns`). Everything else runs at the same time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from penstock.capture.preserve import own_generators
+from penstock.engine.batchnorm import Norms
+from penstock.engine.ends import Outlet
+from penstock.engine.span import Entry, Span, read_by
+from penstock.engine.stage import Before, MicroBatch, Stage
+from penstock.errors import InputError
+from penstock.links.link import Gradients, Roots, Sink, Source, Values
+from penstock.links.local import Aborted
+
+Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Leaves of autograd's graph, each once, and what is to be added to the `.grad` of each."""
+
+
+class Turns:
+    """Lets whoever has a number wait until all before it are done.
+
+    Args:
+        first: of the numbers.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._changed = threading.Condition()
+        self.reset(first)
+
+    def reset(self, first: int = 0) -> None:
+        """Start anew. Nobody may be waiting."""
+        self._next = first
+        self._done: set[int] = set()
+        self._aborted = False
+
+    def wait(self, number: int) -> None:
+        """Wait for this number's turn.
+
+        Raises:
+            Aborted: `abort` was called.
+        """
+        with self._changed:
+            while self._next < number and not self._aborted:
+                self._changed.wait()
+            if self._aborted:
+                raise Aborted
+
+    def done(self, number: int) -> None:
+        """This number has had its turn, or does not need it; said twice, it counts once."""
+        with self._changed:
+            if number >= self._next:
+                self._done.add(number)
+            while self._next in self._done:
+                self._done.remove(self._next)
+                self._next += 1
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Wake whoever waits, now and until `reset`."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+
+class OrderedSum:
+    """Adds the gradients of a stage's parameters to `.grad`, one micro-batch after the other.
+
+    Attributes:
+        turns: of the micro-batches; one is done when its gradients have been added.
+    """
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew, and forget what has not been added."""
+        self.turns.reset()
+        self._next = 0
+        self._early: dict[int, Sequence[Terms]] = {}
+        self._is_adding = False
+
+    def add(self, number: int, gradients: Sequence[Terms]) -> None:
+        """Add the gradients of a micro-batch, or leave them to whoever adds those before.
+
+        Args:
+            number: of the micro-batch.
+            gradients: as one device would add them, one after the other.
+        """
+        with self._lock:
+            self._early[number] = gradients
+            if self._is_adding:
+                return
+            self._is_adding = True
+        try:
+            while (terms := self._following()) is not None:
+                for each in terms:
+                    accumulate(each)
+                self.turns.done(self._next)
+                self._next += 1
+        except BaseException:
+            self._is_adding = False
+            raise
+
+    def _following(self) -> Sequence[Terms] | None:
+        """The gradients that are the next to be added, if they are there."""
+        with self._lock:
+            if self._next not in self._early:
+                self._is_adding = False
+                return None
+            return self._early.pop(self._next)
+
+
+def accumulate(terms: Terms) -> None:
+    """Add gradients to `.grad` as a backward does that has come to these leaves.
+
+    Hooks that come after accumulation are called, layouts are as ever.
+    """
+    if terms:
+        edges = [get_gradient_edge(leaf) for leaf, _ in terms]
+        torch.autograd.backward(edges, [gradient for _, gradient in terms])
+
+
+class InOrder:
+    """What the replicas of a stage have in common.
+
+    Attributes:
+        sum: of their gradients.
+        norms: its BatchNorms, if their running statistics are those of the whole batch.
+    """
+
+    def __init__(self) -> None:
+        self.sum = OrderedSum()
+        self.norms = Norms()
+        self._current = threading.local()
+        self._calls: dict[int, Counter[nn.Module]] = {}  # by the identity of a way's spans
+        self._users: dict[object, set[nn.Module | None]] = {}  # of what forwards remember
+        self._turns: dict[nn.Module, Turns] = {}
+        self._forwards = Turns()
+        self._one_by_one = False  # whether whole forwards have turns
+        self._ends = Turns()
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+
+    def add(self, spans: Sequence[Span], first: int) -> None:
+        """Note what the modules of one more way remember from call to call.
+
+        Args:
+            spans: of the stage.
+            first: the number of the first micro-batch that may take it.
+        """
+        calls: Counter[nn.Module] = Counter()
+        for span in spans:
+            found = _calls_of(span.module)
+            users = _users_of_memories(span, found)
+            if users and span.recompute:
+                raise InputError(
+                    "a forward changes buffers, attributes or generators of modules that are to "
+                    'be recomputed, which would disturb other replicas; use recompute="none", or '
+                    "replicas=1"
+                )
+            for thing, own in users.items():
+                self._users.setdefault(thing, set()).update(own)
+            calls += found
+        self._calls[id(spans)] = calls
+        turns = dict(self._turns)
+        for users_of_one in self._users.values():
+            if len(users_of_one) > 1 or None in users_of_one:
+                self._one_by_one = True
+            for module in users_of_one:
+                if module is not None:
+                    turns.setdefault(module, Turns(first))
+        self._turns = turns  # another one: workers may be going through the former
+
+    @contextmanager
+    def forward(self, number: int, spans: Sequence[Span]) -> Iterator[None]:
+        """Around the forward of a stage in the thread of a replica.
+
+        Args:
+            number: of the micro-batch, among all that were ever run.
+            spans: that it runs; the object that `add` was given.
+        """
+        if self._one_by_one:
+            self._forwards.wait(number)
+        self._current.number, self._current.left = number, Counter(self._calls[id(spans)])
+        try:
+            yield
+        finally:
+            self._current.number = None
+        for turns in self._every_turns():
+            turns.done(number)
+
+    @contextmanager
+    def end(self) -> Iterator[None]:
+        """Around what the user's loss makes of a micro-batch, within its `forward`."""
+        self._ends.wait(self._current.number)
+        yield
+        self._ends.done(self._current.number)
+
+    def _every_turns(self) -> Iterator[Turns]:
+        yield self._ends
+        yield from self._turns.values()
+        yield self._forwards
+
+    def watch(self) -> None:
+        """Let modules that remember something wait for their turns, until `unwatch`.
+
+        All other hooks of theirs come after these, so that they are called in turn as well:
+        weight norms and spectral norms make weights there, `norms` lends buffers.
+        """
+        for module in self._turns.keys() - self._handles.keys():
+            self._handles[module] = [
+                module.register_forward_pre_hook(self._before, prepend=True),
+                module.register_forward_hook(self._after, always_call=True),
+            ]
+        self.norms.begin()
+
+    def unwatch(self) -> None:
+        """Leave the modules as they were."""
+        self.norms.clear()
+        for handle in chain.from_iterable(self._handles.values()):
+            handle.remove()
+        self._handles = {}
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        number = getattr(self._current, "number", None)
+        if number is not None:
+            self._turns[module].wait(number)
+
+    def _after(self, module: nn.Module, args: Any, result: Any) -> None:
+        number = getattr(self._current, "number", None)
+        if number is None:
+            return
+        self._current.left[module] -= 1
+        if self._current.left[module] == 0:  # else at the end of the forward
+            self._turns[module].done(number)
+
+    def abort(self) -> None:
+        """Wake whoever waits."""
+        self.sum.turns.abort()
+        for turns in self._every_turns():
+            turns.abort()
+
+    def reset(self) -> None:
+        """Start anew. Nobody may be waiting."""
+        self.norms.clear()
+        self.sum.reset()
+        for turns in self._every_turns():
+            turns.reset()
+
+
+def _takes_hooks(module: nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
+def _calls_of(stage: Callable[..., Any]) -> Counter[nn.Module]:
+    """The user's modules that a stage calls by themselves, and how often.
+
+    Those that draw random numbers are called with a lock held, in which they must not wait.
+    """
+    calls: Counter[nn.Module] = Counter()
+    if not isinstance(stage, fx.GraphModule):
+        return calls
+    for node in stage.graph.nodes:
+        if node.op == "call_module":
+            calls[stage.get_submodule(str(node.target))] += 1
+    return calls
+
+
+def _users_of_memories(
+    span: Span, called: Collection[nn.Module]
+) -> dict[object, set[nn.Module | None]]:
+    """Whatever forwards of a span change and find again, and which modules called there use it.
+
+    `None` stands for all that is not a call of a module which can be told to wait.
+    """
+    stage = span.module
+    if not isinstance(stage, nn.Module):
+        return {}
+    every = set(stage.modules())
+    memories: set[object] = {id(tensor) for tensor in span.changing}
+    memories |= {id(own) for module in every for _, own in own_generators(module)}
+    users: dict[object, set[nn.Module | None]] = {
+        memory: set() for memory in (*memories, *span.memories)
+    }
+    for module in filter(_takes_hooks, called):
+        inside = set(module.modules())
+        held = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
+        held |= {id(own) for m in inside for _, own in own_generators(m)}
+        for memory, found in users.items():
+            shares = isinstance(memory, frozenset) and not inside.isdisjoint(memory)
+            if shares or memory in held:
+                found.add(module)
+    read = read_by(stage)
+    for memory, found in users.items():
+        beside = isinstance(memory, frozenset) and any(
+            not any(m in set(user.modules()) for user in found if user) for m in memory & every
+        )
+        if not found or beside or memory in read:
+            found.add(None)
+    return users
+
+
+def _leaves_of(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> list[torch.Tensor]:
+    """The leaves that a backward from these roots comes to, each once."""
+    waiting = [root.node for root, _ in pairs]
+    seen = set(waiting)
+    leaves = []
+    while waiting:
+        node = waiting.pop()
+        if node.name().endswith("AccumulateGrad"):
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return leaves
+
+
+class ReplicaStage(Stage):
+    """One of several stages that run the same modules; see the module.
+
+    Args:
+        index, ways, source, sink: as of `Stage`.
+        common: what it has in common with the others.
+
+    """
+
+    def __init__(
+        self,
+        index: int,
+        ways: Sequence[Sequence[Span]],
+        source: Source,
+        sink: Sink,
+        common: InOrder,
+    ) -> None:
+        super().__init__(index, ways, source, sink)
+        self.norms = common.norms
+        self._common = common
+        self._before = Before()
+        self._number = 0
+        self._terms: list[Terms] = []
+
+    def begin(
+        self,
+        microbatches: Sequence[MicroBatch],
+        wanted: Sequence[nn.Parameter] | None,
+        before: Before,
+    ) -> None:
+        """A pass begins; its micro-batches are numbered after those of earlier ones."""
+        self.microbatches, self.wanted, self._before = microbatches, wanted, before
+
+    def end(self) -> None:
+        """BatchNorms are moved when all replicas have ended."""
+
+    def clear_norms(self) -> None:
+        """Others may still watch them."""
+
+    def numbered(self, microbatch: int) -> int:
+        """Its number among the micro-batches of all passes."""
+        return self._before.forwards + microbatch
+
+    def forward(self, microbatch: int) -> None:
+        """Run the spans; modules that remember something wait for their turns."""
+        with self._in_order(microbatch):
+            super().forward(microbatch)
+
+    def infer(self, microbatch: int) -> None:
+        """Run the spans without gradients, likewise."""
+        with self._in_order(microbatch):
+            super().infer(microbatch)
+
+    def _in_order(self, microbatch: int) -> AbstractContextManager[None]:
+        spans = self.ways[self.microbatches[microbatch].way]
+        return self._common.forward(self.numbered(microbatch), spans)
+
+    def backward(self, microbatch: int) -> None:
+        """Run the backward; its gradients are added when those before have been."""
+        self._number = self._before.backwards + microbatch
+        super().backward(microbatch)
+        terms, self._terms = self._terms, []
+        self._common.sum.add(self._number, terms)
+
+    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+        """Compute the gradients of a span's leaves apart from `.grad`, unless they have hooks.
+
+        Hooks of a leaf are called with the gradient of one micro-batch after the other, before it
+        is added. So then this waits until it is this micro-batch's turn.
+        """
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(roots, gradients, strict=True)
+            if root is not None and gradient is not None
+        ]
+        if not pairs:
+            return
+        leaves = [leaf for leaf in _leaves_of(pairs) if leaf is not entry.anchor]
+        if any(leaf._backward_hooks for leaf in leaves):
+            self._common.sum.turns.wait(self._number)
+            for terms in self._terms:
+                accumulate(terms)
+            self._terms = []
+            super()._backward_of(roots, gradients, entry)
+            return
+        if self.wanted is not None:
+            chosen = set(map(id, self.wanted))
+            leaves = [leaf for leaf in leaves if id(leaf) in chosen]
+        wanted = [*leaves, *([] if entry.anchor is None else [entry.anchor])]
+        if not wanted:
+            return
+        starts, values = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+        found = torch.autograd.grad(starts, wanted, values, allow_unused=True)
+        self._terms.append(
+            [(leaf, g) for leaf, g in zip(leaves, found, strict=False) if g is not None]
+        )
+
+    def clear(self) -> None:
+        """Let go of everything that a step has left."""
+        super().clear()
+        self._terms = []
+
+
+class _LossInOrder:
+    """The sink of the last stage: losses are called in the order of micro-batches."""
+
+    def __init__(self, outlet: Outlet, common: InOrder) -> None:
+        self._outlet = outlet
+        self._common = common
+
+    def send(self, microbatch: int, results: Values) -> Roots:
+        """Keep the results, or the loss of them."""
+        with self._common.end() if self._outlet.has_loss else nullcontext():
+            return self._outlet.send(microbatch, results)
+
+    def receive_gradients(self, microbatch: int) -> Gradients:
+        """The gradients of what was sent."""
+        return self._outlet.receive_gradients(microbatch)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One of the replicas of a pipeline.
+
+    Attributes:
+        number: of it, from 0.
+        of: how many there are.
+        first: the number of its first worker.
+        common: for every stage what it has in common with those of other replicas; empty for the
+            only replica.
+    """
+
+    number: int = 0
+    of: int = 1
+    first: int = 0
+    common: Sequence[InOrder] = ()
+
+    def share(self, microbatches: int) -> range:
+        """Those of so many micro-batches that it runs: they are dealt in turn."""
+        return range(self.number, microbatches, self.of)
+
+    def largest_share(self, microbatches: int) -> range:
+        """What the replica runs that has most of them, which is the first."""
+        return range(0, microbatches, self.of)
+
+    def stage(self, index: int, source: Source, sink: Sink) -> Stage:
+        """A stage without ways."""
+        if not self.common:
+            return Stage(index, (), source, sink)
+        common = self.common[index]
+        if isinstance(sink, Outlet):
+            sink = _LossInOrder(sink, common)
+        return ReplicaStage(index, (), source, sink, common)
+
+
+ONLY = Replica()

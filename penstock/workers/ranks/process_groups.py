@@ -1,0 +1,155 @@
+"""The process groups of `torch.distributed` that ranks use: the default one, and those of links.
+
+*The default group.* torchrun's agent lends the ranks its own store, and keeps it when it restarts
+them. There they would find the addresses of the processes that are gone, and try to connect to
+them. So every attempt has a part of the store for itself. Its name has to be agreed on: the number
+of restarts that an agent tells its ranks is its own, which differs between machines, and stays when
+a machine joins.
+
+Every rank leaves a random word. Rank 0 answers with a new name for the attempt and the words that
+it has found. Whose word is among them says so; others, whose place had the word of an earlier
+attempt, are noticed when they have left theirs, and get another answer. When all have said that
+they know the name, that is what counts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.errors import InputError
+from penstock.links.process_group import Peer
+
+_PREFIX = "penstock"
+_TIMEOUT = 300.0  # seconds in which all ranks have to be there, as torch has it
+_PAUSE = 0.02  # seconds between two looks
+_CONNECT = timedelta(seconds=120)  # to have a group; a wait for a message has its own
+_NEVER = timedelta(days=365)  # NCCL ends the process when a receive that is posted ahead waits long
+
+
+def init_process_group() -> None:
+    """As `torch.distributed.init_process_group("gloo")`, in every attempt of torchrun anew.
+
+    Raises:
+        TimeoutError: not all ranks came.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group("gloo")
+        return
+    store, rank, count = next(rendezvous("env://"))
+    part = attempt_of(store, rank, count, _TIMEOUT)
+    dist.init_process_group("gloo", store=part, rank=rank, world_size=count)
+
+
+def attempt_of(store: Store, rank: int, count: int, timeout: float) -> Store:
+    """The part of a store for this attempt of these ranks, who all call this.
+
+    Args:
+        store: which may have been used by earlier attempts of any number of ranks.
+        rank: of this process.
+        count: of ranks.
+        timeout: seconds.
+
+    Raises:
+        TimeoutError: not all ranks came.
+    """
+    shared = PrefixStore(_PREFIX, store)
+    word = secrets.token_hex(8)
+    shared.set(f"word {rank}", word)
+    look = _leading(shared, count) if rank == 0 else _following(shared, rank, word)
+    deadline = time.monotonic() + timeout
+    while not (name := look()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank} waited {timeout:.0f} s for {count - 1} other ranks")
+        time.sleep(_PAUSE)
+    return PrefixStore(f"{_PREFIX} {name}", store)
+
+
+def _leading(store: Store, count: int) -> Callable[[], str]:
+    """What rank 0 does again and again, until there is a name."""
+    name, answered = "", [""] * count
+
+    def look() -> str:
+        nonlocal name, answered
+        words = [_read(store, f"word {k}") for k in range(count)]
+        if all(words) and words != answered:
+            name, answered = secrets.token_hex(8), words
+            store.set("name", " ".join([name, *words]))
+        if not name or any(_read(store, f"knows {k}") != name for k in range(1, count)):
+            return ""
+        store.set("agreed", name)
+        return name
+
+    return look
+
+
+def _following(store: Store, rank: int, word: str) -> Callable[[], str]:
+    """What the other ranks do again and again, until there is a name."""
+
+    def look() -> str:
+        name, *words = _read(store, "name").split() or [""]
+        if rank >= len(words) or words[rank] != word:
+            return ""
+        store.set(f"knows {rank}", name)
+        return name if _read(store, "agreed") == name else ""
+
+    return look
+
+
+def _read(store: Store, key: str) -> str:
+    """What a store has; an empty text if nothing."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+class LinkGroups:
+    """A group for either direction of every link between machines. All ranks must make them.
+
+    Args:
+        pairs: the ranks of every such link, by its number.
+        devices: of all ranks.
+        rank: this one.
+
+    Attributes:
+        backends: of every link.
+        peers: the other ends of this rank's links.
+    """
+
+    def __init__(
+        self, pairs: Mapping[int, tuple[int, int]], devices: Sequence[torch.device], rank: int
+    ) -> None:
+        self.backends: dict[int, str] = {}
+        self.peers: dict[int, Peer] = {}
+        for k, (one, other) in pairs.items():
+            backend = self.backends[k] = backend_for(devices[one], devices[other])
+            both, timeout = sorted((one, other)), _CONNECT if backend != "nccl" else _NEVER
+            there = dist.new_group(both, backend=backend, timeout=timeout)
+            back = dist.new_group(both, backend=backend, timeout=timeout)
+            if rank in (one, other):
+                memory = devices[rank] if backend == "nccl" else torch.device("cpu")
+                out, into = (there, back) if rank == one else (back, there)
+                self.peers[k] = Peer(other if rank == one else one, out, into, memory)
+
+
+def backend_for(one: torch.device, other: torch.device) -> str:
+    """What carries values between two devices of different machines.
+
+    Raises:
+        InputError: this torch has nothing that does.
+    """
+    if "mpi" in dist.get_backend():
+        return "mpi"
+    if one.type == other.type == "cuda" and dist.is_nccl_available():
+        return "nccl"
+    if not dist.is_gloo_available():
+        raise InputError(
+            f"this torch has no backend for {one} and {other}: it was built without gloo"
+        )
+    return "gloo"

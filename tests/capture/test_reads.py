@@ -1,0 +1,276 @@
+"""Reads of a forward that are easily missed: steps of numbers, helpers in containers, aliases."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import UserDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from tests.support.models import uniform_plan
+
+X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), torch.zeros(8, 4)
+
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+
+@dataclass
+class Config:
+    """A number that hangs on a model."""
+
+    scale: float = 1.0
+
+    def get(self) -> float:
+        """The number."""
+        return self.scale
+
+
+class Slotted:
+    """The same without a dictionary."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Table(dict[str, float]):
+    """A dictionary with attributes of its own."""
+
+    scale = 1.0
+
+
+class Strict(dict[str, float]):
+    """A dictionary whose attributes are its items."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Block(nn.Module):
+    """Reads a configuration that others may have, too."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu() * self.config.scale
+
+
+class Model(nn.Module):
+    """Calls a function of itself in between."""
+
+    def __init__(self, read: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.blocks = nn.ModuleList()
+        self.read = read
+        self.t, self.k = 0.01, 1
+        self.held: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.between(self.a(x)).tanh())
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        """What the test is about."""
+        return self.read(self, h)
+
+
+def compare(pipe: ps.Pipeline, model: nn.Module) -> None:
+    """A step must be that of a loop of plain PyTorch."""
+    model.zero_grad()
+    loss = pipe.train_step(X, target=Y, loss_fn=nn.functional.mse_loss)
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    total = torch.zeros(())
+    for x, y in zip(torch.tensor_split(X, 4), torch.tensor_split(Y, 4), strict=True):
+        part = nn.functional.mse_loss(model(x), y)
+        (part / 4).backward()
+        total = total + part.detach() / 4
+    assert torch.equal(loss, total)
+    for one, p in zip(found, model.parameters(), strict=True):
+        assert (one is None) is (p.grad is None)
+        assert one is None or p.grad is None or torch.equal(one, p.grad)
+
+
+def built(model: Model) -> ps.Pipeline:
+    """A pipeline without an audit, which would find what the guards do not see."""
+    program = ps.capture(model, (X,))
+    plan = uniform_plan(program, workers=2, microbatches=4)
+    options: dict[str, Any] = {"program": program, "plan": plan, "workers": "threads"}
+    return ps.Pipeline(model, (X,), devices=["cpu"] * 2, audit=None, **options)
+
+
+FLOATS = (0.02, 0.03, 0.06, 0.11, 0.31, 0.51, 0.91, 1.3, 2.0)
+WHOLES = (2, 3, 5, 7, 8, 9, 16, 17, 33)
+OF_FLOATS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "int": lambda s, h: h * s.t + int(s.t * 10),
+    "float": lambda s, h: h * s.t + max(float(s.t), 0.5),
+    "round": lambda s, h: h * s.t + round(s.t, 1),
+    "floor": lambda s, h: h * s.t + math.floor(s.t * 10),
+    "ceil": lambda s, h: h * s.t + math.ceil(s.t),
+    "format": lambda s, h: h * s.t + float(f"{s.t:.1f}"),
+    "is_integer": lambda s, h: h * s.t + (s.t * 1.0).is_integer(),
+    "copysign": lambda s, h: h * s.t + math.copysign(1, s.t - 0.3),
+    "clip": lambda s, h: h * s.t + float(np.clip(s.t, 0.5, 0.8)),
+    "interp": lambda s, h: h * s.t + float(np.interp(s.t, [0.1, 0.9], [0.0, 1.0])),
+}
+OF_WHOLES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "shift": lambda s, h: h * s.k + (s.k >> 3),
+    "and": lambda s, h: h * s.k + (s.k & 8),
+    "divmod": lambda s, h: h * s.k + divmod(s.k, 8)[0],
+    "str": lambda s, h: h * s.k + len(str(s.k)),
+    "bit_length": lambda s, h: h * s.k + s.k.bit_length(),
+    "range": lambda s, h: h * s.k + sum(1 for _ in range(s.k // 4)),
+    "index": lambda s, h: h * s.k + [1, 2, 3, 4, 5, 6, 7][s.k // 8],
+    "layer": lambda s, h: s.layers[s.k // 8](h) * s.k,
+    "layers": lambda s, h: nn.Sequential(*s.layers[: s.k // 8 + 1])(h) * s.k,
+}
+
+
+@pytest.mark.parametrize("name", [*OF_FLOATS, *OF_WHOLES])
+def test_steps_of_a_number_that_is_passed_in(name: str) -> None:
+    """What Python makes of it in steps is the same for a while, and then is not."""
+    model = Model((OF_FLOATS | OF_WHOLES)[name])
+    attribute, values = ("t", FLOATS) if name in OF_FLOATS else ("k", WHOLES)
+    with built(model) as pipe:
+        for value in values:
+            setattr(model, attribute, value)
+            compare(pipe, model)
+
+
+def test_a_comparison_that_cannot_be_made_any_more_is_another_way() -> None:
+    model = Model(lambda s, h: h * s.t if s.t == 0 or 1 / s.t > 1e-9 else h)
+    with built(model) as pipe:
+        for value in (0.5, 0.25, 0.0, 0.125):
+            model.t = value
+            compare(pipe, model)
+
+
+HELD: dict[str, tuple[Any, Callable[[Any], float], list[Callable[[Any], Any]]]] = {
+    "in a list": (
+        [Config(), Config()],
+        lambda held: held[1].scale,
+        [
+            lambda held: setattr(held[1], "scale", 2.0),
+            lambda held: setattr(held[1], "scale", 3.0),
+            lambda held: held.__setitem__(1, Config(9.0)),
+        ],
+    ),
+    "in a dictionary": (
+        {"a": [Config()]},
+        lambda held: held["a"][0].scale,
+        [lambda held: setattr(held["a"][0], "scale", 3.0)],
+    ),
+    "behind a method": (
+        (Config().get,),
+        lambda held: held[0](),
+        [lambda held: setattr(held[0].__self__, "scale", 3.0)],
+    ),
+    "in a slot": (
+        Slotted(),
+        lambda held: held.scale,
+        [lambda held: setattr(held, "scale", 2.0), lambda held: setattr(held, "scale", 3.0)],
+    ),
+    "absent": (
+        Config(),
+        lambda held: getattr(held, "more", 1.0),
+        [lambda held: setattr(held, "more", 2.0), lambda held: delattr(held, "more")],
+    ),
+    "of a dictionary": (
+        Table(),
+        lambda held: held.scale,
+        [lambda held: setattr(held, "scale", 2.0), lambda held: setattr(held, "scale", 3.0)],
+    ),
+    "in a UserDict": (
+        UserDict(scale=1.0),
+        lambda held: held["scale"],
+        [lambda held: held.update(scale=2.0)],
+    ),
+    "in a deque": (
+        deque([1.0], maxlen=2),
+        lambda held: held[0],
+        [lambda held: held.appendleft(2.0), lambda held: held.appendleft(3.0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_containers_and_helpers_hold(name: str) -> None:
+    held, read, changes = HELD[name]
+    model = Model(lambda s, h: h * read(s.held))
+    model.held = held
+    with built(model) as pipe:
+        compare(pipe, model)
+        for change in changes:
+            change(held)
+            compare(pipe, model)
+
+
+def test_an_object_that_several_modules_had_is_another_one_in_some() -> None:
+    model = Model(lambda s, h: s.blocks[1](s.blocks[0](h)) * s.held.scale)
+    model.held = Config()
+    model.blocks.extend(Block(model.held) for _ in range(2))
+    one, two = model.blocks
+    with built(model) as pipe:
+        compare(pipe, model)
+        model.held.scale = 2.0
+        compare(pipe, model)
+        two.config = Config(7.0)
+        compare(pipe, model)
+        two.config.scale = 11.0
+        compare(pipe, model)
+        one.config = two.config = model.held
+        compare(pipe, model)
+        model.held = Config(5.0)
+        compare(pipe, model)
+
+
+def test_attributes_that_are_items_alone() -> None:
+    """Asking such an object for another one raises a KeyError."""
+    model = Model(lambda s, h: h * s.held.scale)
+    model.held = Strict(scale=1.0)
+    with ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=4, audit=None) as pipe:
+        compare(pipe, model)
+        model.held["scale"] = 2.0
+        compare(pipe, model)
+
+
+class OfItsKind(nn.Module):
+    """Reads the dtype of a weight in its Python; its inputs are whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.a, self.b = nn.Embedding(5, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.a(self.words(ids)).tanh() * (ids > 2).to(self.a.weight.dtype)[:, None] / 3
+        return self.b(h + torch.full((6,), 0.1, dtype=h.dtype))
+
+
+def test_a_model_that_gets_another_dtype() -> None:
+    torch.manual_seed(0)
+    model, ids = OfItsKind(), torch.tensor([0, 1, 2, 3, 4, 3, 2, 4])
+    plain = copy.deepcopy(model)
+    options = {"devices": ["cpu"] * 2, "num_microbatches": 2, "cuts": ["b"], "audit": None}
+    with ps.Pipeline(model, (ids,), **options) as pipe:
+        for kind in (torch.float32, torch.float64, torch.float32):
+            for each in (model, plain):
+                each.to(kind)
+                each.zero_grad()
+            pipe.train_step(ids, loss_fn=lambda out: out.square().mean())
+            for part in ids.tensor_split(2):
+                (plain(part).square().mean() * 0.5).backward()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            assert all(torch.equal(a.grad, b.grad) for a, b in pairs)

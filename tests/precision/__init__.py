@@ -1,1 +1,0 @@
-"""Mixed precision: what the tests of threads, processes and ranks have in common is in steps.py."""

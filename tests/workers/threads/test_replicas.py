@@ -1,0 +1,443 @@
+"""Replicas in threads: whoever is faster, what comes of a step has the bits of one device."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.comparison.reference import run_with_threads
+from penstock.engine.replicas import OrderedSum, Turns
+from penstock.engine.state import State
+from penstock.links.local import Aborted
+from tests.support.models import uniform_plan
+from tests.support.training import USES, assert_same, used_plainly
+
+X = torch.randn(11, 6, generator=torch.Generator().manual_seed(3))
+Y = torch.randn(11, 6, generator=torch.Generator().manual_seed(4))
+
+
+def replicated(plan: ps.Plan, replicas: int) -> ps.Plan:
+    """The same stages, so many times."""
+    return msgspec.structs.replace(plan, other_replicas=(plan.devices,) * (replicas - 1))
+
+
+def make(
+    model: nn.Module,
+    args: Any = (X,),
+    *,
+    stages: int = 1,
+    replicas: int = 2,
+    count: int = 5,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    keep_closed: Any = (),
+    **options: Any,
+) -> ps.Pipeline:
+    program = ps.capture(model, args, keep_closed=keep_closed)
+    plan = replicated(uniform_plan(program, stages, count, schedule, recompute=recompute), replicas)
+    options = {"audit": None, **options}
+    return ps.Pipeline(model, args, program=program, plan=plan, devices=plan.devices, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3), (3, 2)])
+@pytest.mark.parametrize("name", USES)
+def test_losses_hooks_and_clipping(name: str, stages: int, replicas: int) -> None:
+    build, args, use = USES[name]
+    with make(build(), args, stages=stages, replicas=replicas, count=3) as pipe:
+        assert len(pipe._workers.members) == stages * replicas
+        assert_same(use(pipe), used_plainly(name))
+
+
+class Delayed(nn.Module):
+    """A layer that now and then takes its time, forward and backward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+        self._random = random.Random(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        delay = self._random.random() * 4e-3
+        time.sleep(delay)
+        result = self.linear(x)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: time.sleep(delay))
+        return result  # type: ignore[no-any-return]
+
+
+class Remembers(nn.Module):
+    """What it gives depends on what it has seen before, as code books and spectral norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        return x - self.mean
+
+
+def trained(pipe: Any, steps: int = 4) -> dict[str, torch.Tensor]:
+    """What is left of some steps: losses, gradients, and the state dict."""
+    found = {}
+    for step in range(steps):
+        found[f"loss {step}"] = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    model = pipe.model
+    found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
+    return found | {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def plainly(model: nn.Module) -> None:
+    """A step of one device."""
+    for x, y in zip(X.tensor_split(5), Y.tensor_split(5), strict=True):
+        (F.mse_loss(model(x), y) * (len(x) / len(X))).backward()
+
+
+@pytest.mark.parametrize("batchnorm", ["microbatch", "deferred"])
+@pytest.mark.parametrize("closed", [(), ("1",), ("2",)])
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_is_faster(seed: int, closed: Any, batchnorm: Any) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            Delayed(seed), nn.Sequential(nn.BatchNorm1d(6), nn.ReLU()), Remembers(), Delayed(seed)
+        )
+
+    keep = ("0.linear", "3.linear", *closed)
+    keep = (*keep, *(() if batchnorm == "microbatch" else ("1.0",)))
+    found = []
+    for stages, replicas in ((2, 1), (1, 2), (1, 3), (2, 2)):  # each worker has one thread
+        options = {"stages": stages, "replicas": replicas, "keep_closed": keep}
+        with make(build(), batchnorm=batchnorm, **options) as pipe:
+            found.append(trained(pipe))
+    for other in found[1:]:
+        assert_same(other, found[0])
+    model = build()
+    if batchnorm == "microbatch":
+        run_with_threads(lambda: [plainly(model) for _ in range(4)], 1)
+        plain = dict(model.state_dict())
+        assert_same({n: found[1][n] for n in plain}, plain)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(found[1][f"gradient of {name}"], parameter.grad), name
+
+
+def test_hooks_of_parameters_see_one_micro_batch_after_the_other() -> None:
+    def run(step: Callable[[nn.Module], None]) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        seen: list[Any] = []
+        model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        model[2].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        step(model)
+        return seen
+
+    def in_replicas(model: nn.Module) -> None:
+        with make(model, replicas=2) as pipe:
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+
+    ours, theirs = run(in_replicas), run_with_threads(lambda: run(plainly), 1)
+    by_shape = [[[t for t in seen if t.ndim == d] for d in (1, 2)] for seen in (ours, theirs)]
+    assert [len(each) for each in by_shape[0]] == [5, 5]
+    assert_same(by_shape[0], by_shape[1])
+
+
+def test_losses_are_called_in_order() -> None:
+    called: list[int] = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        called.append(int(target[0, 0]))
+        time.sleep(0.002 * (3 - called[-1] % 3))
+        return F.mse_loss(output, target)
+
+    numbers = torch.arange(10.0).repeat_interleave(1)[:, None].expand(10, 6)
+    with make(nn.Linear(6, 6), (torch.randn(10, 6),), replicas=3, count=10) as pipe:
+        pipe.train_step(torch.randn(10, 6), target=numbers, loss_fn=loss_fn, metrics=None)
+    assert called == list(range(10))
+
+
+def test_a_failure_is_undone_and_the_next_step_is_right() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Remembers(), nn.Linear(6, 6))
+
+    def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if fails.left == 0:
+            raise ValueError("no loss")
+        fails.left -= 1
+        return F.mse_loss(output, target)
+
+    for last in range(5):
+        with make(build(), replicas=2) as pipe:
+            before = trained(pipe, 1)
+            fails.left = last
+            with pytest.raises(ps.WorkerError, match=f"micro-batch {last}"):
+                pipe.train_step(X, target=Y, loss_fn=fails)
+            after = {f"gradient of {n}": p.grad for n, p in pipe.model.named_parameters()}
+            after |= pipe.model.state_dict()
+            assert_same(after, {name: t for name, t in before.items() if name in after})
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in pipe.model.modules())
+            ours = trained(pipe, 2)
+        with make(build(), stages=2, replicas=1) as pipe:
+            trained(pipe, 1)
+            assert_same(ours, trained(pipe, 2))
+
+
+def test_map_keeps_the_order() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(Delayed(1), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    batches = [torch.randn(rows, 6) for rows in (11, 1, 2, 7, 11)]
+    with make(model, replicas=3, keep_closed=("0.linear",)) as pipe:
+        pipe.eval()
+        found = list(pipe.map(batches))
+        with torch.no_grad():
+            parts = [b.tensor_split(min(5, len(b))) for b in batches]
+            expected = [torch.cat([model(x) for x in each]) for each in parts]
+    assert_same(found, expected)
+
+
+def test_a_timeline_has_the_workers_of_all_replicas() -> None:
+    with make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), stages=2, replicas=2) as pipe:
+        with pipe.recording() as timelines:
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        predicted = pipe.plan.timeline()
+    for timeline in (timelines[0], predicted):
+        assert timeline.num_workers == 4
+        of = {w: {e.action.microbatch for e in timeline.events if e.worker == w} for w in range(4)}
+        assert of == {0: {0, 2, 4}, 1: {0, 2, 4}, 2: {1, 3}, 3: {1, 3}}
+
+
+def test_checkpoints_go_on_with_other_numbers(tmp_path: Any) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 6))
+
+    found = []
+    for first, second in (((2, 1), (2, 1)), ((1, 3), (2, 1)), ((2, 2), (1, 2))):
+        path = str(tmp_path / f"{first}{second}")
+        torch.manual_seed(0)
+        for stages, replicas in (first, second):
+            model = build()
+            with make(model, stages=stages, replicas=replicas) as pipe:
+                optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
+                if (tmp_path / f"{first}{second}").exists():
+                    ps.load(path).restore(pipe, optimizer=optimizer)
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+                    optimizer.step()
+                pipe.save(path, optimizer=optimizer)
+                found.append((model.state_dict(), optimizer.state_dict()))
+    for k in (3, 5):
+        assert_same([*found[k]], [*found[1]])
+
+
+def test_what_is_not_possible_says_so() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    with pytest.raises(ps.InputError, match=r"replicas=2: only threads"):
+        ps.Pipeline(model, (X,), devices=["cpu"] * 2, replicas=2, workers="processes")
+    with pytest.raises(ps.InputError, match=r"replicas=0; give a number from 1"):
+        ps.Pipeline(model, (X,), devices=["cpu"] * 2, replicas=0)
+    with pytest.raises(ps.InputError, match=r"replicas=1"):
+        make(model, recompute="all")
+    with pytest.raises(ps.PlanError, match="3 replicas need as many equal parts"):
+        ps.Pipeline(model, (X,), devices=["cpu"] * 4, replicas=3)
+    with pytest.raises(ps.PlanError, match="zero-bubble may halve backwards"):
+        ps.Pipeline(model, (X,), devices=["cpu"] * 2, replicas=2, schedule="zero-bubble")
+    with pytest.raises(ps.PlanError, match="2 replicas cannot share 1 micro-batches"):
+        ps.Pipeline(model, (X,), devices=["cpu"] * 2, replicas=2, num_microbatches=1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_ordered_sum_is_that_of_one_after_the_other(seed: int) -> None:
+    drawn = random.Random(seed)
+    terms = [torch.randn(5) * 10 ** drawn.uniform(-4, 4) for _ in range(9)]
+    expected, leaf = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))
+    for term in terms:
+        expected.grad = term.clone() if expected.grad is None else expected.grad + term
+    total = OrderedSum()
+
+    def add(numbers: list[int]) -> None:
+        for number in numbers:
+            time.sleep(drawn.random() * 1e-3)
+            total.add(number, [[(leaf, terms[number])]])
+
+    order = drawn.sample(range(9), 9)
+    threads = [threading.Thread(target=add, args=(order[k::3],)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, expected.grad)
+
+
+def test_turns_that_are_done_twice_or_early_count_once() -> None:
+    turns = Turns()
+    for number in (1, 0, 0, 1):
+        turns.done(number)
+    turns.wait(2)
+    turns.abort()
+    with pytest.raises(Aborted):
+        turns.wait(3)
+    turns.reset(7)
+    turns.wait(7)
+
+
+class Counts(nn.Module):
+    """Remembers in plain attributes, as some code of users' does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.calls = 0
+        self.history: list[float] = []
+        self.last = torch.zeros(())
+        self.register_buffer("mean", torch.zeros(6))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "number":
+            self.calls += 1
+            calls = self.calls
+            time.sleep(5e-4)
+            return x * self.scale * calls
+        if self.kind == "list":
+            self.history.append(1.0)
+            return F.dropout(x, 0.1, self.training) * self.scale * len(self.history)
+        if self.kind == "tensor":
+            self.last = x
+            time.sleep(1e-3)
+            return self.last * self.scale
+        self.mean = self.mean * 0.5 + x.detach().mean(0)  # another buffer
+        return x * self.scale - self.mean
+
+
+class Slowly(nn.Module):
+    """Draws a weight's parametrization by the old ways: hooks before the forward set it."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.linear = norm(nn.Linear(6, 6))
+        self.linear.register_forward_pre_hook(lambda module, args: time.sleep(1e-3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()  # type: ignore[no-any-return]
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own, which another module may draw from as well."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.generator = generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(1e-3 * torch.rand(1, generator=self.inner.generator).item())
+        return x + torch.rand(x.shape, generator=self.inner.generator)
+
+
+class Reads(nn.Module):
+    """Reads the statistics that another module of it has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.last = Delayed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.last(self.norm(self.first(x)))
+        return x * self.norm.running_var
+
+
+def shared_buffer() -> nn.Module:
+    first, second = Remembers(), Remembers()
+    second.mean = first.mean
+    return nn.Sequential(first, Delayed(1), second, nn.Linear(6, 6))
+
+
+def shared_generator() -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    return nn.Sequential(Drawing(generator), Delayed(1), Drawing(generator), nn.Linear(6, 6))
+
+
+REMEMBERING: dict[str, Callable[[], nn.Module]] = {
+    **{
+        kind: lambda kind=kind: nn.Sequential(nn.Linear(6, 6), Counts(kind), nn.Linear(6, 6))
+        for kind in ("number", "list", "tensor", "buffer")
+    },
+    "weight norm": lambda: Slowly(nn.utils.weight_norm),
+    "spectral norm": lambda: Slowly(nn.utils.spectral_norm),
+    "shared buffer": shared_buffer,
+    "shared generator": shared_generator,
+    "read elsewhere": Reads,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_whatever_modules_remember(name: str) -> None:
+    found = []
+    delayed = ("1.linear", "last.linear") if name in ("shared buffer", "shared generator") else ()
+    keep = delayed[:1] if delayed else (("last.linear",) if name == "read elsewhere" else ())
+    alone = 1 if delayed else 2  # what is shared cannot be cut apart; else one thread each
+    for stages, replicas in ((alone, 1), (1, 2), (1, 3)):
+        torch.manual_seed(0)
+        model = REMEMBERING[name]()
+        with make(model, stages=stages, replicas=replicas, keep_closed=keep) as pipe:
+            found.append(trained(pipe, 3))
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+@pytest.mark.parametrize("count", [7, 11])
+def test_shares_of_unlike_sizes_do_not_wait_for_each_other(count: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6))))
+
+    x, found = torch.randn(28, 6), []
+    for replicas in (1, 2):
+        options = {"schedule": "interleaved", "count": count, "timeout": 30.0}
+        with make(build(), (x,), stages=2, replicas=replicas, **options) as pipe:
+            assert len(pipe.plan.stages) == 4
+            found.append([pipe.train_step(x, target=x, loss_fn=F.mse_loss)])
+            found[-1] += [p.grad for p in pipe.model.parameters()]
+    assert_same(found[1], found[0])
+
+
+def test_recomputing_leaves_modules_alone_that_others_run() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(6))
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale * self.mask
+
+    class Watched(dict[str, Any]):
+        def clear(self) -> None:
+            raise AssertionError("another replica may read it")
+
+    module = Looks()
+    module._buffers = Watched(module._buffers)
+    state = State([module], ())
+    state.put_back()
+    for kind in ("number", "buffer"):
+        model = nn.Sequential(nn.Linear(6, 6), Counts(kind), nn.Linear(6, 6))
+        with pytest.raises(ps.InputError, match=r"replicas=1"):
+            make(model, recompute="all")
