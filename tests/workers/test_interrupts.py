@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 import signal
@@ -171,7 +172,8 @@ WITHOUT_MESSAGES = re.compile(
 class Interrupter:
     """Lets a Ctrl-C come at a certain moment: as a function begins, or as a call returns.
 
-    These are the moments at which Python looks for signals.
+    These are the moments at which Python looks for signals. It does not as a generator yields: an
+    error that is raised there would end the generator without its `finally`.
     """
 
     def __init__(self) -> None:
@@ -190,7 +192,8 @@ class Interrupter:
             sys.setprofile(None)
 
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "c_call" and WITHOUT_MESSAGES.search(frame.f_code.co_filename):
+        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        if event != "c_call" and not yields and WITHOUT_MESSAGES.search(frame.f_code.co_filename):
             self.moments += 1
             if self.moments == self._chosen:
                 raise KeyboardInterrupt
