@@ -25,14 +25,13 @@ class Copies:
 
     Args:
         source: where they are.
-        target: where they are wanted. If it is the same, nothing is copied.
+        target: where they are wanted, which is another one.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
-        self._is_needed = source != target
         self._target = target
         self._stream: torch.cuda.Stream | None = None
-        if self._is_needed and "cuda" in (source.type, target.type):
+        if "cuda" in (source.type, target.type):
             self._stream = torch.cuda.Stream(source if source.type == "cuda" else target)
 
     def start(self, values: Sequence[Any]) -> tuple[Sequence[Any], torch.cuda.Event | None]:
@@ -42,8 +41,6 @@ class Copies:
             the copies, without history but still asking for a gradient where the original does, and
             the event of their arrival; `None` if they are there.
         """
-        if not self._is_needed:
-            return values, None
         if self._stream is None:
             return [self._copy(value) for value in values], None
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

@@ -52,6 +52,16 @@ class _Lent(NamedTuple):
     buffers: dict[str, torch.Tensor | None]
 
 
+class Current(threading.local):
+    """Of one thread.
+
+    Attributes:
+        microbatch: whose forward runs; `None` between two, and where one is run again.
+    """
+
+    microbatch: int | None = None
+
+
 class Norms:
     """The BatchNorm modules of a stage. They are only watched between `begin` and `fold`.
 
@@ -60,23 +70,17 @@ class Norms:
     by a `torch.utils.checkpoint` of the model's own, that is forgotten.
 
     Several threads may run forwards, if no two of them run the same module at once.
+
+    Attributes:
+        current: what this thread runs.
     """
 
     def __init__(self) -> None:
-        self._current = threading.local()
+        self.current = Current()
         self._modules: dict[_BatchNorm, None] = {}
         self._handles: dict[_BatchNorm, list[RemovableHandle]] = {}
         self._lent: dict[_BatchNorm, _Lent] = {}
         self._seen: dict[_BatchNorm, dict[int, list[Statistics]]] = {}
-
-    @property
-    def microbatch(self) -> int | None:
-        """Whose forward runs in this thread; `None` between two, and where one is run again."""
-        return getattr(self._current, "microbatch", None)
-
-    @microbatch.setter
-    def microbatch(self, number: int | None) -> None:
-        self._current.microbatch = number
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Watch those of these modules that are BatchNorms, too."""
@@ -95,11 +99,11 @@ class Norms:
     @contextmanager
     def during(self, microbatch: int) -> Iterator[None]:
         """While open, what is watched belongs to this micro-batch."""
-        self.microbatch = microbatch
+        self.current.microbatch = microbatch
         try:
             yield
         finally:
-            self.microbatch = None
+            self.current.microbatch = None
 
     def begin(self) -> None:
         """Install the hooks that collect statistics during a pass, where there are none yet."""
@@ -110,9 +114,9 @@ class Norms:
 
     def fold(self) -> None:
         """The pass is over: move the running statistics."""
-        seen = self._seen
-        self.clear()
-        self._move(seen)
+        if seen := self._seen:
+            self.clear()
+            self._move(seen)
 
     def fold_those(self, microbatches: range) -> None:
         """The pass of these is over, while others may be under way."""
@@ -141,7 +145,7 @@ class Norms:
             handle.remove()
         for module in list(self._lent):
             self._give_back(module)
-        self._handles, self._seen, self.microbatch = {}, {}, None
+        self._handles, self._seen, self.current.microbatch = {}, {}, None
 
     def _before(self, module: _BatchNorm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called with the arguments of a forward: lend the module other buffers."""
@@ -161,9 +165,10 @@ class Norms:
         if module not in self._lent:
             return
         mean, variance = (module._buffers[name] for name in _RUNNING[:2])
-        if self.microbatch is not None and mean is not None and variance is not None:
+        number = self.current.microbatch
+        if number is not None and mean is not None and variance is not None:
             statistics = Statistics(self._lent[module].number, mean, variance)
-            self._seen.setdefault(module, {}).setdefault(self.microbatch, []).append(statistics)
+            self._seen.setdefault(module, {}).setdefault(number, []).append(statistics)
         self._give_back(module)
 
     def _give_back(self, module: _BatchNorm) -> None:

@@ -347,7 +347,6 @@ class ReplicaStage(Stage):
     Args:
         index, ways, source, sink: as of `Stage`.
         common: what it has in common with the others.
-
     """
 
     def __init__(
@@ -361,7 +360,7 @@ class ReplicaStage(Stage):
         super().__init__(index, ways, source, sink)
         self.norms = common.norms
         self._common = common
-        self._before = Before()
+        self._first_back = 0
         self._number = 0
         self._terms: list[Terms] = []
 
@@ -372,17 +371,14 @@ class ReplicaStage(Stage):
         before: Before,
     ) -> None:
         """A pass begins; its micro-batches are numbered after those of earlier ones."""
-        self.microbatches, self.wanted, self._before = microbatches, wanted, before
+        self.microbatches, self.wanted = microbatches, wanted
+        self.first, self._first_back = before.forwards, before.backwards
 
     def end(self) -> None:
         """BatchNorms are moved when all replicas have ended."""
 
     def clear_norms(self) -> None:
         """Others may still watch them."""
-
-    def numbered(self, microbatch: int) -> int:
-        """Its number among the micro-batches of all passes."""
-        return self._before.forwards + microbatch
 
     def forward(self, microbatch: int) -> None:
         """Run the spans; modules that remember something wait for their turns."""
@@ -396,11 +392,11 @@ class ReplicaStage(Stage):
 
     def _in_order(self, microbatch: int) -> AbstractContextManager[None]:
         spans = self.ways[self.microbatches[microbatch].way]
-        return self._common.forward(self.numbered(microbatch), spans)
+        return self._common.forward(self.first + microbatch, spans)
 
     def backward(self, microbatch: int) -> None:
         """Run the backward; its gradients are added when those before have been."""
-        self._number = self._before.backwards + microbatch
+        self._number = self._first_back + microbatch
         super().backward(microbatch)
         terms, self._terms = self._terms, []
         self._common.sum.add(self._number, terms)

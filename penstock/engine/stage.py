@@ -74,6 +74,7 @@ class Stage:
         deferral: where the modules leave the weight halves of backwards, if they halve any.
         norms: its BatchNorms, if their running statistics are those of the whole batch.
         microbatches: the micro-batches of the step; set before it runs.
+        first: the number of the first of them, where those of several passes are told apart.
         wanted: the parameters whose gradients a backward computes; `None` for all.
         held: what it holds, by micro-batch. 1F1B keeps at most `min(m, p - index)` here.
         deferred: the weight halves that are still to be computed, by micro-batch.
@@ -89,6 +90,7 @@ class Stage:
         self.deferral = Deferral()
         self.norms = Norms()
         self.microbatches: Sequence[MicroBatch] = ()
+        self.first = 0
         self.wanted: Sequence[nn.Parameter] | None = None
         self.held: dict[int, Held] = {}
         self.deferred: dict[int, list[Pending]] = {}
@@ -108,10 +110,6 @@ class Stage:
         """It has ended well."""
         self.norms.fold()
 
-    def numbered(self, microbatch: int) -> int:
-        """A micro-batch's number among those whose BatchNorm statistics are put together."""
-        return microbatch
-
     def await_values(self, microbatch: int) -> None:
         """Wait for what the next `forward` works on."""
         self._arrived = self.source.receive(microbatch)
@@ -120,7 +118,7 @@ class Stage:
         """Run the spans on what has arrived, and hold what the backward needs."""
         values, self._arrived = self._arrived, ()
         sizes, key, way = self.microbatches[microbatch]
-        self.norms.microbatch = self.numbered(microbatch)
+        self.norms.current.microbatch = self.first + microbatch
         inner: list[Passed | Recomputation] = []
         *spans, last = self.ways[way]
         for span in spans:
@@ -129,7 +127,7 @@ class Stage:
                 start if isinstance(start, Recomputation) else Passed(start, edges(values))
             )
         start, values = run_span(last, values, sizes, key)
-        self.norms.microbatch = None
+        self.norms.current.microbatch = None
         if isinstance(start, Recomputation):  # the sink's own graph begins behind it
             inner.append(start)
             start, values = enter(values)
@@ -139,10 +137,10 @@ class Stage:
         """Run the spans on what has arrived, without gradients."""
         values, self._arrived = self._arrived, ()
         sizes, key, way = self.microbatches[microbatch]
-        self.norms.microbatch = self.numbered(microbatch)
+        self.norms.current.microbatch = self.first + microbatch
         for span in self.ways[way]:
             values = span.module(sizes, key, *values)
-        self.norms.microbatch = None
+        self.norms.current.microbatch = None
         self.sink.send(microbatch, values)
 
     def await_gradients(self, microbatch: int) -> None:

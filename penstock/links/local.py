@@ -69,7 +69,7 @@ class _Channel:
     """One direction of a link."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
-        self._copies = Copies(source, target)
+        self._copies = Copies(source, target) if source != target else None
         self.reset()
 
     def reset(self) -> None:
@@ -79,7 +79,7 @@ class _Channel:
         self._queue.put(_ABORT)
 
     def put(self, values: Sequence[Any]) -> None:
-        self._queue.put(self._copies.start(values))
+        self._queue.put(self._copies.start(values) if self._copies else (values, None))
 
     def get(self) -> Sequence[Any]:
         item = self._queue.get()
@@ -87,5 +87,6 @@ class _Channel:
             self._queue.put(_ABORT)  # it stays aborted for the next one
             raise Aborted
         values, arrival = item
-        self._copies.wait(values, arrival)
+        if self._copies:
+            self._copies.wait(values, arrival)
         return values  # type: ignore[no-any-return]
