@@ -130,12 +130,16 @@ class Passes:
         return self._results(batches, most)
 
     def _results(self, batches: Iterable[Any], most: int) -> Iterator[Any]:
-        """The results of batches in order, of which `most` are under way at a time."""
+        """The results of batches in order, of which `most` are under way at a time.
+
+        Where forwards change buffers, as those of BatchNorm in training mode do, it is one: before
+        a batch is started, the model is looked at, and perhaps recorded, as the last one left it.
+        """
         started: deque[_Started] = deque()
         with self._runner.given_up():
             try:
                 for inputs in batches:
-                    if len(started) == most:
+                    while len(started) >= (1 if self._runner.changes_buffers() else most):
                         yield self._result(started.popleft())
                     started.append(self._start(inputs))
                 while started:

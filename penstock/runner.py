@@ -90,6 +90,11 @@ class Runner:
         self.workers = workers
         self._user = _User()
 
+    def changes_buffers(self) -> bool:
+        """Whether forwards of the model in its mode of now change buffers, as far as is known."""
+        ways = self._ways[self._program.model.training]
+        return any(ways[number].trace.changed for number in range(len(ways)))
+
     def ways(self, training: bool) -> Ways:
         """The ways through the model in this mode."""
         return self._ways[training]

@@ -103,7 +103,7 @@ class SharedMemory:
         self._workers = ProcessPool(2, lambda: None)
         here, there = socket.socketpair()
         with here, there:
-            grants = [self._workers.grant(k, end.fileno()) for k, end in enumerate((here, there))]
+            grants = [self._workers.grant(end.fileno(), k) for k, end in enumerate((here, there))]
         self._workers.run([Modes.here(1, 2, True)] * 2, TIMEOUT)
         self._workers.run([Join(grant, k == 0) for k, grant in enumerate(grants)], TIMEOUT)
 

@@ -116,28 +116,15 @@ class Norms:
         """The pass is over: move the running statistics."""
         if seen := self._seen:
             self.clear()
-            self._move(seen)
+            move(seen)
 
-    def fold_those(self, microbatches: range) -> None:
-        """The pass of these is over, while others may be under way."""
+    def take(self, microbatches: range) -> dict[_BatchNorm, dict[int, list[Statistics]]]:
+        """What was seen of these, whose pass is over, while others may be under way."""
         mine = {
             module: {number: found.pop(number) for number in microbatches if number in found}
             for module, found in self._seen.items()
         }
-        self._move({module: found for module, found in mine.items() if found})
-
-    @torch.no_grad()
-    def _move(self, seen: Mapping[_BatchNorm, Mapping[int, Sequence[Statistics]]]) -> None:
-        """Move the running statistics towards those that were seen.
-
-        A module that a forward calls several times moves them as often, as it would for the whole
-        batch: each time towards the statistics of the same call of all micro-batches.
-        """
-        for module, found in seen.items():
-            for call in range(max(map(len, found.values()))):
-                _move(
-                    module, combined([s[call] for _, s in sorted(found.items()) if call < len(s)])
-                )
+        return {module: found for module, found in mine.items() if found}
 
     def clear(self) -> None:
         """Forget the pass, and leave the modules as they were."""
@@ -174,6 +161,18 @@ class Norms:
     def _give_back(self, module: _BatchNorm) -> None:
         _, module.momentum, buffers = self._lent.pop(module)
         module._buffers.update(buffers)
+
+
+@torch.no_grad()
+def move(seen: Mapping[_BatchNorm, Mapping[int, Sequence[Statistics]]]) -> None:
+    """Move the running statistics of modules towards those that were seen, by micro-batch.
+
+    A module that a forward calls several times moves them as often, as it would for the whole
+    batch: each time towards the statistics of the same call of all micro-batches.
+    """
+    for module, found in seen.items():
+        for call in range(max(map(len, found.values()))):
+            _move(module, combined([s[call] for _, s in sorted(found.items()) if call < len(s)]))
 
 
 def combined(parts: Sequence[Statistics]) -> Statistics:

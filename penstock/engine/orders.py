@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.capture.calls import Ambient
+from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
 from penstock.engine.stage import Before, MicroBatch
 from penstock.links.link import Gradients, Values
@@ -96,6 +97,8 @@ class Outcome:
         gradients: by micro-batch, of the values that entered, where there are some.
         events: when every action ran, if that was to be recorded.
         buffers: of the loss function, where it was called in another process.
+        statistics: of BatchNorms that replicas in other processes have seen, by the number of the
+            module there and by micro-batch.
         mismatch: the loss of a micro-batch, and what its pieces make, where that was looked at and
             is something else.
     """
@@ -108,6 +111,7 @@ class Outcome:
     gradients: dict[int, Gradients] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     buffers: Sequence[torch.Tensor] = ()
+    statistics: Mapping[int, Mapping[int, list[Statistics]]] = field(default_factory=dict)
     mismatch: tuple[float, float] | None = None
 
     @classmethod

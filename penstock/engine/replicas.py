@@ -6,7 +6,7 @@ depend on which of them is faster:
 
 *Gradients.* A replica computes those of a micro-batch apart from `.grad`. `OrderedSum` adds them
 there in the order of micro-batches, as one device does, through autograd's own accumulation. Who is
-early leaves them there and goes on.
+early keeps them, and goes on.
 
 *What modules remember*, such as BatchNorm's running statistics. Such a module is called for one
 micro-batch after the other (`Turns`). Everything else runs at the same time.
@@ -15,10 +15,10 @@ micro-batch after the other (`Turns`). Everything else runs at the same time.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -32,108 +32,57 @@ from penstock.engine.batchnorm import Norms
 from penstock.engine.ends import Outlet
 from penstock.engine.span import Entry, Span, read_by
 from penstock.engine.stage import Before, MicroBatch, Stage
+from penstock.engine.turns import Turns
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
-from penstock.links.local import Aborted
 
 Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Leaves of autograd's graph, each once, and what is to be added to the `.grad` of each."""
 
 
-class Turns:
-    """Lets whoever has a number wait until all before it are done.
-
-    Args:
-        first: of the numbers.
-    """
-
-    def __init__(self, first: int = 0) -> None:
-        self._changed = threading.Condition()
-        self.reset(first)
-
-    def reset(self, first: int = 0) -> None:
-        """Start anew. Nobody may be waiting."""
-        self._next = first
-        self._done: set[int] = set()
-        self._aborted = False
-
-    def wait(self, number: int) -> None:
-        """Wait for this number's turn.
-
-        Raises:
-            Aborted: `abort` was called.
-        """
-        with self._changed:
-            while self._next < number and not self._aborted:
-                self._changed.wait()
-            if self._aborted:
-                raise Aborted
-
-    def done(self, number: int) -> None:
-        """This number has had its turn, or does not need it; said twice, it counts once."""
-        with self._changed:
-            if number >= self._next:
-                self._done.add(number)
-            while self._next in self._done:
-                self._done.remove(self._next)
-                self._next += 1
-            self._changed.notify_all()
-
-    def abort(self) -> None:
-        """Wake whoever waits, now and until `reset`."""
-        with self._changed:
-            self._aborted = True
-            self._changed.notify_all()
+Adding = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
+"""Around an addition to the gradients of these leaves: they are those of all replicas."""
 
 
 class OrderedSum:
-    """Adds the gradients of a stage's parameters to `.grad`, one micro-batch after the other.
+    """A replica's part of a sum: the gradients of its micro-batches, each added in its turn.
 
-    Attributes:
+    Args:
         turns: of the micro-batches; one is done when its gradients have been added.
+        adding: lets `.grad` of leaves be the sum so far, where replicas do not have it in common.
     """
 
-    def __init__(self) -> None:
-        self.turns = Turns()
-        self._lock = threading.Lock()
-        self.reset()
-
-    def reset(self) -> None:
-        """Start anew, and forget what has not been added."""
-        self.turns.reset()
-        self._next = 0
-        self._early: dict[int, Sequence[Terms]] = {}
-        self._is_adding = False
+    def __init__(self, turns: Turns, adding: Adding = nullcontext) -> None:
+        self.turns = turns
+        self.adding = adding
+        self._early: deque[tuple[int, Sequence[Terms]]] = deque()
 
     def add(self, number: int, gradients: Sequence[Terms]) -> None:
-        """Add the gradients of a micro-batch, or leave them to whoever adds those before.
+        """Add the gradients of a micro-batch, or keep them if it is not its turn yet.
 
         Args:
-            number: of the micro-batch.
+            number: of the micro-batch; larger than those before.
             gradients: as one device would add them, one after the other.
         """
-        with self._lock:
-            self._early[number] = gradients
-            if self._is_adding:
-                return
-            self._is_adding = True
-        try:
-            while (terms := self._following()) is not None:
-                for each in terms:
-                    accumulate(each)
-                self.turns.done(self._next)
-                self._next += 1
-        except BaseException:
-            self._is_adding = False
-            raise
+        self._early.append((number, gradients))
+        while self._early and self.turns.has_come(self._early[0][0]):
+            self._add(*self._early.popleft())
 
-    def _following(self) -> Sequence[Terms] | None:
-        """The gradients that are the next to be added, if they are there."""
-        with self._lock:
-            if self._next not in self._early:
-                self._is_adding = False
-                return None
-            return self._early.pop(self._next)
+    def settle(self) -> None:
+        """Add what was kept, each in its turn; waits for these."""
+        while self._early:
+            self.turns.wait(self._early[0][0])
+            self._add(*self._early.popleft())
+
+    def clear(self) -> None:
+        """Forget what was not added."""
+        self._early.clear()
+
+    def _add(self, number: int, gradients: Sequence[Terms]) -> None:
+        for terms in gradients:
+            with self.adding([leaf for leaf, _ in terms]):
+                accumulate(terms)
+        self.turns.done(number)
 
 
 def accumulate(terms: Terms) -> None:
@@ -149,21 +98,31 @@ def accumulate(terms: Terms) -> None:
 class InOrder:
     """What the replicas of a stage have in common.
 
+    Args:
+        make: makes turns that begin with a number; in all replicas the same in the same order.
+        adding: see `OrderedSum`.
+
     Attributes:
-        sum: of their gradients.
+        sums: the turns of their gradients.
+        adding: see `OrderedSum`.
         norms: its BatchNorms, if their running statistics are those of the whole batch.
     """
 
-    def __init__(self) -> None:
-        self.sum = OrderedSum()
+    TURNS = 3  # that are made at once; more with every module that has turns
+
+    def __init__(self, make: Callable[[int], Turns], adding: Adding = nullcontext) -> None:
+        self.sums = make(0)
+        self.adding = adding
         self.norms = Norms()
+        self._make = make
         self._current = threading.local()
         self._calls: dict[int, Counter[nn.Module]] = {}  # by the identity of a way's spans
+        self._called: dict[nn.Module, None] = {}  # on all ways, in the same order everywhere
         self._users: dict[object, set[nn.Module | None]] = {}  # of what forwards remember
         self._turns: dict[nn.Module, Turns] = {}
-        self._forwards = Turns()
+        self._forwards = make(0)
         self._one_by_one = False  # whether whole forwards have turns
-        self._ends = Turns()
+        self._ends = make(0)
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
 
     def add(self, spans: Sequence[Span], first: int) -> None:
@@ -187,14 +146,26 @@ class InOrder:
                 self._users.setdefault(thing, set()).update(own)
             calls += found
         self._calls[id(spans)] = calls
+        self._called |= dict.fromkeys(calls)
+        waiting = set().union(*self._users.values())
+        self._one_by_one = any(len(of_one) > 1 or None in of_one for of_one in self._users.values())
         turns = dict(self._turns)
-        for users_of_one in self._users.values():
-            if len(users_of_one) > 1 or None in users_of_one:
-                self._one_by_one = True
-            for module in users_of_one:
-                if module is not None:
-                    turns.setdefault(module, Turns(first))
+        for module in self._called:
+            if module in waiting and module not in turns:
+                turns[module] = self._make(first)
         self._turns = turns  # another one: workers may be going through the former
+
+    def begin(self, share: Sequence[int], before: Before, count: int) -> None:
+        """A replica begins a pass.
+
+        Args:
+            share: its micro-batches.
+            before: what came before the pass.
+            count: how many micro-batches the pass has.
+        """
+        for turns in self._every_turns():
+            turns.begin([before.forwards + k for k in share], before.forwards + count)
+        self.sums.begin([before.backwards + k for k in share], before.backwards + count)
 
     @contextmanager
     def forward(self, number: int, spans: Sequence[Span]) -> Iterator[None]:
@@ -258,19 +229,6 @@ class InOrder:
         self._current.left[module] -= 1
         if self._current.left[module] == 0:  # else at the end of the forward
             self._turns[module].done(number)
-
-    def abort(self) -> None:
-        """Wake whoever waits."""
-        self.sum.turns.abort()
-        for turns in self._every_turns():
-            turns.abort()
-
-    def reset(self) -> None:
-        """Start anew. Nobody may be waiting."""
-        self.norms.clear()
-        self.sum.reset()
-        for turns in self._every_turns():
-            turns.reset()
 
 
 def _takes_hooks(module: nn.Module) -> bool:
@@ -347,6 +305,7 @@ class ReplicaStage(Stage):
     Args:
         index, ways, source, sink: as of `Stage`.
         common: what it has in common with the others.
+        replica: whose stage it is.
     """
 
     def __init__(
@@ -356,10 +315,13 @@ class ReplicaStage(Stage):
         source: Source,
         sink: Sink,
         common: InOrder,
+        replica: Replica,
     ) -> None:
         super().__init__(index, ways, source, sink)
         self.norms = common.norms
         self._common = common
+        self._replica = replica
+        self._sum = OrderedSum(common.sums, common.adding)
         self._first_back = 0
         self._number = 0
         self._terms: list[Terms] = []
@@ -373,9 +335,12 @@ class ReplicaStage(Stage):
         """A pass begins; its micro-batches are numbered after those of earlier ones."""
         self.microbatches, self.wanted = microbatches, wanted
         self.first, self._first_back = before.forwards, before.backwards
+        count = len(microbatches)
+        self._common.begin(self._replica.share(count), before, count)
 
     def end(self) -> None:
-        """BatchNorms are moved when all replicas have ended."""
+        """All gradients are added. BatchNorms are moved when all replicas have ended."""
+        self._sum.settle()
 
     def clear_norms(self) -> None:
         """Others may still watch them."""
@@ -399,7 +364,7 @@ class ReplicaStage(Stage):
         self._number = self._first_back + microbatch
         super().backward(microbatch)
         terms, self._terms = self._terms, []
-        self._common.sum.add(self._number, terms)
+        self._sum.add(self._number, terms)
 
     def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
         """Compute the gradients of a span's leaves apart from `.grad`, unless they have hooks.
@@ -416,11 +381,14 @@ class ReplicaStage(Stage):
             return
         leaves = [leaf for leaf in _leaves_of(pairs) if leaf is not entry.anchor]
         if any(leaf._backward_hooks for leaf in leaves):
-            self._common.sum.turns.wait(self._number)
+            self._sum.settle()
+            self._sum.turns.wait(self._number)
             for terms in self._terms:
-                accumulate(terms)
+                with self._sum.adding([leaf for leaf, _ in terms]):
+                    accumulate(terms)
             self._terms = []
-            super()._backward_of(roots, gradients, entry)
+            with self._sum.adding(leaves):
+                super()._backward_of(roots, gradients, entry)
             return
         if self.wanted is not None:
             chosen = set(map(id, self.wanted))
@@ -438,6 +406,7 @@ class ReplicaStage(Stage):
         """Let go of everything that a step has left."""
         super().clear()
         self._terms = []
+        self._sum.clear()
 
 
 class _LossInOrder:
@@ -465,14 +434,14 @@ class Replica:
         number: of it, from 0.
         of: how many there are.
         first: the number of its first worker.
-        common: for every stage what it has in common with those of other replicas; empty for the
-            only replica.
+        common: for every stage that is here what it has in common with those of other replicas;
+            empty for the only replica.
     """
 
     number: int = 0
     of: int = 1
     first: int = 0
-    common: Sequence[InOrder] = ()
+    common: Mapping[int, InOrder] = field(default_factory=dict)
 
     def share(self, microbatches: int) -> range:
         """Those of so many micro-batches that it runs: they are dealt in turn."""
@@ -489,7 +458,7 @@ class Replica:
         common = self.common[index]
         if isinstance(sink, Outlet):
             sink = _LossInOrder(sink, common)
-        return ReplicaStage(index, (), source, sink, common)
+        return ReplicaStage(index, (), source, sink, common, self)
 
 
 ONLY = Replica()

@@ -90,11 +90,14 @@ class Assembly:
             Aborted: another worker has failed.
         """
         own_share = self._replica.share(len(order.microbatches))
+        own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         if not own_share:
+            for stage in own:  # the others need not wait for this replica
+                stage.begin(order.microbatches, order.wanted, order.before)
+                stage.clear()
             return Outcome()
         most = len(self._replica.largest_share(len(order.microbatches)))
         compiled = self._compile(worker, order.what, own_share, most)
-        own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         outcome = Outcome()
         if order.what == "train" and order.modes.casting:
             compiled = _backwards_outside(compiled, order.modes)

@@ -56,6 +56,9 @@ class ProcessBackend(DrivenBackend):
         if progress:
             progress(1, 1, what)
 
+    def check_replicas(self, replicas: int) -> None:
+        """Any number of them: they share the model's memory."""
+
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
         """Move the model to memory that they share, and send them their stages."""
         check_separate(model)
@@ -93,7 +96,7 @@ class ProcessProbe:
         """What the first two workers measure at the ends of a link between them."""
         here, there = socket.socketpair()
         with here, there:
-            grants = self.pool.grant(0, here.fileno()), self.pool.grant(1, there.fileno())
+            grants = self.pool.grant(here.fileno(), 0), self.pool.grant(there.fileno(), 1)
         jobs: list[Job] = [_AtEnd(k, grant, size, rounds) for k, grant in enumerate(grants)]
         idle = [_idle] * (len(self.pool) - len(jobs))
         return self.pool.run(jobs + idle, _TIMEOUT)[: len(jobs)]

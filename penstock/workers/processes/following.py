@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock.capture.places import INTERNAL, MISSING, attributes_of, frozen, is_helper
 from penstock.capture.trees import flatten, map_leaves
+from penstock.engine.batchnorm import Statistics, move
 from penstock.engine.hooks import hooks_of
 from penstock.errors import InputError
 from penstock.links.pickling import Outbox
@@ -212,10 +213,10 @@ class Following:
 
 
 class Remote:
-    """What the process of one worker has of the model.
+    """What the process of a worker has of the model, or those of its twins in all replicas.
 
     Args:
-        worker: its number.
+        place: of the worker in its replica.
         shared: the tensors that it shares.
         model: the whole model.
 
@@ -224,11 +225,12 @@ class Remote:
         outbox: packs what it is sent.
     """
 
-    def __init__(self, worker: int, shared: SharedModel, model: nn.Module) -> None:
+    def __init__(self, place: int, shared: SharedModel, model: nn.Module) -> None:
         self.modules: list[nn.Module] = []
         self.outbox = Outbox(self.number)
-        self._worker = worker
+        self._place = place
         self._shared = shared
+        self._model = model
         self._of_model = {id(module) for module in model.modules()}
         self._packages: list[Package] = []
         self._training: tuple[bool, ...] = ()
@@ -237,7 +239,7 @@ class Remote:
 
     def number(self, tensor: Any) -> int | None:
         """The number by which it knows a tensor; `None` if it does not."""
-        return self._shared.number(self._worker, tensor)
+        return self._shared.number(self._place, tensor)
 
     def shares(self, tensor: Any) -> bool:
         """Whether a tensor is in memory that it maps as well."""
@@ -245,7 +247,7 @@ class Remote:
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move tensors to memory that it maps as well, with the next packages."""
-        package = self._shared.share(self._worker, tensors)
+        package = self._shared.share(self._place, tensors)
         if package is not None:
             self._packages.append(package)
 
@@ -270,7 +272,19 @@ class Remote:
             InputError: something was.
         """
         self._unchanged.check()
-        self._shared.check(self._worker)
+        self._shared.check(self._place)
+
+    def name_of(self, module: nn.Module) -> str:
+        """A module's name in the model, for messages."""
+        return next((repr(n) for n, m in self._model.named_modules() if m is module), "a module")
+
+    def move_norms(self, seen: Sequence[Mapping[int, Mapping[int, list[Statistics]]]]) -> None:
+        """Move running statistics by those that replicas have seen, see `Outcome.statistics`."""
+        every: dict[Any, dict[int, list[Statistics]]] = {}
+        for of_replica in seen:
+            for number, found in of_replica.items():
+                every.setdefault(self.modules[number], {}).update(found)
+        move(every)
 
     def training(self) -> tuple[bool, ...] | None:
         """Of every module whether it is in training mode, if it does not know that yet."""

@@ -11,12 +11,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from penstock.capture.equality import same_tensor
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
+from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
+from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.state import kept
+from penstock.errors import InputError
 from penstock.links.local import LocalLink
 from penstock.links.pickling import Packed, unpack
 from penstock.links.wire import SPIN
@@ -27,10 +31,11 @@ from penstock.loading import (
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
-from penstock.workers.members import STARTING, UPDATING
+from penstock.workers.members import STARTING, UPDATING, Member
 from penstock.workers.optimizer_parts import use_settings
 from penstock.workers.processes.following import News, follow
 from penstock.workers.processes.shared_model import Gradients, Package
+from penstock.workers.processes.turns import Turnstile
 from penstock.workers.processes.worker_state import CPU, WorkerState, loading
 from penstock.workers.ways import modules_of
 
@@ -97,24 +102,42 @@ class Modes:
 
 
 @dataclass(frozen=True)
+class Common:
+    """What a worker has in common with those at its place in other replicas.
+
+    Attributes:
+        bell: the grant of its own.
+        bells: the grants of theirs.
+        turns: the grant and the size of memory for turns.
+    """
+
+    bell: int
+    bells: Sequence[int]
+    turns: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Build:
     """Have the ends of links, and stages for both modes, as yet without any way.
 
     Attributes:
         plan: whose stages.
-        workers: how many there are.
+        member: who the worker is.
         ends: of links that this worker has, by the stage before them.
+        common: with other replicas, if there are some.
     """
 
     position: ClassVar[int] = STARTING
 
     plan: Plan
-    workers: int
+    member: Member
     ends: Mapping[int, End]
+    common: Common | None
 
     def __call__(self, own: WorkerState) -> None:
         """Build them; whatever was here before is gone."""
         own.empty()
+        own.place = self.member.place
         links: dict[int, Any] = {}
         for k, (kind, grant) in self.ends.items():
             if kind == "local":
@@ -122,9 +145,19 @@ class Build:
             else:
                 links[k] = own.sink(grant) if kind == "sink" else own.source(grant)
         own.links = links
-        devices = [CPU] * self.workers
+        count = self.plan.workers_per_replica
+        if self.common:
+            replica, of = self.member.replica, self.plan.replicas
+            turnstile = own.have_turns(replica, of, self.common.bell, self.common.bells)
+            turnstile.extend(own.segment(*self.common.turns).integers())
+            own.replica = Replica(replica, of, replica * count, self._in_order(own, turnstile))
         for training in (True, False):
-            own.assemblies[training] = Assembly(self.plan, devices, links, [own.worker])
+            devices = [CPU] * count
+            own.assemblies[training] = Assembly(self.plan, devices, links, [own.place], own.replica)
+
+    def _in_order(self, own: WorkerState, turnstile: Turnstile) -> dict[int, InOrder]:
+        here = [index for index, place in enumerate(self.plan.placement) if place == own.place]
+        return {index: InOrder(turnstile.make, own.adding) for index in here}
 
 
 @dataclass(frozen=True)
@@ -134,12 +167,14 @@ class AddWay:
     Attributes:
         packages: tensors that it needs and the worker does not have.
         way: a `NewWay`, and the user's modules that come with it, packed.
+        turns: the grant and the size of memory for turns of these modules, with other replicas.
     """
 
     position: ClassVar[int] = STARTING
 
     packages: Sequence[Package]
     way: bytes
+    turns: tuple[int, int] | None
 
     def __call__(self, own: WorkerState) -> None:
         """Map its tensors, unpack its modules, and add it to the assembly of its mode."""
@@ -149,6 +184,10 @@ class AddWay:
         own.modules += modules
         own.watch(modules)
         own.assemblies[way.training].add(way)
+        if self.turns and own.turnstile:
+            own.turnstile.extend(own.segment(*self.turns).integers())
+        for index, common in own.replica.common.items():
+            common.add(way.stages[index].spans, 0)
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not look at it every time
 
@@ -185,6 +224,15 @@ class RunPass:
     forgotten: Sequence[tuple[bool, int]]
     wanted: Sequence[int] | None = None
 
+    def of(self, replica: Replica) -> RunPass:
+        """The part of a replica that runs some of the micro-batches only."""
+        if replica.of == 1:
+            return self
+        share = replica.share(len(self.order.microbatches))
+        values = [v if k in share else () for k, v in enumerate(self.order.values)]
+        gradients = {k: g for k, g in self.order.gradients.items() if k in share}
+        return replace(self, order=replace(self.order, values=values, gradients=gradients))
+
     def __call__(self, own: WorkerState) -> tuple[Outcome, list[int]]:
         """What has come of it, and which parameters have gradients now."""
         with loading():
@@ -200,20 +248,61 @@ class RunPass:
             own.begin(self.gradients)
         assembly = own.assemblies[self.order.training]
         order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
+        has_work = bool(own.replica.share(len(order.microbatches)))
         try:
-            trial = _leaving_no_trace(own, assembly) if self.order.trial else nullcontext()
-            with trial, own_casts():
-                outcome = assembly.run(own.worker, order, own.position)
+            trial = _leaving_no_trace(own, assembly) if order.trial and has_work else nullcontext()
+            with trial, own_casts(), _in_order(own), _keeping(loss, own.replica):
+                outcome = assembly.run(own.place, order, own.position)
+                outcome.statistics = _statistics(own, order)
         except BaseException:
             assembly.clear()
             own.clear()
             raise
-        if loss is not None:
+        if loss is not None and has_work:
             outcome.buffers = loss.buffers
-        if self.order.what != "forward":  # whose graph may still need what there was before
+        if order.what != "forward":  # whose graph may still need what there was before
             own.put_buffers_back()
-        backward = self.order.what in ("train", "backward")
-        return outcome, own.end() if backward else []
+        return outcome, own.end() if order.goes_back else []
+
+
+@contextmanager
+def _in_order(own: WorkerState) -> Iterator[None]:
+    """Around a pass: modules that remember something wait for their turns among replicas."""
+    every = own.replica.common.values()
+    try:
+        for common in every:
+            common.watch()
+        yield
+    finally:
+        for common in every:
+            common.unwatch()
+
+
+def _statistics(own: WorkerState, order: Order) -> dict[int, dict[int, list[Statistics]]]:
+    """What BatchNorms have seen that are moved when all replicas have ended."""
+    first = order.before.forwards
+    numbers = range(first, first + len(order.microbatches) * (order.what != "backward"))
+    taken = [common.norms.take(numbers) for common in own.replica.common.values()]
+    found = {id(module): seen for of_stage in taken for module, seen in of_stage.items()}
+    return {k: found[id(m)] for k, m in enumerate(own.modules) if id(m) in found} if found else {}
+
+
+@contextmanager
+def _keeping(loss: Loss | None, replica: Replica) -> Iterator[None]:
+    """Around a pass of one of several replicas: each calls a loss function of its own.
+
+    Raises:
+        InputError: its buffers have changed.
+    """
+    buffers = loss.buffers if loss and replica.of > 1 else ()
+    before = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, content in zip(buffers, before, strict=True):
+        if not same_tensor(buffer, content):
+            raise InputError(
+                "the loss function changes its buffers, and every replica is a process with a loss "
+                'function of its own; use workers="threads", or replicas=1'
+            )
 
 
 @contextmanager
@@ -233,7 +322,7 @@ class MakePart:
     Attributes:
         number: of the optimizer.
         packages: tensors that it needs and the worker does not have.
-        part: the optimizer's class, groups and options, packed.
+        part: the optimizer's class, its groups for every replica, and options, packed.
         used: the numbers of earlier ones that somebody still has; others are let go.
     """
 
@@ -248,7 +337,7 @@ class MakePart:
         own.optimizers = {k: part for k, part in own.optimizers.items() if k in self.used}
         with loading():
             kind, groups, options = own.inbox.unpack(self.part)
-        own.optimizers[self.number] = kind(groups, **options)
+        own.optimizers[self.number] = kind(groups[own.replica.number], **options)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,6 @@ class _Process:
         self.lost = False  # whether somebody was interrupted between reading and noting a report
         self.lender = Lender(self.wire)
         self.borrower = Borrower(_CPU)
-        self.grants = 0
 
     def has_ended(self) -> bool:
         """Whether it has; then what it has started is killed."""
@@ -153,6 +152,7 @@ class ProcessPool(Pool):
         self._positions = self._board.integers()
         read, self._lifeline = os.pipe()
         self._processes: list[_Process] = []
+        self._grants = 0
         self._leave = [_LEAVE]
         self._finalizer = weakref.finalize(
             self, _dismiss, self._processes, self._lifeline, self._leave
@@ -189,12 +189,12 @@ class ProcessPool(Pool):
             ended = True
         return self._closed_because is None and not ended
 
-    def grant(self, worker: int, fd: int) -> int:
-        """Send a worker a file descriptor; returns the number under which it has it."""
-        process = self._processes[worker]
-        process.grants += 1
-        self._send(worker, Grant(process.grants), fd)
-        return process.grants
+    def grant(self, fd: int, *workers: int) -> int:
+        """Send workers a file descriptor; returns the number under which they have it."""
+        self._grants += 1
+        for worker in workers:
+            self._send(worker, Grant(self._grants), fd)
+        return self._grants
 
     def _dispatch(self, number: int) -> Dispatch:
         return _Sent(number, [process.wire.begun for process in self._processes])

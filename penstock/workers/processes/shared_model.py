@@ -3,7 +3,8 @@
 Every worker has the parameters and buffers of its stages in memory that it shares with the driver,
 whose own tensors are moved there. So what one changes, the other sees: an optimizer's step on the
 worker, `load_state_dict` and `clip_grad_norm_` on the driver. Gradients are put where the driver
-wants them at the end of each pass.
+wants them at the end of each pass. Workers at the same place of different replicas share all of
+this, so they know tensors by the same numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # diction
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
 
 Grant = Callable[[int, int], int]
-"""Sends a worker a file descriptor; returns the number under which it has it."""
+"""Sends the workers at a place a file descriptor; returns the number under which they have it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Gradients:
 
     Attributes:
         slot: the number of the segment for them.
-        news: that segment's grant and size, and the places in it, if it is new.
+        news: that segment's grant and size, and the places in it, if it is new. At the last one is
+            a byte for each parameter: whether it has a gradient there.
         present: the numbers of the parameters that have a gradient now.
         requires_grad: for every parameter, if that has changed.
         written: the numbers of tensors that the driver has changed in place since it last said so.
@@ -91,12 +93,12 @@ class Gradients:
 
 @dataclass
 class _Part:
-    """The tensors of one worker, and the slots for their gradients."""
+    """The tensors of the workers at a place, and the slots for their gradients."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)  # of the parameters' gradients
-    size: int = 0  # of all gradients
+    places: list[Place] = field(default_factory=list)  # of the parameters' gradients, and `present`
+    size: int = 0  # of all that
     slots: Slots = field(default_factory=Slots)
     slot: int = -1
     memory: memoryview | None = None  # of that slot
@@ -109,8 +111,17 @@ class _Part:
     def gradients(self) -> list[torch.Tensor]:
         """Those of all parameters, in the slot."""
         if not self._gradients and self.memory is not None:
-            self._gradients = [place.alone(self.memory) for place in self.places]
+            self._gradients = [place.alone(self.memory) for place in self.places[:-1]]
         return self._gradients
+
+    def note(self, present: Sequence[int]) -> None:
+        """Write into the slot which parameters have a gradient."""
+        if self.memory is not None:
+            there = bytearray(len(self.parameters))
+            for k in present:
+                there[k] = 1
+            first = self.places[-1].offset
+            self.memory[first : first + len(there)] = there
 
     def is_kept(self) -> bool:
         """Whether a gradient is no longer its parameter's, and the user keeps it as it is."""
@@ -135,82 +146,87 @@ class SharedModel:
     """The driver's side.
 
     Args:
-        workers: how many there are.
+        places: how many workers a replica has.
+        replicas: how many there are.
         grant: sends them memory.
     """
 
-    def __init__(self, workers: int, grant: Grant) -> None:
+    def __init__(self, places: int, replicas: int, grant: Grant) -> None:
         self._grant = grant
-        self._parts = [_Part() for _ in range(workers)]
-        self._owners: dict[int, tuple[int, int]] = {}  # by id: the worker, and its number there
+        self._is_replicated = replicas > 1
+        self._parts = [_Part() for _ in range(places)]
+        self._owners: dict[int, tuple[int, int]] = {}  # by id: the place, and its number there
 
-    def number(self, worker: int, tensor: Any) -> int | None:
-        """The number by which a worker knows a tensor."""
+    def number(self, place: int, tensor: Any) -> int | None:
+        """The number by which the workers at a place know a tensor."""
         owner, number = self._owners.get(id(tensor), (None, None))
-        return number if owner == worker else None
+        return number if owner == place else None
 
-    def numbers(self, worker: int, tensors: Sequence[torch.Tensor] | None) -> list[int] | None:
-        """The numbers by which a worker knows its tensors; `None` stays."""
+    def numbers(self, place: int, tensors: Sequence[torch.Tensor] | None) -> list[int] | None:
+        """The numbers by which they know their tensors; `None` stays."""
         if tensors is None:
             return None
-        found = (self.number(worker, tensor) for tensor in tensors)
+        found = (self.number(place, tensor) for tensor in tensors)
         return [number for number in found if number is not None]
 
-    def names(self, worker: int, names: Mapping[int, str]) -> dict[int, str]:
-        """The names of a worker's tensors by its numbers, out of those by their ids."""
-        tensors = enumerate(self._parts[worker].tensors)
+    def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
+        """The names of their tensors by these numbers, out of those by their ids."""
+        tensors = enumerate(self._parts[place].tensors)
         return {number: names[id(t)] for number, t in tensors if id(t) in names}
 
-    def share(self, worker: int, tensors: Iterable[torch.Tensor]) -> Package | None:
-        """Move tensors to where a worker sees them; those that are there already stay.
+    def share(self, place: int, tensors: Iterable[torch.Tensor]) -> Package | None:
+        """Move tensors to where the workers at a place see them; those that are there stay.
 
         Raises:
             InputError: another worker has one, or one is not on the CPU.
         """
-        part = self._parts[worker]
-        known = (t for t in tensors if self._owners.get(id(t), (-1, 0))[0] != worker)
+        part = self._parts[place]
+        known = (t for t in tensors if self._owners.get(id(t), (-1, 0))[0] != place)
         new = list({id(tensor): tensor for tensor in known}.values())
         if not new:
             return None
         for tensor in new:
-            self._check(tensor, worker)
+            self._check(tensor, place)
         places, size = _consecutive(new)
         segment = Segment(size)
         shared = []
-        for tensor, place, memory in zip(new, places, segment.tensors(places), strict=True):
+        for tensor, spot, memory in zip(new, places, segment.tensors(places), strict=True):
             fill(memory, tensor)
             number = len(part.tensors)
-            shared.append(_described(number, tensor, place))
+            shared.append(_described(number, tensor, spot))
             tensor.data = memory
             part.tensors.append(tensor)
             part.addresses.append(memory.data_ptr())
             part.versions.append(_version(tensor))
-            self._owners[id(tensor)] = worker, number
+            self._owners[id(tensor)] = place, number
         part.hooks += _hooks_of(new)
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
         part.places, part.size = _consecutive(part.parameters)
+        present = torch.empty(len(part.parameters), dtype=torch.uint8)
+        part.places.append(place_of(present, part.size))
+        part.size = part.places[-1].end
         part.let_go()
         part.slot, part.slots = -1, Slots()
-        grant = self._grant(worker, segment.fd)
+        grant = self._grant(place, segment.fd)
         segment.close()
         return Package(grant, size, shared)
 
-    def _check(self, tensor: torch.Tensor, worker: int) -> None:
+    def _check(self, tensor: torch.Tensor, place: int) -> None:
         if id(tensor) in self._owners:
-            raise conflict(tensor, self._owners[id(tensor)][0], worker)
+            raise conflict(tensor, self._owners[id(tensor)][0], place)
         if tensor.device.type != "cpu":
             raise InputError(
                 f'a parameter is on {tensor.device}; workers="processes" run on the CPU. Use '
                 'workers="threads" for several GPUs in one machine'
             )
 
-    def check(self, worker: int) -> None:
+    def check(self, place: int) -> None:
         """Notice what the user has replaced, and not only changed.
 
         Raises:
             InputError: a tensor has other memory, or other hooks, which the worker does not see.
         """
-        part = self._parts[worker]
+        part = self._parts[place]
         if _hooks_of(part.tensors) != part.hooks:
             raise InputError(
                 "hooks of a parameter were registered or removed after the pipeline was built, "
@@ -229,9 +245,9 @@ class SharedModel:
                     "(tensor.data.copy_(...)), or build a new pipeline"
                 )
 
-    def before(self, worker: int) -> Gradients:
+    def before(self, place: int) -> Gradients:
         """Where the gradients of the next pass go, and what of them is there already."""
-        part = self._parts[worker]
+        part = self._parts[place]
         present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
         news = None
         if not present or part.slot < 0 or part.is_kept():
@@ -240,7 +256,7 @@ class SharedModel:
                 part.slot, segment, is_new = part.slots.lend(part.size)
                 part.memory = segment.borrow()
                 if is_new:
-                    news = self._grant(worker, segment.fd), segment.size, part.places
+                    news = self._grant(place, segment.fd), segment.size, part.places
                     segment.close()
         slots = part.gradients() if present else []
         others = [k for k in present if part.parameters[k].grad is not slots[k]]
@@ -248,20 +264,21 @@ class SharedModel:
         copies = [g.detach().clone() for g in given if g is not None]  # they may be in other slots
         for k, gradient in zip(others, copies, strict=True):
             part.parameters[k].grad = slots[k].copy_(gradient)
+        part.note(present)
         requires_grad = tuple(p.requires_grad for p in part.parameters)
         changed = requires_grad != part.requires_grad
         part.requires_grad = requires_grad
         changed_to = requires_grad if changed else None
         return Gradients(part.slot, news, present, changed_to, part.written())
 
-    def stepped(self, worker: int, parameters: Iterable[torch.Tensor]) -> None:
+    def stepped(self, place: int, parameters: Iterable[torch.Tensor]) -> None:
         """Let autograd here know that a worker has changed these in place."""
-        part = self._parts[worker]
+        part = self._parts[place]
         changed = [p for p in parameters if p.grad is not None and not p.is_inference()]
         torch.autograd.graph.increment_version(changed)
         for parameter in changed:
-            number = self.number(worker, parameter)
-            if number is not None:
+            number = self.number(place, parameter)
+            if number is not None and not self._is_replicated:  # others do not
                 part.versions[number] += 1  # the worker knows this one
 
     def doubt(self) -> None:
@@ -271,13 +288,13 @@ class SharedModel:
             part.slot, part.slots, part.requires_grad = -1, Slots(), ()
             part.versions = [-1] * len(part.versions)
 
-    def during(self, worker: int) -> None:
+    def during(self, place: int) -> None:
         """Make what `after` needs, while the pass runs."""
-        self._parts[worker].gradients()
+        self._parts[place].gradients()
 
-    def after(self, worker: int, present: Sequence[int]) -> None:
+    def after(self, place: int, present: Iterable[int]) -> None:
         """Let the parameters have the gradients that the pass has left."""
-        part = self._parts[worker]
+        part = self._parts[place]
         slots = part.gradients()
         for k in present:
             part.parameters[k].grad = slots[k]

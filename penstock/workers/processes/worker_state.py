@@ -6,14 +6,15 @@ import pickle
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.engine.replicas import ONLY
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import Inbox, pack, portable, unpack
@@ -24,8 +25,29 @@ from penstock.workers.assembly import Assembly
 from penstock.workers.members import Activity, Position
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 from penstock.workers.processes.shared_model import Gradients
+from penstock.workers.processes.turns import Bells, Turnstile
 
 CPU = torch.device("cpu")
+
+
+class Slot(NamedTuple):
+    """Memory for the gradients of all parameters.
+
+    Attributes:
+        gradients: by the parameters' numbers among themselves.
+        present: for each of them whether it is a gradient.
+    """
+
+    gradients: Sequence[torch.Tensor]
+    present: Any
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Slot:
+        """The slot with these in it; the last one is `present`."""
+        return cls(tensors[:-1], tensors[-1].numpy().data)
+
+
+NO_SLOT = Slot((), b"")
 
 
 class WorkerState:
@@ -38,12 +60,15 @@ class WorkerState:
 
     Attributes:
         worker: its number.
+        place: which of its replica's workers it is.
+        replica: whose stages it runs.
+        turnstile: makes turns, if there are several replicas.
         position: where it says what it is doing.
         patience: seconds of looking again and again before it sleeps.
         assemblies: its stages, by mode.
         tensors: parameters and buffers that it shares with the driver, by number.
         links: its ends of them, by the stage before.
-        slots: memory for the gradients of all parameters, by number.
+        slots: for the gradients of all parameters, by number.
         modules: the user's, in the order in which they came.
         optimizers: its parts of them, by number.
         inbox: unpacks stages; modules that several have in common are the same objects.
@@ -59,20 +84,28 @@ class WorkerState:
         self._lender = Lender(wire)
         self._jobs: deque[tuple[int, Callable[[WorkerState], Any]]] = deque()
         self._grants: dict[int, int] = {}
+        self._bells: Bells | None = None
         self.empty()
 
     def empty(self) -> None:
         """Have nothing, as at the beginning."""
+        self.place = 0
+        self.replica = ONLY
+        self.turnstile: Turnstile | None = None
+        if self._bells:
+            self._bells.close()
+        self._bells = None
         self.assemblies: dict[bool, Assembly] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.links: dict[int, Any] = {}
-        self.slots: dict[int, list[torch.Tensor]] = {}
+        self.slots: dict[int, Slot] = {}
         self.modules: list[nn.Module] = []
         self.optimizers: dict[int, Optimizer] = {}
         self.inbox = Inbox(self.tensors.__getitem__)
         self._slot = -1
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._counted, self._found = 0, list[nn.Parameter]()
+        self._numbers: dict[int, int] = {}  # of these parameters, by id
 
     def serve(self) -> None:
         """Do the next job that the driver gives, and report; waits for it.
@@ -138,6 +171,7 @@ class WorkerState:
         if len(self.tensors) != self._counted:
             self._counted = len(self.tensors)
             self._found = [t for t in self.tensors.values() if isinstance(t, nn.Parameter)]
+            self._numbers = {id(parameter): k for k, parameter in enumerate(self._found)}
         return self._found
 
     def begin(self, gradients: Gradients) -> None:
@@ -145,8 +179,8 @@ class WorkerState:
         self._slot = gradients.slot
         if gradients.news is not None:
             grant, size, places = gradients.news
-            self.slots[self._slot] = self.segment(grant, size).tensors(places)
-        parameters, slots = self._parameters(), self.slots.get(self._slot, [])
+            self.slots[self._slot] = Slot.of(self.segment(grant, size).tensors(places))
+        parameters, slot = self._parameters(), self.slots.get(self._slot, NO_SLOT)
         if gradients.requires_grad is not None:
             for parameter, wanted in zip(parameters, gradients.requires_grad, strict=True):
                 parameter.requires_grad_(wanted)
@@ -156,7 +190,7 @@ class WorkerState:
             if parameter.grad is not None:
                 parameter.grad = None
         for k in gradients.present:
-            parameters[k].grad = slots[k]
+            parameters[k].grad = slot.gradients[k]
 
     def end(self) -> list[int]:
         """Put the gradients where the driver sees them; which parameters have one.
@@ -164,21 +198,44 @@ class WorkerState:
         Raises:
             InputError: one is sparse.
         """
-        parameters, slots = self._parameters(), self.slots.get(self._slot, [])
-        present = [k for k, parameter in enumerate(parameters) if parameter.grad is not None]
-        new = [k for k in present if parameters[k].grad is not slots[k]]
-        gradients: list[torch.Tensor] = [parameters[k].grad for k in new]  # type: ignore[misc]
-        for k, gradient in zip(new, gradients, strict=True):
+        self._put(enumerate(self._parameters()))
+        slot = self.slots.get(self._slot, NO_SLOT)
+        return [k for k, is_there in enumerate(slot.present) if is_there]
+
+    @contextmanager
+    def adding(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While open, these leaves have the gradients that all replicas have added up so far."""
+        slot = self.slots.get(self._slot, NO_SLOT)
+        self._parameters()
+        numbered = [(self._numbers[id(leaf)], leaf) for leaf in leaves if id(leaf) in self._numbers]
+        for k, leaf in numbered:
+            leaf.grad = slot.gradients[k] if slot.present[k] else None
+        yield
+        self._put(numbered)
+
+    def _put(self, numbered: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Put the gradients of some parameters into the slot, where they are not there yet.
+
+        Raises:
+            InputError: one is sparse.
+        """
+        slot = self.slots.get(self._slot, NO_SLOT)
+        new = [
+            (k, parameter, parameter.grad)
+            for k, parameter in numbered
+            if parameter.grad is not None and parameter.grad is not slot.gradients[k]
+        ]
+        for _, parameter, gradient in new:
             if gradient.layout is not torch.strided:
                 raise InputError(
-                    f"a parameter of shape {tuple(parameters[k].shape)} has a sparse gradient, "
+                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, "
                     'which only workers="threads" can have; use sparse=False'
                 )
         if new:
-            torch._foreach_copy_([slots[k] for k in new], gradients)
-        for k in new:
-            parameters[k].grad = slots[k]
-        return present
+            torch._foreach_copy_([slot.gradients[k] for k, _, _ in new], [g for _, _, g in new])
+        for k, parameter, _ in new:
+            parameter.grad = slot.gradients[k]
+            slot.present[k] = 1
 
     def clear(self) -> None:
         """Let go of the gradients of a pass that failed; the driver puts them back."""
@@ -204,7 +261,7 @@ class WorkerState:
         """Buffers that a forward has replaced go where the driver sees them.
 
         Raises:
-            InputError: one has another shape or dtype now.
+            InputError: one has another shape or dtype now; or other replicas needed it meanwhile.
         """
         for registry, name, shared in self._buffers:
             found = registry[name]
@@ -216,9 +273,27 @@ class WorkerState:
                     f"one of shape {tuple(found.shape)}, {found.dtype}, which the driver's process "
                     'cannot see; use workers="threads"'
                 )
+            if self.replica.of > 1:
+                raise InputError(
+                    f"a forward has replaced the buffer {name!r}, which replicas in other "
+                    'processes do not see; change it in place (copy_), or use workers="threads"'
+                )
             with torch.no_grad():
                 shared.copy_(found)
             registry[name] = shared
+
+    # -- replicas -------------------------------------------------------------------------
+
+    def have_turns(self, replica: int, of: int, own: int, others: Sequence[int]) -> Turnstile:
+        """Have turns in common with other replicas; the numbers of grants are those of bells."""
+        bells = Bells(self.granted(own), [self.granted(number) for number in others])
+        poller = polling(self._wire.fileno(), bells.own)
+
+        def sleep() -> None:
+            self._wait(poller, bells.own)
+
+        self.turnstile, self._bells = Turnstile(replica, of, bells, sleep), bells
+        return self.turnstile
 
     # -- links ----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import weakref
@@ -9,20 +10,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.capture.preserve import own_generators
 from penstock.capture.trees import flatten
 from penstock.devices.choice import threads_per_worker
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
+from penstock.engine.replicas import InOrder, Replica
+from penstock.engine.span import Span
+from penstock.engine.stage import Before
 from penstock.engine.state import Backups
 from penstock.errors import InputError, PenstockError, closed
 from penstock.links.pickling import Packed, pack
+from penstock.links.segment import Segment
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.backend import Role, Workers
@@ -41,6 +47,7 @@ from penstock.workers.processes.following import Remote
 from penstock.workers.processes.jobs import (
     AddWay,
     Build,
+    Common,
     End,
     FetchState,
     LoadState,
@@ -52,6 +59,7 @@ from penstock.workers.processes.jobs import (
 )
 from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.processes.shared_model import SharedModel
+from penstock.workers.processes.turns import INTEGER
 from penstock.workers.saving import TIMEOUT, Portion, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
@@ -81,19 +89,20 @@ class ProcessWorkers(Workers):
         timeout: float,
         allocator_kept: bool,
     ) -> None:
-        count = len(plan.devices)
-        self.ownership = Ownership(plan.placement)
+        self._places = range(plan.workers_per_replica)
+        self.ownership = Ownership(plan.placement, plan.replicas)
         self._plan = plan
-        self._count = count
         self._timeout = timeout
         self._pool = pool
         self.devices = devices
-        self.members = members_here(devices, pool.pids)
+        self.members = members_here(devices, pool.pids, len(self._places))
         self.homes = [devices[worker] for worker in plan.placement]
         pairs = pairwise(plan.placement)
         self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
-        self._shared = SharedModel(count, pool.grant)
-        self._remotes = [Remote(worker, self._shared, model) for worker in range(count)]
+        self._shared = SharedModel(len(self._places), plan.replicas, self._grant)
+        self._remotes = [Remote(place, self._shared, model) for place in self._places]
+        self._ran = Before()
+        self._turns: list[memoryview] = []  # how far replicas are
         self._backups = Backups()
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
@@ -102,23 +111,67 @@ class ProcessWorkers(Workers):
         self._closer: int | None = None  # the one that closes
         self._parts: weakref.WeakSet[_RemoteParts] = weakref.WeakSet()
         try:
-            self._build(Modes.here(threads_per_worker(devices), count, allocator_kept))
+            self._build(Modes.here(threads_per_worker(devices), len(devices), allocator_kept))
         except BaseException:
             self.close()
             raise
 
     def _build(self, modes: Modes) -> None:
-        ends: list[dict[int, End]] = [{} for _ in range(self._count)]
-        for k, (one, other) in enumerate(pairwise(self._plan.placement)):
-            if one == other:
-                ends[one][k] = "local", 0
-                continue
-            here, there = socket.socketpair()
-            with here, there:
-                ends[one][k] = "sink", self._pool.grant(one, here.fileno())
-                ends[other][k] = "source", self._pool.grant(other, there.fileno())
-        self._prepare([modes] * self._count)
-        self._prepare([Build(self._plan, self._count, own) for own in ends])
+        ends: list[dict[int, End]] = [{} for _ in self.members]
+        for first in range(0, len(ends), len(self._places)):
+            for k, pair in enumerate(pairwise(self._plan.placement)):
+                one, other = (first + place for place in pair)
+                if one == other:
+                    ends[one][k] = "local", 0
+                    continue
+                here, there = socket.socketpair()
+                with here, there:
+                    ends[one][k] = "sink", self._pool.grant(here.fileno(), one)
+                    ends[other][k] = "source", self._pool.grant(there.fileno(), other)
+        common = {number: own for place in self._places for number, own in self._common(place)}
+        self._prepare([modes] * len(ends))
+        self._prepare(
+            [
+                Build(self._plan, member, ends[member.number], common.get(member.number))
+                for member in self.members
+            ]
+        )
+
+    def _at(self, place: int) -> range:
+        """The workers at this place, replica after replica."""
+        return range(place, len(self.members), len(self._places))
+
+    def _grant(self, place: int, fd: int) -> int:
+        """Send the workers at a place a file descriptor."""
+        return self._pool.grant(fd, *self._at(place))
+
+    def _common(self, place: int) -> Iterator[tuple[int, Common]]:
+        """What every worker at a place has in common with the others there."""
+        twins = self._at(place)
+        if len(twins) == 1:
+            return
+        stages = self._plan.placement.count(place)
+        turns = self._memory_for_turns(place, stages * InOrder.TURNS)
+        own, others = {}, {}
+        for worker in twins:
+            read, write = os.pipe()
+            os.set_blocking(read, False)
+            os.set_blocking(write, False)
+            own[worker] = self._pool.grant(read, worker)
+            others[worker] = self._pool.grant(write, *(twin for twin in twins if twin != worker))
+            os.close(read)
+            os.close(write)
+        for worker in twins:
+            bells = [bell for twin, bell in others.items() if twin != worker]
+            yield worker, Common(own[worker], bells, turns)
+
+    def _memory_for_turns(self, place: int, count: int) -> tuple[int, int]:
+        """The grant and the size of memory for so many turns of the workers at a place."""
+        segment = Segment(max(1, count) * self._plan.replicas * INTEGER)
+        self._turns.append(segment.integers())
+        grant = self._grant(place, segment.fd)
+        segment.close()
+        return grant, segment.size
 
     def _prepare(self, jobs: Sequence[Job]) -> None:
         """Run jobs that import what the user's modules need, and so may take longer than a pass."""
@@ -132,24 +185,47 @@ class ProcessWorkers(Workers):
         """Let the stages know one more way through the model."""
         try:
             self.ownership.add(way)
-            self._prepare([self._way(w, way) for w in range(self._count)])
+            self._prepare([self._way(place, way) for place in self._places] * self._plan.replicas)
         except BaseException as error:  # some may know it now, and others not
             self._pool.close(f"{type(error).__name__} came as its stages were being built")
             raise
 
-    def _way(self, worker: int, way: NewWay) -> AddWay:
-        remote, placement = self._remotes[worker], self._plan.placement
-        remote.share((*self.ownership.parameters[worker], *self.ownership.buffers[worker]))
-        stages = {k: spans for k, spans in way.stages.items() if placement[k] == worker}
-        modules = remote.add(modules_of(span for stage in stages.values() for span in stage.spans))
+    def _way(self, place: int, way: NewWay) -> AddWay:
+        remote, placement = self._remotes[place], self._plan.placement
+        remote.share((*self.ownership.parameters[place], *self.ownership.buffers[place]))
+        stages = {k: spans for k, spans in way.stages.items() if placement[k] == place}
+        every = modules_of(span for stage in stages.values() for span in stage.spans)
+        turns = None
+        if self._plan.replicas > 1:
+            for stage in stages.values():
+                self._check_memories(stage.spans)
+            turns = self._memory_for_turns(place, len(every))
+        modules = remote.add(every)
         part = replace(way, stages=stages)
         try:
-            return AddWay(remote.packages(), remote.outbox.pack((part, modules)))
+            return AddWay(remote.packages(), remote.outbox.pack((part, modules)), turns)
         except Exception as error:
             raise InputError(
-                f"the stages of worker {worker} cannot be sent to its process: "
+                f"the stages of worker {place} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
+
+    def _check_memories(self, spans: Sequence[Span]) -> None:
+        """Raise if forwards remember something that other processes do not see.
+
+        Raises:
+            InputError: they do.
+        """
+        generators = (m for m in modules_of(spans) if any(own_generators(m)))
+        attributes = (m for span in spans for memory in span.memories for m in memory)
+        module = next(chain(generators, attributes), None)
+        if module is not None:
+            raise InputError(
+                f"replicas={self._plan.replicas}: {self._remotes[0].name_of(module)} remembers "
+                "something from forward to forward in an attribute or a random generator of its "
+                'own, which replicas in other processes do not see; use workers="threads", or '
+                "replicas=1"
+            )
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -157,14 +233,20 @@ class ProcessWorkers(Workers):
         """Tell all workers to run a pass."""
         self._pool.check_open()
         loss = None if order.loss is None else _packed_loss(order.loss, order.what == "train")
-        backward = order.what in ("train", "backward")
-        workers = range(self._count)
+        replicas, count = self._plan.replicas, len(order.microbatches)
+        order = replace(order, before=self._ran) if replicas > 1 else order
         try:
-            self._backups.begin(order.number, [self.ownership.backup(w, backward) for w in workers])
-            jobs = [self._pass(w, order, loss, tuple(self._forgotten)) for w in workers]
+            backups = [self.ownership.backup(place, order.goes_back) for place in self._places]
+            self._backups.begin(order.number, backups)
+            passes = [self._pass(k, order, loss, tuple(self._forgotten)) for k in self._places]
+            jobs = [
+                passes[member.place].of(Replica(member.replica, replicas))
+                for member in self.members
+            ]
+            self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
             with self._starting():
                 current = self._pool.start(jobs, self._timeout)
-            for _ in jobs[0].forgotten:
+            for _ in passes[0].forgotten:
                 self._forgotten.popleft()
         except BaseException:
             if self._pool.under_way:  # those before it go on
@@ -177,36 +259,37 @@ class ProcessWorkers(Workers):
 
     def _pass(
         self,
-        worker: int,
+        place: int,
         order: Order,
         loss: Packed | None,
         forgotten: Sequence[tuple[bool, int]],
     ) -> RunPass:
-        remote, placement = self._remotes[worker], self._plan.placement
+        remote, placement = self._remotes[place], self._plan.placement
         remote.check()
-        is_first, is_last = placement[0] == worker, placement[-1] == worker
+        is_first, is_last = placement[0] == place, placement[-1] == place
         return RunPass(
             order=replace(order.part(is_first, is_last), loss=None, wanted=None),
             loss=loss if is_last else None,
-            gradients=None if order.what == "infer" else self._shared.before(worker),
+            gradients=None if order.what == "infer" else self._shared.before(place),
             training=remote.training(),
             attributes=_packed_news(remote),
             forgotten=forgotten,
-            wanted=self._shared.numbers(worker, self.ownership.own(worker, order.wanted)),
+            wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
         )
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and let the slots' gradients be those of the model."""
         order, current = ticket
-        backward = order.what in ("train", "backward")
         self._pool.check_under_way(current)
         try:
-            for worker in range(self._count if backward else 0):
-                self._shared.during(worker)
+            for place in self._places if order.goes_back else ():
+                self._shared.during(place)
             parts = self._pool.finish(current, self._timeout)
-            if backward:
-                for worker, (_, present) in enumerate(parts):
-                    self._shared.after(worker, present)
+            for place in self._places:
+                twins = [parts[worker] for worker in self._at(place)]
+                self._shared.after(place, {k for _, present in twins for k in present})
+                if len(twins) > 1:
+                    self._remotes[place].move_norms([outcome.statistics for outcome, _ in twins])
             outcome = Outcome.of([outcome for outcome, _ in parts])
             _bring(outcome.buffers, order.loss)
             for remote in self._remotes:
@@ -227,6 +310,10 @@ class ProcessWorkers(Workers):
     def _undo(self) -> None:
         """Put back what passes have changed that did not come to their end."""
         self._backups.restore()
+        self._ran = Before()
+        for turns in self._turns:
+            for k in range(len(turns)):
+                turns[k] = 0
         self._doubt()
 
     def _doubt(self) -> None:
@@ -254,15 +341,18 @@ class ProcessWorkers(Workers):
         used = [parts.number for parts in self._parts]
         jobs = []
         try:
-            for remote, owned in zip(self._remotes, owners, strict=True):
-                remote.share(owned)
-                packed = remote.outbox.pack((kind, own_groups(groups, owned), dict(options)))
+            for place, remote in enumerate(self._remotes):
+                of_twins = [owners[worker] for worker in self._at(place)]
+                remote.share([parameter for owned in of_twins for parameter in owned])
+                own = [own_groups(groups, owned) for owned in of_twins]
+                packed = remote.outbox.pack((kind, own, dict(options)))
                 jobs.append(MakePart(number, remote.packages(), packed, used))
-            self._prepare(jobs)
+            self._prepare(jobs * self._plan.replicas)
         except BaseException as error:  # as above
             self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
             raise
-        parts = _RemoteParts(number, owners, self._shared, self._run, self._ready)
+        places = [member.place for member in self.members]
+        parts = _RemoteParts(number, owners, places, self._shared, self._run, self._ready)
         self._parts.add(parts)
         return parts
 
@@ -273,13 +363,14 @@ class ProcessWorkers(Workers):
 
     def check(self) -> None:
         """Raise if the model has left the memory that it shares with the workers."""
-        for worker in range(self._count):
-            self._shared.check(worker)
+        for place in self._places:
+            self._shared.check(place)
 
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
-        jobs, rest, portion, count = _divided(save, self._shared)
+        places = [member.place for member in self.members]
+        jobs, rest, portion, count = _divided(save, self._shared, places)
         self._run(jobs, timeout=TIMEOUT)
         if rest is not None:
             save.job(rest, portion)()
@@ -287,7 +378,7 @@ class ProcessWorkers(Workers):
 
     def status(self) -> Mapping[int, Activity]:
         """What every process is doing, as it has noted in shared memory."""
-        return {member.number: self._pool.activity(member.place) for member in self.members}
+        return {member.number: self._pool.activity(member.number) for member in self.members}
 
     def all_alive(self) -> bool:
         """Whether no process has ended."""
@@ -336,6 +427,7 @@ class _RemoteParts:
         self,
         number: int,
         owners: Sequence[Sequence[nn.Parameter]],
+        places: Sequence[int],
         shared: SharedModel,
         run: Callable[..., list[Any]],
         ready: Callable[[], None],
@@ -343,6 +435,7 @@ class _RemoteParts:
         self._ready = ready
         self.number = number
         self._owners = owners
+        self._places = places  # of the workers
         self._shared = shared
         self._run = run
         self._kept: State | None = None
@@ -355,14 +448,18 @@ class _RemoteParts:
 
     def step(self, groups: Groups, state: State) -> None:
         """Run the step of every part in its process, all at the same time."""
-        settings, workers = settings_of(groups), range(len(self._owners))
+        settings, places = settings_of(groups), self._places
         self._ready()
         warn_of_no_gradients(groups)
         try:
-            self._run([Step(self.number, settings, self._shared.before(w)) for w in workers], True)
+            steps = [
+                Step(self.number, settings, self._shared.before(place))
+                for place in range(1 + max(places))
+            ]
+            self._run([steps[place] for place in places], True)
         finally:  # some may have, whatever happened
-            for worker, owned in enumerate(self._owners):
-                self._shared.stepped(worker, owned)
+            for place, owned in zip(places, self._owners, strict=True):
+                self._shared.stepped(place, owned)
 
     def fetch(self, state: State) -> None:
         """Bring what the parts remember here."""
@@ -371,36 +468,41 @@ class _RemoteParts:
             return
         parts = self._run([FetchState(self.number)] * len(self._owners))
         state.clear()
-        for worker, (owned, found) in enumerate(zip(self._owners, parts, strict=True)):
-            numbers = {self._shared.number(worker, parameter): parameter for parameter in owned}
+        for place, owned, found in zip(self._places, self._owners, parts, strict=True):
+            numbers = {self._shared.number(place, parameter): parameter for parameter in owned}
             state.update({numbers.get(key, key): value for key, value in found.items()})
 
     def load(self, state: State) -> None:
         """Let the parts remember what is in `state`."""
         jobs = []
-        for worker, owned in enumerate(self._owners):
-            own = {self._shared.number(worker, p): state[p] for p in owned if p in state}
+        for place, owned in zip(self._places, self._owners, strict=True):
+            own = {self._shared.number(place, p): state[p] for p in owned if p in state}
             jobs.append(LoadState(self.number, own))  # type: ignore[arg-type]
         self._run(jobs)
 
 
 def _divided(
-    save: SaveOrder, shared: SharedModel
+    save: SaveOrder, shared: SharedModel, places: Sequence[int]
 ) -> tuple[list[WritePart], Part | None, Portion, int]:
     """What worker processes write, and what is left for their driver.
+
+    Args:
+        save: what is to be written.
+        shared: the tensors that they share.
+        places: of all workers.
 
     Returns:
         the jobs; the driver's part, if it has one, its portion, and how many parts there are.
     """
     left = Portion()
     found: list[tuple[dict[str, int], dict[int, str]]] = []
-    for worker, portion in enumerate(save.portions):
-        known = {n: shared.number(worker, t) for n, t in portion.tensors.items()}
+    for place, portion in zip(places, save.portions, strict=True):
+        known = {n: shared.number(place, t) for n, t in portion.tensors.items()}
         own = {name: number for name, number in known.items() if number is not None}
         left.tensors |= {n: t for n, t in portion.tensors.items() if n not in own}
         for label, states in portion.states.items():
             left.states.setdefault(label, {}).update(states)
-        found.append((own, shared.names(worker, save.names)))
+        found.append((own, shared.names(place, save.names)))
     numbers = {label: p.number for label, p in save.remote.items() if p.number is not None}
     parts = save.parts(more=int(bool(left.tensors or any(left.states.values()))))
     jobs = [

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.engine.batchnorm import move
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.stage import Before
 from penstock.engine.state import Backup, Backups
+from penstock.engine.turns import AllTurns
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.storage.part import Part
@@ -50,11 +52,13 @@ class ThreadWorkers(Workers):
         self._per_replica = count = plan.workers_per_replica
         self.members = members_here(devices, per_replica=count)
         self.homes = homes = [devices[worker] for worker in plan.placement]
-        shared = [InOrder() for _ in plan.stages] if plan.replicas > 1 else []
+        self._turns = AllTurns()
+        stages = range(len(plan.stages) if plan.replicas > 1 else 0)
+        shared = {index: InOrder(self._turns.make) for index in stages}
         self._replicas = [
             Replica(k, plan.replicas, k * count, shared) for k in range(plan.replicas)
         ]
-        self._in_order = shared
+        self._in_order = list(shared.values())
         self._ran = Before()
         self._links = [
             {
@@ -124,7 +128,7 @@ class ThreadWorkers(Workers):
             outcome = Outcome.of(self._pool.finish(current, self._timeout))
             for common in self._in_order if order.what != "backward" else ():
                 first = order.before.forwards
-                common.norms.fold_those(range(first, first + len(order.microbatches)))
+                move(common.norms.take(range(first, first + len(order.microbatches))))
             self._backups.drop(order.number)  # last: until then everything can be undone
         except BaseException as error:
             self.give_up(error)
@@ -147,8 +151,7 @@ class ThreadWorkers(Workers):
         for assembly in chain.from_iterable(self._assemblies.values()):
             assembly.clear()
         self._ran = Before()
-        for common in self._in_order:
-            common.reset()
+        self._turns.reset()
         self._unwatch()
 
     def _unwatch(self) -> None:
@@ -199,8 +202,7 @@ class ThreadWorkers(Workers):
     def _abort(self) -> None:
         for link in chain.from_iterable(links.values() for links in self._links):
             link.abort()
-        for common in self._in_order:
-            common.abort()
+        self._turns.abort()
 
     def _reset(self) -> None:
         for link in chain.from_iterable(links.values() for links in self._links):

@@ -59,7 +59,7 @@ def assert_usable(team: ProcessPool) -> None:
 def waiting(team: ProcessPool) -> tuple[Callable[[Any], Any], socket.socket]:
     """A job of worker 1 that waits for another worker, and that one's end."""
     here, there = socket.socketpair()
-    number = team.grant(1, there.fileno())
+    number = team.grant(there.fileno(), 1)
     there.close()
 
     def wait(own: Any) -> None:

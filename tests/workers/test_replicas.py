@@ -1,4 +1,4 @@
-"""Replicas in threads: whoever is faster, what comes of a step has the bits of one device."""
+"""Replicas: whoever is faster, what comes of a step has the bits of one device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
-from penstock.engine.replicas import OrderedSum, Turns
+from penstock.engine.replicas import OrderedSum
 from penstock.engine.state import State
+from penstock.engine.turns import LocalTurns
 from penstock.links.local import Aborted
 from tests.support.models import uniform_plan
 from tests.support.training import USES, assert_same, used_plainly
+
+pytestmark = pytest.mark.usefixtures("pool")
+
+KINDS = ["threads", "processes"]
 
 X = torch.randn(11, 6, generator=torch.Generator().manual_seed(3))
 Y = torch.randn(11, 6, generator=torch.Generator().manual_seed(4))
@@ -50,26 +55,41 @@ def make(
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("kind", "stages", "replicas"),
+    [
+        *(("threads", p, r) for p, r in [(1, 2), (2, 2), (1, 3), (3, 2)]),
+        *(("processes", p, r) for p, r in [(1, 2), (2, 2)]),
+    ],
+)
 @pytest.mark.parametrize("name", USES)
-def test_losses_hooks_and_clipping(name: str, stages: int, replicas: int) -> None:
+def test_losses_hooks_and_clipping(name: str, kind: str, stages: int, replicas: int) -> None:
     build, args, use = USES[name]
-    with make(build(), args, stages=stages, replicas=replicas, count=3) as pipe:
+    with make(build(), args, stages=stages, replicas=replicas, count=3, workers=kind) as pipe:
         assert len(pipe._workers.members) == stages * replicas
         assert_same(use(pipe), used_plainly(name))
+
+
+def finite(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that fails where a target is infinite."""
+    if not target.isfinite().all():
+        raise ValueError("no loss")
+    return F.mse_loss(output, target)
+
+
+DELAYS = random.Random(0)
 
 
 class Delayed(nn.Module):
     """A layer that now and then takes its time, forward and backward."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.register_buffer("seen", torch.zeros(6))
-        self._random = random.Random(seed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        delay = self._random.random() * 4e-3
+        delay = DELAYS.random() * 4e-3
         time.sleep(delay)
         result = self.linear(x)
         if result.requires_grad:
@@ -106,21 +126,22 @@ def plainly(model: nn.Module) -> None:
         (F.mse_loss(model(x), y) * (len(x) / len(X))).backward()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batchnorm", ["microbatch", "deferred"])
 @pytest.mark.parametrize("closed", [(), ("1",), ("2",)])
-@pytest.mark.parametrize("seed", range(3))
-def test_whoever_is_faster(seed: int, closed: Any, batchnorm: Any) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_whoever_is_faster(seed: int, closed: Any, batchnorm: Any, kind: str) -> None:
     def build() -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(
-            Delayed(seed), nn.Sequential(nn.BatchNorm1d(6), nn.ReLU()), Remembers(), Delayed(seed)
+            Delayed(), nn.Sequential(nn.BatchNorm1d(6), nn.ReLU()), Remembers(), Delayed()
         )
 
     keep = ("0.linear", "3.linear", *closed)
     keep = (*keep, *(() if batchnorm == "microbatch" else ("1.0",)))
     found = []
     for stages, replicas in ((2, 1), (1, 2), (1, 3), (2, 2)):  # each worker has one thread
-        options = {"stages": stages, "replicas": replicas, "keep_closed": keep}
+        options = {"stages": stages, "replicas": replicas, "keep_closed": keep, "workers": kind}
         with make(build(), batchnorm=batchnorm, **options) as pipe:
             found.append(trained(pipe))
     for other in found[1:]:
@@ -168,23 +189,19 @@ def test_losses_are_called_in_order() -> None:
     assert called == list(range(10))
 
 
-def test_a_failure_is_undone_and_the_next_step_is_right() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_is_undone_and_the_next_step_is_right(kind: str) -> None:
     def build() -> nn.Module:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Remembers(), nn.Linear(6, 6))
 
-    def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if fails.left == 0:
-            raise ValueError("no loss")
-        fails.left -= 1
-        return F.mse_loss(output, target)
-
     for last in range(5):
-        with make(build(), replicas=2) as pipe:
+        with make(build(), replicas=2, workers=kind) as pipe:
             before = trained(pipe, 1)
-            fails.left = last
+            target = Y.clone()
+            target.tensor_split(5)[last].fill_(torch.inf)
             with pytest.raises(ps.WorkerError, match=f"micro-batch {last}"):
-                pipe.train_step(X, target=Y, loss_fn=fails)
+                pipe.train_step(X, target=target, loss_fn=finite)
             after = {f"gradient of {n}": p.grad for n, p in pipe.model.named_parameters()}
             after |= pipe.model.state_dict()
             assert_same(after, {name: t for name, t in before.items() if name in after})
@@ -195,11 +212,12 @@ def test_a_failure_is_undone_and_the_next_step_is_right() -> None:
             assert_same(ours, trained(pipe, 2))
 
 
-def test_map_keeps_the_order() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_map_keeps_the_order(kind: str) -> None:
     torch.manual_seed(2)
-    model = nn.Sequential(Delayed(1), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    model = nn.Sequential(Delayed(), nn.BatchNorm1d(6), nn.Linear(6, 6))
     batches = [torch.randn(rows, 6) for rows in (11, 1, 2, 7, 11)]
-    with make(model, replicas=3, keep_closed=("0.linear",)) as pipe:
+    with make(model, replicas=3, keep_closed=("0.linear",), workers=kind) as pipe:
         pipe.eval()
         found = list(pipe.map(batches))
         with torch.no_grad():
@@ -208,8 +226,10 @@ def test_map_keeps_the_order() -> None:
     assert_same(found, expected)
 
 
-def test_a_timeline_has_the_workers_of_all_replicas() -> None:
-    with make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), stages=2, replicas=2) as pipe:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_timeline_has_the_workers_of_all_replicas(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with make(model, stages=2, replicas=2, workers=kind) as pipe:
         with pipe.recording() as timelines:
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         predicted = pipe.plan.timeline()
@@ -225,12 +245,19 @@ def test_checkpoints_go_on_with_other_numbers(tmp_path: Any) -> None:
         return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 6))
 
     found = []
-    for first, second in (((2, 1), (2, 1)), ((1, 3), (2, 1)), ((2, 2), (1, 2))):
+    here, apart = KINDS
+    ways = [
+        ((2, 1, here), (2, 1, here)),
+        ((1, 3, here), (2, 1, apart)),
+        ((2, 2, apart), (1, 2, here)),
+        ((1, 2, apart), (2, 2, apart)),
+    ]
+    for first, second in ways:
         path = str(tmp_path / f"{first}{second}")
         torch.manual_seed(0)
-        for stages, replicas in (first, second):
+        for stages, replicas, kind in (first, second):
             model = build()
-            with make(model, stages=stages, replicas=replicas) as pipe:
+            with make(model, stages=stages, replicas=replicas, workers=kind) as pipe:
                 optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
                 if (tmp_path / f"{first}{second}").exists():
                     ps.load(path).restore(pipe, optimizer=optimizer)
@@ -240,14 +267,12 @@ def test_checkpoints_go_on_with_other_numbers(tmp_path: Any) -> None:
                     optimizer.step()
                 pipe.save(path, optimizer=optimizer)
                 found.append((model.state_dict(), optimizer.state_dict()))
-    for k in (3, 5):
+    for k in (3, 5, 7):
         assert_same([*found[k]], [*found[1]])
 
 
 def test_what_is_not_possible_says_so() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
-    with pytest.raises(ps.InputError, match=r"replicas=2: only threads"):
-        ps.Pipeline(model, (X,), devices=["cpu"] * 2, replicas=2, workers="processes")
     with pytest.raises(ps.InputError, match=r"replicas=0; give a number from 1"):
         ps.Pipeline(model, (X,), devices=["cpu"] * 2, replicas=0)
     with pytest.raises(ps.InputError, match=r"replicas=1"):
@@ -267,15 +292,17 @@ def test_an_ordered_sum_is_that_of_one_after_the_other(seed: int) -> None:
     expected, leaf = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))
     for term in terms:
         expected.grad = term.clone() if expected.grad is None else expected.grad + term
-    total = OrderedSum()
+    turns = LocalTurns()
 
     def add(numbers: list[int]) -> None:
+        total = OrderedSum(turns)
         for number in numbers:
             time.sleep(drawn.random() * 1e-3)
             total.add(number, [[(leaf, terms[number])]])
+        total.settle()
 
     order = drawn.sample(range(9), 9)
-    threads = [threading.Thread(target=add, args=(order[k::3],)) for k in range(3)]
+    threads = [threading.Thread(target=add, args=(sorted(order[k::3]),)) for k in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -285,7 +312,7 @@ def test_an_ordered_sum_is_that_of_one_after_the_other(seed: int) -> None:
 
 
 def test_turns_that_are_done_twice_or_early_count_once() -> None:
-    turns = Turns()
+    turns = LocalTurns()
     for number in (1, 0, 0, 1):
         turns.done(number)
     turns.wait(2)
@@ -356,7 +383,7 @@ class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-        self.last = Delayed(3)
+        self.last = Delayed()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.last(self.norm(self.first(x)))
@@ -366,12 +393,12 @@ class Reads(nn.Module):
 def shared_buffer() -> nn.Module:
     first, second = Remembers(), Remembers()
     second.mean = first.mean
-    return nn.Sequential(first, Delayed(1), second, nn.Linear(6, 6))
+    return nn.Sequential(first, Delayed(), second, nn.Linear(6, 6))
 
 
 def shared_generator() -> nn.Module:
     generator = torch.Generator().manual_seed(1)
-    return nn.Sequential(Drawing(generator), Delayed(1), Drawing(generator), nn.Linear(6, 6))
+    return nn.Sequential(Drawing(generator), Delayed(), Drawing(generator), nn.Linear(6, 6))
 
 
 REMEMBERING: dict[str, Callable[[], nn.Module]] = {
@@ -387,31 +414,45 @@ REMEMBERING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+UNSEEN = ("number", "list", "tensor", "buffer", "weight norm", "spectral norm", "shared generator")
+"""What of it is in attributes, or generators, which replicas in other processes do not see."""
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REMEMBERING)
-def test_whatever_modules_remember(name: str) -> None:
+def test_whatever_modules_remember(name: str, kind: str) -> None:
     found = []
     delayed = ("1.linear", "last.linear") if name in ("shared buffer", "shared generator") else ()
     keep = delayed[:1] if delayed else (("last.linear",) if name == "read elsewhere" else ())
     alone = 1 if delayed else 2  # what is shared cannot be cut apart; else one thread each
-    for stages, replicas in ((alone, 1), (1, 2), (1, 3)):
+    for stages, replicas in ((alone, 1), (1, 2), *([(1, 3)] if kind == "threads" else [])):
         torch.manual_seed(0)
         model = REMEMBERING[name]()
-        with make(model, stages=stages, replicas=replicas, keep_closed=keep) as pipe:
+        options = {"stages": stages, "keep_closed": keep}
+        if replicas > 1 and kind == "processes" and name in UNSEEN:
+            with (
+                pytest.raises(ps.InputError, match=r"replicas=\d: .* remembers"),
+                make(model, replicas=replicas, workers=kind, **options) as pipe,
+            ):
+                trained(pipe, 3)
+            continue
+        with make(model, replicas=replicas, workers=kind, **options) as pipe:
             found.append(trained(pipe, 3))
     for other in found[1:]:
         assert_same(other, found[0])
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [7, 11])
-def test_shares_of_unlike_sizes_do_not_wait_for_each_other(count: int) -> None:
+def test_shares_of_unlike_sizes_do_not_wait_for_each_other(count: int, kind: str) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6))))
 
     x, found = torch.randn(28, 6), []
     for replicas in (1, 2):
-        options = {"schedule": "interleaved", "count": count, "timeout": 30.0}
+        options = {"schedule": "interleaved", "count": count, "timeout": 30.0, "workers": kind}
         with make(build(), (x,), stages=2, replicas=replicas, **options) as pipe:
             assert len(pipe.plan.stages) == 4
             found.append([pipe.train_step(x, target=x, loss_fn=F.mse_loss)])
