@@ -93,7 +93,7 @@ class Pipeline:
         replicas: the number of replicas of all stages, which share the micro-batches of a batch;
             each runs on its part of the devices. Gradients are added in the order of micro-batches,
             so the results do not depend on it. `"auto"` is the number that is predicted to be
-            fastest. More than one is possible with threads on CPUs.
+            fastest. More than one is possible on CPUs, with threads and with processes.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: names of modules that must stay whole, see `penstock.capture`.

@@ -97,7 +97,7 @@ memory_option = click.option(
 replicas_option = click.option(
     "--replicas",
     metavar="N|auto",
-    help="Replicas of all stages that share the micro-batches (threads only); default: 1.",
+    help="Replicas of all stages that share the micro-batches (on CPUs); default: 1.",
 )
 
 stages_option = click.option(

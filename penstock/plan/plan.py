@@ -30,7 +30,7 @@ _CONSIDERED_HEADING = (
 )
 _CONSIDERED_TEXTS = (0, 6)
 _RING = "as with DistributedDataParallel, which sums gradients in another order than one device"
-_IN_ORDER = "with threads, replicas={} sums gradients in the order of one device"
+_IN_ORDER = "on CPUs, replicas={} sums gradients in the order of one device"
 
 _IDLE = 0.1  # of a step; a worker that is busy for less is hardly needed
 

@@ -60,11 +60,14 @@ def recomputed() -> list[Any]:
 
 
 def replicated() -> list[Any]:
-    """Every model in replicas of one stage and of two; by default the largest only once."""
+    """Every model in replicas of one stage and of two; by default the larger ones only once."""
     found = []
-    for name, (p, replicas) in itertools.product(cases(), [(1, 2), (2, 2), (1, 3)]):
-        marks = (pytest.mark.slow,) if name == "resnet50" and (p, replicas) != (1, 2) else ()
-        found.append(pytest.param(name, p, replicas, marks=marks))
+    shapes = itertools.product(cases(), [(1, 2), (2, 2), (1, 3)], ["threads", "processes"])
+    for name, (p, replicas), workers in shapes:
+        first = (p, replicas, workers) == (1, 2, "threads")
+        default = first or (workers == "threads" and name not in LARGER)
+        marks = () if default else (pytest.mark.slow,)
+        found.append(pytest.param(name, p, replicas, workers, marks=marks))
     return found
 
 
@@ -97,17 +100,17 @@ def test_recomputing_is_exact(name: str, recompute: str, schedule: str) -> None:
     assert_exact(name, plan)
 
 
-@pytest.mark.parametrize(("name", "p", "replicas"), replicated())
-def test_replicas_are_exact(name: str, p: int, replicas: int) -> None:
+@pytest.mark.parametrize(("name", "p", "replicas", "workers"), replicated())
+def test_replicas_are_exact(name: str, p: int, replicas: int, workers: Any) -> None:
     plan = planned(name, p, 5, "1f1b", recompute="none")
     others = (plan.devices,) * (replicas - 1)
-    assert_exact(name, msgspec.structs.replace(plan, other_replicas=others))
+    assert_exact(name, msgspec.structs.replace(plan, other_replicas=others), workers=workers)
 
 
-def assert_exact(name: str, plan: ps.Plan) -> None:
+def assert_exact(name: str, plan: ps.Plan, **options: Any) -> None:
     """Outputs, losses, gradients and state are those of one device, over a few steps."""
     case, m = cases()[name], plan.num_microbatches
-    with pipeline(case, plan) as pipe:
+    with pipeline(case, plan, **options) as pipe:
         threads = pipe.threads_per_worker
         twin = copy.deepcopy(pipe.model)
         reference = one_device(twin, pipe.program, m, case.args, case.kwargs)
