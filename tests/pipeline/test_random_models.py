@@ -172,7 +172,7 @@ def test_what_a_forward_writes_into_the_batch_has_no_graph_in_the_next_step() ->
 patient = settings(deadline=None)
 
 
-@settings(patient, max_examples=60)
+@settings(patient, max_examples=25)
 @given(st.data())
 def test_a_model_drawn_at_random(data: st.DataObject) -> None:
     check(data)

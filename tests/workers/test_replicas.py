@@ -126,13 +126,14 @@ def plainly(model: nn.Module) -> None:
         (F.mse_loss(model(x), y) * (len(x) / len(X))).backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "closed"),
+    [("threads", ()), ("threads", ("1",)), ("threads", ("2",)), ("processes", ())],
+)
 @pytest.mark.parametrize("batchnorm", ["microbatch", "deferred"])
-@pytest.mark.parametrize("closed", [(), ("1",), ("2",)])
-@pytest.mark.parametrize("seed", range(2))
-def test_whoever_is_faster(seed: int, closed: Any, batchnorm: Any, kind: str) -> None:
+def test_whoever_is_faster(batchnorm: Any, kind: str, closed: Any) -> None:
     def build() -> nn.Module:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         return nn.Sequential(
             Delayed(), nn.Sequential(nn.BatchNorm1d(6), nn.ReLU()), Remembers(), Delayed()
         )
@@ -444,7 +445,7 @@ def test_whatever_modules_remember(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [7, 11])
+@pytest.mark.parametrize("count", [7])
 def test_shares_of_unlike_sizes_do_not_wait_for_each_other(count: int, kind: str) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
