@@ -192,6 +192,30 @@ def training_has_the_bits_of_one_device(kind: Kind) -> None:
 
 
 @clause
+def replicas_have_the_bits_of_one_device(kind: Kind) -> None:
+    """Or they are refused before anything runs."""
+    backend = backend_of(kind)
+    try:
+        backend.check_replicas(2)
+    except ps.InputError as error:
+        assert "replicas=2" in str(error)  # noqa: PT017 - workers may have them or not
+        return
+    finally:
+        backend.close()
+
+    def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no loss")
+
+    with Rig(kind, plain, replicas=2) as rig:
+        assert [(m.replica, m.place) for m in rig.workers.members] == [(0, 0), (1, 0)]
+        rig.train(2)
+        rig.evaluate(X, X + 1)
+        with pytest.raises(ps.WorkerError, match="no loss"):
+            rig.run("train", loss_fn=fails)
+        rig.train(2)
+
+
+@clause
 def who_works_and_at_what(kind: Kind) -> None:
     """A pass runs before it is waited for, and what members do is seen meanwhile."""
     with Rig(kind) as rig:

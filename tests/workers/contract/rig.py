@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -78,6 +79,7 @@ class Rig:
         kind: of workers.
         build: the model.
         timeout: seconds that a pass may take.
+        replicas: each of them has as many stages as there are workers left for it.
 
     Attributes:
         workers: which are tested.
@@ -86,14 +88,21 @@ class Rig:
     """
 
     def __init__(
-        self, kind: Kind, build: Callable[[], nn.Module] = trapped, timeout: float = PATIENCE
+        self,
+        kind: Kind,
+        build: Callable[[], nn.Module] = trapped,
+        timeout: float = PATIENCE,
+        replicas: int = 1,
     ) -> None:
         self.model, self.twin = seeded(build), seeded(build)
         blocks = [name for name, module in self.model.named_children() if len([*module.children()])]
         self.program = ps.capture(self.model, (X,), keep_closed=blocks)
         backend = backend_of(kind, timeout)
         backend.wait(None)
-        made = uniform_plan(self.program, STAGES, COUNT) if backend.leads else None
+        made = None
+        if backend.leads:
+            one = uniform_plan(self.program, STAGES // replicas, COUNT)
+            made = msgspec.structs.replace(one, other_replicas=(one.devices,) * (replicas - 1))
         with backend.operation("the planning"):
             self.plan = backend.agree(self.program, made)
         self._threads = torch.get_num_threads()
