@@ -14,6 +14,7 @@ micro-batch after the other (`Turns`). Everything else runs at the same time.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -167,6 +168,10 @@ class InOrder:
             turns.begin([before.forwards + k for k in share], before.forwards + count)
         self.sums.begin([before.backwards + k for k in share], before.backwards + count)
 
+    def wait_for(self, before: Before) -> None:
+        """Wait until all replicas have run these forwards."""
+        self._forwards.wait(before.forwards)
+
     @contextmanager
     def forward(self, number: int, spans: Sequence[Span]) -> Iterator[None]:
         """Around the forward of a stage in the thread of a replica.
@@ -283,8 +288,16 @@ def _users_of_memories(
     return users
 
 
-def _leaves_of(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> list[torch.Tensor]:
-    """The leaves that a backward from these roots comes to, each once."""
+def _leaves_of(
+    pairs: Sequence[tuple[GradientEdge, torch.Tensor]],
+) -> tuple[list[torch.Tensor], bool]:
+    """The leaves that a backward from these roots comes to, each once.
+
+    Returns:
+        the leaves; and whether an autograd Function on the way runs another backward in its own, as
+        those of reversible networks and of reentrant checkpoints do.
+    """
+    nested = False
     waiting = [root.node for root, _ in pairs]
     seen = set(waiting)
     leaves = []
@@ -292,11 +305,18 @@ def _leaves_of(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> list[torch
         node = waiting.pop()
         if node.name().endswith("AccumulateGrad"):
             leaves.append(node.variable)  # type: ignore[attr-defined]
+        nested = nested or _runs_backward(getattr(node, "_forward_cls", None))
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return leaves
+    return leaves, nested
+
+
+def _runs_backward(function: Any) -> bool:
+    """Whether the backward of an autograd Function calls something named so."""
+    code = getattr(inspect.unwrap(function.backward), "__code__", None) if function else None
+    return code is not None and "backward" in code.co_names
 
 
 class ReplicaStage(Stage):
@@ -370,7 +390,8 @@ class ReplicaStage(Stage):
         """Compute the gradients of a span's leaves apart from `.grad`, unless they have hooks.
 
         Hooks of a leaf are called with the gradient of one micro-batch after the other, before it
-        is added. So then this waits until it is this micro-batch's turn.
+        is added. So then this waits until it is this micro-batch's turn, and adds as any backward
+        does. So it does where a Function runs a backward of its own, which adds to `.grad`.
         """
         pairs = [
             (root, gradient)
@@ -379,8 +400,11 @@ class ReplicaStage(Stage):
         ]
         if not pairs:
             return
-        leaves = [leaf for leaf in _leaves_of(pairs) if leaf is not entry.anchor]
-        if any(leaf._backward_hooks for leaf in leaves):
+        leaves, nested = _leaves_of(pairs)
+        leaves = [leaf for leaf in leaves if leaf is not entry.anchor]
+        if nested or any(leaf._backward_hooks for leaf in leaves):
+            if nested:  # who knows of which graph
+                leaves = self._parameters()
             self._sum.settle()
             self._sum.turns.wait(self._number)
             for terms in self._terms:
@@ -401,6 +425,12 @@ class ReplicaStage(Stage):
         self._terms.append(
             [(leaf, g) for leaf, g in zip(leaves, found, strict=False) if g is not None]
         )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """All that the stage has, on all ways."""
+        modules = (span.module for spans in self.ways for span in spans)
+        of_modules = (m.parameters() for m in modules if isinstance(m, nn.Module))
+        return list(dict.fromkeys(chain.from_iterable(of_modules)))
 
     def clear(self) -> None:
         """Let go of everything that a step has left."""

@@ -130,8 +130,8 @@ class Backend(ABC):
         """
         if replicas > 1:
             raise InputError(
-                f"replicas={replicas}: only workers of one machine, on its CPUs, can be replicas so "
-                'far; use workers="threads" or "processes", or replicas=1'
+                f"replicas={replicas}: so far only workers on the CPUs of one machine can be "
+                'replicas; use workers="threads" or "processes", or replicas=1'
             )
 
     def wait(self, progress: Progress | None) -> None:

@@ -66,6 +66,11 @@ def code(action: Action, waits: bool) -> int:
     return ((action.microbatch << 16 | action.stage) << 3 | kind) << 2 | waits << 1 | 1
 
 
+def waiting(position: int) -> int:
+    """The code of a worker that waits in the midst of this action."""
+    return position | 2 if position > 0 else position
+
+
 @dataclass(frozen=True)
 class Activity:
     """What a worker is doing.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
@@ -225,6 +226,170 @@ def test_map_keeps_the_order(kind: str) -> None:
             parts = [b.tensor_split(min(5, len(b))) for b in batches]
             expected = [torch.cat([model(x) for x in each]) for each in parts]
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_within_a_map_wait_for_the_forwards_that_were_started(kind: str) -> None:
+    batches = [torch.randn(2000, 6) for _ in range(5)]
+    found = []
+    for replicas in (1, 2):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 6))
+        with make(model, stages=3 - replicas, replicas=replicas, workers=kind) as pipe:
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.05)
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+            found.append([])
+            for output in pipe.map(batches, ahead=4):
+                found[-1].append(output.clone())
+                optimizer.step()
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_that_drop_gradients(kind: str) -> None:
+    def dropped(model: nn.Module) -> nn.Module:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(drop_large)
+        return model
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return dropped(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+
+    expected = build()
+    run_with_threads(lambda: plainly(expected), 1)
+    theirs = [p.grad for p in expected.parameters()]
+    assert {gradient is None for gradient in theirs} == {True, False}
+    with make(build(), workers=kind) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        ours = [p.grad for p in pipe.model.parameters()]
+    assert_same(ours, theirs)
+
+
+def drop_large(parameter: torch.Tensor) -> None:
+    """Drop a gradient that has become large."""
+    if parameter.grad is not None and parameter.grad.abs().max() > 0.05:
+        parameter.grad = None
+
+
+class AddsItself(torch.autograd.Function):
+    """Its backward is one of its own, as those of reversible networks are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            torch.autograd.backward((x.detach() * weight,), (gradient,))
+        return gradient * weight, None
+
+
+class Reversible(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.linear, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class AddsByAnother(AddsItself):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return nested(ctx, gradient)
+
+
+nested = AddsItself.backward
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_within_a_backward(kind: str) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 6), Reversible(AddsItself), Checkpointed())
+
+    expected = build()
+    run_with_threads(lambda: plainly(expected), 1)
+    with make(build(), workers=kind) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        ours = [p.grad for p in pipe.model.parameters()]
+    assert_same(ours, [p.grad for p in expected.parameters()])
+
+
+def test_a_hidden_backward_within_a_backward_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Reversible(AddsByAnother), nn.Linear(6, 6))
+    with (
+        make(model, workers="processes") as pipe,
+        pytest.raises(ps.InputError, match=r"adds to \.grad itself"),
+    ):
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+
+
+class Moody(nn.Module):
+    """A loss that remembers how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target) * self.calls
+
+
+def test_a_loss_that_remembers_is_refused_where_replicas_do_not_share_it() -> None:
+    with (
+        make(nn.Linear(6, 6), workers="processes") as pipe,
+        pytest.raises(ps.InputError, match=r"loss function .* has changed"),
+    ):
+        pipe.train_step(X, target=Y, loss_fn=Moody())
+
+
+def test_a_replica_that_waits_for_its_turn_is_not_blamed() -> None:
+    model = nn.Sequential(HangsAtLarge(), nn.BatchNorm1d(6))
+    with make(model, workers="processes", timeout=3) as pipe:
+        x = X.clone()
+        x.tensor_split(5)[1].fill_(1000.0)
+        with pytest.raises(ps.WorkerTimeout) as caught:
+            pipe.train_step(x, target=Y, loss_fn=F.mse_loss)
+    assert (caught.value.worker, caught.value.microbatch) == (1, 1)
+
+
+class HangsAtLarge(nn.Module):
+    """In the forward of whatever has large numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return HangingFunction.apply(self.linear(x), x)  # type: ignore[no-any-return]
+
+
+class HangingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 900:
+            time.sleep(60)
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
 
 
 @pytest.mark.parametrize("kind", KINDS)

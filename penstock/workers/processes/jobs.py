@@ -19,10 +19,11 @@ from penstock.engine.ends import Loss
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
+from penstock.engine.stage import Before
 from penstock.engine.state import kept
 from penstock.errors import InputError
 from penstock.links.local import LocalLink
-from penstock.links.pickling import Packed, unpack
+from penstock.links.pickling import Packed, pack, unpack
 from penstock.links.wire import SPIN
 from penstock.loading import (
     tolerate_missing_torchvision_operators,
@@ -233,8 +234,8 @@ class RunPass:
         gradients = {k: g for k, g in self.order.gradients.items() if k in share}
         return replace(self, order=replace(self.order, values=values, gradients=gradients))
 
-    def __call__(self, own: WorkerState) -> tuple[Outcome, list[int]]:
-        """What has come of it, and which parameters have gradients now."""
+    def __call__(self, own: WorkerState) -> Outcome:
+        """What has come of it; gradients are in the slot."""
         with loading():
             loss: Loss | None = unpack(*self.loss) if self.loss else None
             attributes: News = unpack(*self.attributes) if self.attributes else {}
@@ -262,7 +263,9 @@ class RunPass:
             outcome.buffers = loss.buffers
         if order.what != "forward":  # whose graph may still need what there was before
             own.put_buffers_back()
-        return outcome, own.end() if order.goes_back else []
+        if order.goes_back:
+            own.end()
+        return outcome
 
 
 @contextmanager
@@ -292,17 +295,21 @@ def _keeping(loss: Loss | None, replica: Replica) -> Iterator[None]:
     """Around a pass of one of several replicas: each calls a loss function of its own.
 
     Raises:
-        InputError: its buffers have changed.
+        InputError: it is another one afterwards, or the metrics function is.
     """
-    buffers = loss.buffers if loss and replica.of > 1 else ()
-    before = [buffer.clone() for buffer in buffers]
+    if loss is None or replica.of == 1:
+        yield
+        return
+    functions = loss.function, loss.metrics
+    data, tensors = pack(functions)
+    before = [tensor.detach().clone() for tensor in tensors]
     yield
-    for buffer, content in zip(buffers, before, strict=True):
-        if not same_tensor(buffer, content):
-            raise InputError(
-                "the loss function changes its buffers, and every replica is a process with a loss "
-                'function of its own; use workers="threads", or replicas=1'
-            )
+    now, others = pack(functions)
+    if now != data or not all(map(same_tensor, before, others)):
+        raise InputError(
+            "the loss function or the metrics function has changed when it was called, and every "
+            'replica is a process with functions of its own; use workers="threads", or replicas=1'
+        )
 
 
 @contextmanager
@@ -348,6 +355,7 @@ class Step:
         number: of the optimizer.
         settings: of its groups.
         gradients: of the parameters.
+        before: which micro-batches were given to replicas before.
     """
 
     position: ClassVar[int] = UPDATING
@@ -355,12 +363,15 @@ class Step:
     number: int
     settings: Sequence[Mapping[str, Any]]
     gradients: Gradients
+    before: Before
 
     def __call__(self, own: WorkerState) -> None:
         """Step the part with the settings and the gradients of the driver."""
         part = own.optimizers[self.number]
         use_settings(part, self.settings)
-        own.begin(self.gradients)
+        own.begin(self.gradients, updates=True)
+        for common in own.replica.common.values():
+            common.wait_for(self.before)  # forwards that were started before have these weights
         part.step()
 
 

@@ -120,8 +120,12 @@ class _Part:
             there = bytearray(len(self.parameters))
             for k in present:
                 there[k] = 1
-            first = self.places[-1].offset
-            self.memory[first : first + len(there)] = there
+            self.present()[:] = there
+
+    def present(self) -> memoryview:
+        """A byte for each parameter in the slot: whether it has a gradient there."""
+        first = self.places[-1].offset if self.places else 0
+        return (self.memory or memoryview(b""))[first : first + len(self.parameters)]
 
     def is_kept(self) -> bool:
         """Whether a gradient is no longer its parameter's, and the user keeps it as it is."""
@@ -292,12 +296,16 @@ class SharedModel:
         """Make what `after` needs, while the pass runs."""
         self._parts[place].gradients()
 
-    def after(self, place: int, present: Iterable[int]) -> None:
+    def after(self, place: int) -> None:
         """Let the parameters have the gradients that the pass has left."""
         part = self._parts[place]
-        slots = part.gradients()
-        for k in present:
-            part.parameters[k].grad = slots[k]
+        for parameter, gradient, there in zip(
+            part.parameters, part.gradients(), part.present(), strict=True
+        ):
+            if there:
+                parameter.grad = gradient
+            elif parameter.grad is not None:
+                parameter.grad = None  # a hook has dropped it
 
 
 def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[Place], int]:

@@ -22,7 +22,7 @@ from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.workers.assembly import Assembly
-from penstock.workers.members import Activity, Position
+from penstock.workers.members import Activity, Position, waiting
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 from penstock.workers.processes.shared_model import Gradients
 from penstock.workers.processes.turns import Bells, Turnstile
@@ -174,8 +174,15 @@ class WorkerState:
             self._numbers = {id(parameter): k for k, parameter in enumerate(self._found)}
         return self._found
 
-    def begin(self, gradients: Gradients) -> None:
-        """Have the gradients that the driver has."""
+    def begin(self, gradients: Gradients, updates: bool = False) -> None:
+        """Have the gradients that the driver has.
+
+        Where several replicas add to them, parameters have them only meanwhile; see `adding`.
+
+        Args:
+            gradients: where they are.
+            updates: whether an optimizer uses them.
+        """
         self._slot = gradients.slot
         if gradients.news is not None:
             grant, size, places = gradients.news
@@ -189,22 +196,30 @@ class WorkerState:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = None
-        for k in gradients.present:
+        for k in gradients.present if self.replica.of == 1 or updates else ():
             parameters[k].grad = slot.gradients[k]
 
-    def end(self) -> list[int]:
-        """Put the gradients where the driver sees them; which parameters have one.
+    def end(self) -> None:
+        """Put the gradients where the driver sees them, and note there which parameters have one.
 
         Raises:
-            InputError: one is sparse.
+            InputError: one is sparse; or something other than the sum of replicas has added to one.
         """
-        self._put(enumerate(self._parameters()))
-        slot = self.slots.get(self._slot, NO_SLOT)
-        return [k for k, is_there in enumerate(slot.present) if is_there]
+        if self.replica.of == 1:
+            self._put(enumerate(self._parameters()))
+        elif any(parameter.grad is not None for parameter in self._parameters()):
+            raise InputError(
+                "the backward of an autograd Function adds to .grad itself "
+                "(torch.autograd.backward within it), which replicas cannot add up in order; use "
+                "replicas=1"
+            )
 
     @contextmanager
     def adding(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While open, these leaves have the gradients that all replicas have added up so far."""
+        """While open, these leaves have the gradients that all replicas have added up so far.
+
+        Otherwise they have none here.
+        """
         slot = self.slots.get(self._slot, NO_SLOT)
         self._parameters()
         numbered = [(self._numbers[id(leaf)], leaf) for leaf in leaves if id(leaf) in self._numbers]
@@ -212,19 +227,24 @@ class WorkerState:
             leaf.grad = slot.gradients[k] if slot.present[k] else None
         yield
         self._put(numbered)
+        for _, leaf in numbered:
+            leaf.grad = None
 
     def _put(self, numbered: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Put the gradients of some parameters into the slot, where they are not there yet.
+
+        A hook may have dropped one.
 
         Raises:
             InputError: one is sparse.
         """
         slot = self.slots.get(self._slot, NO_SLOT)
-        new = [
-            (k, parameter, parameter.grad)
-            for k, parameter in numbered
-            if parameter.grad is not None and parameter.grad is not slot.gradients[k]
-        ]
+        new = []
+        for k, parameter in numbered:
+            if parameter.grad is None:
+                slot.present[k] = 0
+            elif parameter.grad is not slot.gradients[k]:
+                new.append((k, parameter, parameter.grad))
         for _, parameter, gradient in new:
             if gradient.layout is not torch.strided:
                 raise InputError(
@@ -290,7 +310,12 @@ class WorkerState:
         poller = polling(self._wire.fileno(), bells.own)
 
         def sleep() -> None:
-            self._wait(poller, bells.own)
+            at = self.position[0]
+            self.position[0] = waiting(at)
+            try:
+                self._wait(poller, bells.own)
+            finally:
+                self.position[0] = at
 
         self.turnstile, self._bells = Turnstile(replica, of, bells, sleep), bells
         return self.turnstile

@@ -284,13 +284,13 @@ class ProcessWorkers(Workers):
         try:
             for place in self._places if order.goes_back else ():
                 self._shared.during(place)
-            parts = self._pool.finish(current, self._timeout)
+            parts: list[Outcome] = self._pool.finish(current, self._timeout)
             for place in self._places:
-                twins = [parts[worker] for worker in self._at(place)]
-                self._shared.after(place, {k for _, present in twins for k in present})
-                if len(twins) > 1:
-                    self._remotes[place].move_norms([outcome.statistics for outcome, _ in twins])
-            outcome = Outcome.of([outcome for outcome, _ in parts])
+                if order.goes_back:
+                    self._shared.after(place)
+                seen = [parts[worker].statistics for worker in self._at(place)]
+                self._remotes[place].move_norms([each for each in seen if each])
+            outcome = Outcome.of(parts)
             _bring(outcome.buffers, order.loss)
             for remote in self._remotes:
                 remote.confirm()
@@ -352,7 +352,9 @@ class ProcessWorkers(Workers):
             self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
-        parts = _RemoteParts(number, owners, places, self._shared, self._run, self._ready)
+        parts = _RemoteParts(
+            number, owners, places, self._shared, self._run, self._ready, lambda: self._ran
+        )
         self._parts.add(parts)
         return parts
 
@@ -431,8 +433,10 @@ class _RemoteParts:
         shared: SharedModel,
         run: Callable[..., list[Any]],
         ready: Callable[[], None],
+        ran: Callable[[], Before],
     ) -> None:
         self._ready = ready
+        self._ran = ran
         self.number = number
         self._owners = owners
         self._places = places  # of the workers
@@ -453,7 +457,7 @@ class _RemoteParts:
         warn_of_no_gradients(groups)
         try:
             steps = [
-                Step(self.number, settings, self._shared.before(place))
+                Step(self.number, settings, self._shared.before(place), self._ran())
                 for place in range(1 + max(places))
             ]
             self._run([steps[place] for place in places], True)

@@ -192,7 +192,14 @@ class ThreadWorkers(Workers):
         return {m.number: Activity.of(self._positions[m.number][0]) for m in self.members}
 
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+        jobs = [partial(self._after_forwards, self._ran, job) for job in jobs]
         return self._pool.run(jobs, self._timeout, whole=True)
+
+    def _after_forwards(self, before: Before, job: Callable[[], Any]) -> Any:
+        """Do a job that changes weights, when all replicas have run these forwards."""
+        for common in self._in_order:
+            common.wait_for(before)
+        return job()
 
     def close(self) -> None:
         """End the threads; waits five seconds for them."""
