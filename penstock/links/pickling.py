@@ -113,7 +113,7 @@ class Outbox:
 
     def __init__(self, number: Callable[[Any], int | None]) -> None:
         self._buffer = io.BytesIO()
-        self._packer = _Packer(self._buffer, number)
+        self._packer = _LastingPacker(self._buffer, number)
 
     def pack(self, obj: Any) -> bytes:
         """An object as bytes; what earlier ones had in common with it is only referred to."""
@@ -144,7 +144,10 @@ class Inbox:
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Numbers tensors; in `reducer_override`, as `persistent_id` is called with every number."""
+    """Numbers tensors.
+
+    In `reducer_override`, as `persistent_id` would be called for every object, and steps are short.
+    """
 
     def __init__(self, buffer: io.BytesIO, number: Callable[[Any], int | None]) -> None:
         super().__init__(buffer)
@@ -157,6 +160,13 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
             return _made_again, (type(obj), obj.args), vars(obj) or None
         return super().reducer_override(obj)
+
+
+class _LastingPacker(_Packer):
+    """Packs several objects. A tensor that had no number may have one later."""
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._number(obj) if isinstance(obj, torch.Tensor) else None
 
 
 def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
@@ -180,3 +190,6 @@ class _Unpacker(pickle.Unpickler):
         if name == _found.__name__ and module == __name__:
             return self._find
         return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._find(pid)
