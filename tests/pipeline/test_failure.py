@@ -122,6 +122,31 @@ def test_an_error_in_the_plain_style(pipe: ps.Pipeline) -> None:
     assert_clean(pipe, between)
 
 
+def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no loss")
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_graph_outlives_a_step_that_failed(kind: Any) -> None:
+    """Unless its weights were changed meanwhile, which is an error as in PyTorch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 4, "workers": kind}
+    with ps.Pipeline(model, (X,), **options) as pipe:
+        LOSS(pipe(X), Y).backward()
+        expected = [parameter.grad for parameter in model.parameters()]
+        pipe.zero_grad()
+        loss, later = LOSS(pipe(X), Y), LOSS(pipe(X), Y)
+        with pytest.raises(ps.WorkerError, match="no loss"):
+            pipe.train_step(X, target=Y, loss_fn=fails)
+        loss.backward()
+        assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+        with torch.no_grad():
+            model[2].weight.mul_(2)
+        with pytest.raises(ps.WorkerError, match="modified by an inplace operation"):
+            later.backward()
+
+
 def test_accumulated_gradients_survive(pipe: ps.Pipeline) -> None:
     step(pipe)
     objects = [p.grad for p in pipe.parameters()]

@@ -104,7 +104,8 @@ class _Part:
     memory: memoryview | None = None  # of that slot
     requires_grad: tuple[bool, ...] = ()
     addresses: list[int] = field(default_factory=list)  # of the tensors
-    versions: list[int] = field(default_factory=list)  # of them, as the worker knows
+    versions: list[int] = field(default_factory=list)  # of them, as the worker was told
+    known: list[int] = field(default_factory=list)  # and as it certainly knows
     hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
 
@@ -202,6 +203,7 @@ class SharedModel:
             part.tensors.append(tensor)
             part.addresses.append(memory.data_ptr())
             part.versions.append(_version(tensor))
+            part.known.append(part.versions[-1])
             self._owners[id(tensor)] = place, number
         part.hooks += _hooks_of(new)
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
@@ -285,12 +287,17 @@ class SharedModel:
             if number is not None and not self._is_replicated:  # others do not
                 part.versions[number] += 1  # the worker knows this one
 
+    def confirm(self) -> None:
+        """What the workers were told has arrived, all of it."""
+        for part in self._parts:
+            part.known = list(part.versions)
+
     def doubt(self) -> None:
         """Take it that the workers know nothing of all this: what they were told may be lost."""
         for part in self._parts:
             part.let_go()
             part.slot, part.slots, part.requires_grad = -1, Slots(), ()
-            part.versions = [-1] * len(part.versions)
+            part.versions = list(part.known)
 
     def during(self, place: int) -> None:
         """Make what `after` needs, while the pass runs."""

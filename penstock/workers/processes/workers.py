@@ -294,6 +294,8 @@ class ProcessWorkers(Workers):
             _bring(outcome.buffers, order.loss)
             for remote in self._remotes:
                 remote.confirm()
+            if not self._pool.under_way:
+                self._shared.confirm()
             self._backups.drop(order.number)  # last: until then everything can be undone
         except BaseException as error:
             self.give_up(error)
