@@ -134,6 +134,8 @@ class Passes:
 
         Where forwards change buffers, as those of BatchNorm in training mode do, it is one: before
         a batch is started, the model is looked at, and perhaps recorded, as the last one left it.
+        Where they draw from the generators of this process, none is under way while the script
+        runs: it would draw from a generator that is seeded for a call, and that call from its own.
         """
         started: deque[_Started] = deque()
         with self._runner.given_up():
@@ -142,6 +144,8 @@ class Passes:
                     while len(started) >= (1 if self._runner.changes_buffers() else most):
                         yield self._result(started.popleft())
                     started.append(self._start(inputs))
+                    while started and self._runner.draws_here():
+                        yield self._result(started.popleft())
                 while started:
                     yield self._result(started.popleft())
             finally:  # whoever left the loop wants none of these

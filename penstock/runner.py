@@ -13,6 +13,7 @@ import torch
 from penstock.capture import Key, Program, Ref, Sizes
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
+from penstock.capture.randomness import user_seed
 from penstock.engine.batch import Batch
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
@@ -95,6 +96,12 @@ class Runner:
         ways = self._ways[self._program.model.training]
         return any(ways[number].trace.changed for number in range(len(ways)))
 
+    def draws_here(self) -> bool:
+        """Whether forwards of the model in its mode of now draw from this process's generators."""
+        ways = self._ways[self._program.model.training]
+        known = (ways[number].trace.calls for number in range(len(ways)))
+        return self.workers.role.calls_loss and any(c.random for calls in known for c in calls)
+
     def ways(self, training: bool) -> Ways:
         """The ways through the model in this mode."""
         return self._ways[training]
@@ -171,7 +178,7 @@ class Runner:
         ]
         # Of the batch, not this process's own: after a failure ranks may have counted differently.
         number, self._passes = batch.number, batch.number + 1
-        self._seed = batch.seed, torch.initial_seed()
+        self._seed = batch.seed, user_seed()
         keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")
@@ -183,7 +190,7 @@ class Runner:
     @property
     def seed(self) -> int:
         """The seed of random numbers: `torch.initial_seed()`, unless a state was loaded since."""
-        current = torch.initial_seed()
+        current = user_seed()
         return self._seed[0] if self._seed and self._seed[1] == current else current
 
     def random_state(self) -> dict[str, int]:
@@ -204,7 +211,8 @@ class Runner:
                 "a dictionary of the integers 'seed', 'trained' and 'others'"
             )
         self.counts = Counts(state["trained"], state.get("others", 0))
-        self._seed = state.get("seed", torch.initial_seed()), torch.initial_seed()
+        current = user_seed()
+        self._seed = state.get("seed", current), current
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -61,15 +61,28 @@ def draw_in_python(
         return draw(key, call, function, *args, **kwargs)
 
 
+def undisturbed() -> AbstractContextManager[object]:
+    """While open, no other thread runs a call that draws, for which generators are seeded."""
+    return _GENERATOR_LOCK
+
+
+def user_seed() -> int:
+    """Return the seed of `torch.manual_seed`, also while a call of another thread is seeded."""
+    with undisturbed():
+        return torch.initial_seed()
+
+
 @contextmanager
 def python_kept() -> Iterator[None]:
     """Afterwards, numpy's global generator and Python's are as they were."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+    with undisturbed():
+        numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
         yield
     finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        with undisturbed():
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
 
 
 @contextmanager
@@ -241,13 +254,15 @@ def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
 def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     """Afterwards, every generator is as it was: torch's on these devices, numpy's and Python's."""
     drawn_from = generators(devices)
-    states = [generator.get_state() for generator in drawn_from]
+    with undisturbed():
+        states = [generator.get_state() for generator in drawn_from]
     try:
         with python_kept():
             yield
     finally:
-        for generator, state in zip(drawn_from, states, strict=True):
-            generator.set_state(state)
+        with undisturbed():
+            for generator, state in zip(drawn_from, states, strict=True):
+                generator.set_state(state)
 
 
 def _device_of(tree: object) -> torch.device:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.capture.randomness import undisturbed
 from penstock.errors import InputError
 from penstock.storage.part import compact
 from penstock.training.optimizer import PipelineOptimizer
@@ -168,26 +169,28 @@ def _places(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:
 
 def generators_now() -> dict[str, Any]:
     """The states of the random generators of torch, numpy and Python in this process."""
-    numpy: Any = np.random.get_state(legacy=False)
-    key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "numpy": _plain({**numpy, "state": {**numpy["state"], "key": key}}),
-        "python": random.getstate(),
-    }
+    with undisturbed():
+        numpy: Any = np.random.get_state(legacy=False)
+        key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            "numpy": _plain({**numpy, "state": {**numpy["state"], "key": key}}),
+            "python": random.getstate(),
+        }
 
 
 def use_generators(states: Mapping[str, Any]) -> None:
     """Put the random generators of this process where they were."""
-    torch.set_rng_state(states["torch"])
-    cuda = states["cuda"][: torch.cuda.device_count()]
-    for device, state in enumerate(cuda):
-        torch.cuda.set_rng_state(state, device)
-    numpy = states["numpy"]
-    key = numpy["state"]["key"].numpy().astype(np.uint32)
-    np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
-    random.setstate(states["python"])
+    with undisturbed():
+        torch.set_rng_state(states["torch"])
+        cuda = states["cuda"][: torch.cuda.device_count()]
+        for device, state in enumerate(cuda):
+            torch.cuda.set_rng_state(state, device)
+        numpy = states["numpy"]
+        key = numpy["state"]["key"].numpy().astype(np.uint32)
+        np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
+        random.setstate(states["python"])
 
 
 def _divide_weights(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from penstock.capture import ROWS, Program, Sizes
+from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.capture.trees import flatten, unflatten
 from penstock.engine.ends import to_device
@@ -41,7 +42,7 @@ class Batch:
     sizes: list[Sizes]
     ways: Sequence[int] = ()
     news: Mapping[int, Inputs] = field(default_factory=dict)
-    seed: int = field(default_factory=torch.initial_seed)
+    seed: int = field(default_factory=user_seed)
     step: int = -1
     number: int = -1
 

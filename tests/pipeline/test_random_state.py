@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.checkpoint.contents import generators_now
 from tests.support.models import uniform_plan
 
 X, Y = torch.randn(7, 6), torch.randn(7, 6)
@@ -216,3 +219,76 @@ def test_a_call_that_is_refused_does_not_count() -> None:
                     pipe(X)
             found.append(pipe.train_step(X, loss_fn=lambda out: out.square().mean()))
     assert torch.equal(*found)
+
+
+class Noisy(nn.Module):
+    """Takes its time while it draws, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Noise.apply(self.linear(x))
+
+
+class _Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.005)
+        drawn = x + torch.rand_like(x)
+        time.sleep(0.005)
+        return drawn
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+def noisy() -> ps.Pipeline:
+    torch.manual_seed(4)
+    model = nn.Sequential(Noisy(), Noisy())
+    program = ps.capture(model, (X,), keep_closed=["0", "1"])
+    plan = uniform_plan(program, 2, 3)
+    return ps.Pipeline(model, (X,), devices=["cpu"] * 2, program=program, plan=plan, audit=None)
+
+
+def test_map_and_a_script_that_draws_between_its_results() -> None:
+    """Neither sees the other's numbers, though both draw from the same generator."""
+    count = 6
+    with noisy() as pipe, torch.no_grad():
+        torch.manual_seed(5)
+        batches = [torch.rand(7, 6) for _ in range(count)]
+        drawn = [torch.rand(3) for _ in range(count)]
+        state = pipe.random_state()
+        expected = [pipe(batch) for batch in batches]
+        pipe.load_random_state(state)
+        torch.manual_seed(5)
+        taken = (torch.rand(7, 6) for _ in range(count))
+        assert all(map(torch.equal, pipe.map(taken, ahead=3), expected))
+        pipe.load_random_state(state)
+        torch.manual_seed(5)
+        assert all(torch.equal(torch.rand(7, 6), batch) for batch in batches)
+        seen = [(out, torch.rand(3)) for out in pipe.map(batches, ahead=3)]
+        assert all(torch.equal(out, right) for (out, _), right in zip(seen, expected, strict=True))
+        assert all(torch.equal(own, right) for (_, own), right in zip(seen, drawn, strict=True))
+
+
+def test_two_pipelines_that_draw_in_two_threads() -> None:
+    def run(pipe: ps.Pipeline) -> list[torch.Tensor]:
+        pipe.load_random_state({"seed": 7, "trained": 0, "others": 0})
+        with torch.no_grad():
+            return [pipe(X) for _ in range(10)]
+
+    def states(pipe: ps.Pipeline) -> tuple[int, torch.Tensor]:
+        return pipe.random_state()["seed"], generators_now()["torch"]
+
+    with noisy() as one, noisy() as other, ThreadPoolExecutor(2) as threads:
+        expected = [run(one), run(other)]
+        seed, generator = states(other)
+        found = [threads.submit(run, pipe) for pipe in (one, other)]
+        while not all(future.done() for future in found):
+            now = states(other)
+            assert now[0] == seed and torch.equal(now[1], generator)
+        for right, future in zip(expected, found, strict=True):
+            assert all(map(torch.equal, future.result(), right))
