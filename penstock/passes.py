@@ -107,7 +107,7 @@ class Passes:
             batch = self._batch(Whole(args, kwargs), graph and self._model.training)
             order = self._order("forward" if graph else "infer", batch)
             result = self._result_of(order, self._merge, graph)
-            with self._auditor.around(order, batch):
+            with self._runner.held(order), self._auditor.around(order, batch):
                 outcome = self._runner.run(order)
         if not graph:
             return result(outcome.parts)
@@ -185,7 +185,8 @@ class Passes:
                 in_list = inputs.by_hand or objective.outputs == "list"
                 result = self._result_of(order, "list" if in_list else self._merge)
             self._note_joins(order)
-            with self._auditor.around(order, batch), objective.undone():
+            held, audited = self._runner.held(order), self._auditor.around(order, batch)
+            with held, audited, objective.undone():
                 outcome = self._runner.run(order)
         backward_into_inputs(order.values, outcome.gradients)
         rows = [m.sizes[ROWS] for m in order.microbatches]

@@ -359,6 +359,9 @@ class Pipeline:
 
         The next batches enter the pipeline before the current one has left it, so it does not drain
         in between. To stop early, leave the loop; batches that are under way are completed first.
+        Do not change weights or buffers before the last result, except by the pipeline's own
+        optimizer: batches under way would see the change at any point. If forwards draw random
+        numbers, threads and ranks run one batch at a time.
 
         Args:
             batches: for each, a tuple of the model's positional arguments, a dict of its keyword

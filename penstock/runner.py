@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,7 @@ from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
 from penstock.schedule import Timeline
 from penstock.workers.backend import Workers
+from penstock.workers.ownership import Ownership
 from penstock.workers.ways import Ways
 
 
@@ -89,7 +91,7 @@ class Runner:
         self._timelines: list[Timeline] | None = None
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
-        self._user = _User()
+        self._user = _User(workers.ownership)
 
     def changes_buffers(self) -> bool:
         """Whether forwards of the model in its mode of now change buffers, as far as is known."""
@@ -220,6 +222,26 @@ class Runner:
             return self.finish(self.start(order))
 
     @contextmanager
+    def held(self, order: Order) -> Iterator[None]:
+        """While open, no other pipeline of the model runs what this pass and its audit disturb.
+
+        Raises:
+            InputError: one does, or another thread uses this pipeline.
+        """
+        self._user.enter(*self._effects(order))
+        try:
+            yield
+        finally:
+            self._user.leave()
+
+    def _effects(self, order: Order) -> tuple[bool, bool]:
+        """Whether a pass, or the backward that it is for, adds to gradients; and changes buffers.
+
+        A backward changes buffers where it runs forwards again, though it puts them back.
+        """
+        return order.what != "infer", self.changes_buffers()
+
+    @contextmanager
     def given_up(self) -> Iterator[None]:
         """If it is left by a Ctrl-C, no pass of this thread is under way any more.
 
@@ -241,7 +263,7 @@ class Runner:
         Raises:
             InputError: another thread has started passes that are not finished.
         """
-        self._user.enter()
+        self._user.enter(*self._effects(order))
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
         try:
@@ -293,21 +315,40 @@ class Runner:
 
     def close(self) -> None:
         """Close the workers; nothing runs after that."""
-        self.workers.close()
+        try:
+            self.workers.close()
+        finally:
+            self._user.drop()
 
 
 class _User:
-    """The thread of the script that has passes under way: one at a time."""
+    """The thread of the script that has passes under way: one at a time.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Several pipelines may have the same model. Their passes must not add to the same gradients at
+    the same time, nor may one change buffers that another one reads.
+
+    Args:
+        ownership: the tensors that the stages use.
+    """
+
+    _lock = threading.Lock()  # of all of them
+    _busy: ClassVar[dict[_User, None]] = {}
+    """Those in this process that have passes under way, whatever the pipeline."""
+
+    def __init__(self, ownership: Ownership) -> None:
+        self._ownership = ownership
         self._thread, self._passes = 0, 0
+        self._learns = self._changes = False
 
-    def enter(self) -> None:
+    def enter(self, learns: bool, changes: bool) -> None:
         """This thread begins a pass.
 
+        Args:
+            learns: whether it adds to gradients.
+            changes: whether it changes buffers.
+
         Raises:
-            InputError: another one is in the midst of some.
+            InputError: another one is in the midst of some, or another pipeline's would disturb it.
         """
         with self._lock:
             if self._passes and self._thread != threading.get_ident():
@@ -315,13 +356,47 @@ class _User:
                     "another thread is using this pipeline; use it from one thread only, or hold "
                     "a lock around each step"
                 )
+            for other in self._busy:
+                if other is not self:
+                    self._check(other, learns, changes)
             self._thread = threading.get_ident()
             self._passes += 1
+            self._learns, self._changes = self._learns or learns, self._changes or changes
+            self._busy[self] = None
+
+    def _check(self, other: _User, learns: bool, changes: bool) -> None:
+        """Raise if passes of the other one and a pass of this one disturb each other."""
+        mine, theirs = self._ownership, other._ownership
+        conflict = ""
+        if learns and other._learns and _common(mine.parameters, theirs.parameters):
+            conflict = "both add to the gradients of the same parameters"
+        elif (changes and _common(mine.changing, theirs.buffers)) or (
+            other._changes and _common(theirs.changing, mine.buffers)
+        ):
+            conflict = "one changes buffers that the other one reads"
+        if not conflict:
+            return
+        is_here = other._thread == threading.get_ident()
+        where = (
+            "for results of its map() that were not taken yet" if is_here else "in another thread"
+        )
+        raise InputError(
+            f"another pipeline of this model, or of a part of it, has passes under way, {where}: "
+            f"{conflict}, so the results would depend on which is faster. Let it finish first "
+            f"({'take all results of map()' if is_here else 'hold a lock around each step'}), or "
+            "give this pipeline a copy of the model"
+        )
 
     def leave(self) -> None:
         """Note that one pass of this thread has ended."""
         with self._lock:
             self._passes = max(0, self._passes - 1)
+            if not self._passes:
+                self._rest()
+
+    def _rest(self) -> None:
+        self._learns = self._changes = False
+        self._busy.pop(self, None)
 
     @property
     def is_busy(self) -> bool:
@@ -336,3 +411,12 @@ class _User:
         """Note that no pass is under way, whoever has begun some."""
         with self._lock:
             self._passes = 0
+            self._rest()
+
+
+def _common(
+    some: Sequence[Sequence[torch.Tensor]], others: Sequence[Sequence[torch.Tensor]]
+) -> bool:
+    """Whether workers have a tensor among these that others have among those."""
+    ids = {id(tensor) for tensors in some for tensor in tensors}
+    return any(id(tensor) in ids for tensors in others for tensor in tensors)

@@ -171,7 +171,7 @@ class Auditor:
         parameters = [*model.parameters()]
         parameters += [p for own in self._runner.workers.ownership.parameters for p in own]
         shared = self._runner.workers.role.calls_loss  # others silence their own
-        with _gradients_kept(parameters):
+        with _gradients_kept(parameters if learns else ()):
             try:
                 quiet = silenced(model.modules() if shared else ())
                 with quiet, kept(model.modules(), self._changing()):

@@ -289,6 +289,7 @@ def test_two_pipelines_that_draw_in_two_threads() -> None:
         found = [threads.submit(run, pipe) for pipe in (one, other)]
         while not all(future.done() for future in found):
             now = states(other)
-            assert now[0] == seed and torch.equal(now[1], generator)
+            assert now[0] == seed
+            assert torch.equal(now[1], generator)
         for right, future in zip(expected, found, strict=True):
             assert all(map(torch.equal, future.result(), right))

@@ -239,6 +239,15 @@ class SharedModel:
                 "which its worker process does not see; register them before, or use "
                 'workers="threads"'
             )
+        self.check_memory(place)
+
+    def check_memory(self, place: int) -> None:
+        """Notice that the model has left the memory that the workers at this place see.
+
+        Raises:
+            InputError: it has.
+        """
+        part = self._parts[place]
         if list(map(torch.Tensor.data_ptr, part.tensors)) == part.addresses:
             return
         for tensor, address in zip(part.tensors, part.addresses, strict=True):

@@ -373,6 +373,8 @@ class ProcessWorkers(Workers):
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
+        for place in self._places:
+            self._shared.check_memory(place)
         places = [member.place for member in self.members]
         jobs, rest, portion, count = _divided(save, self._shared, places)
         self._run(jobs, timeout=TIMEOUT)
