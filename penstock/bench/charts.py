@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.replica_memory import Memory
 from penstock.bench.rpc_report import Line
 from penstock.bench.turns import Contestant
 from penstock.display.figures import bare, canvas, save
@@ -101,6 +102,36 @@ def save_counts(lines: Sequence[Line], path: Path, title: str) -> None:
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="upper right", ncols=len(lines))
     _finish(figure, axes, path, title)
+
+
+def save_memory(memory: Memory, path: Path, title: str) -> None:
+    """Bars of the private memory of every process, a panel for each scheme.
+
+    Under each scheme stands what all of it takes, with shared memory counted once.
+
+    Args:
+        memory: what was measured.
+        path: of the PNG file.
+        title: above the figure.
+    """
+    figure, panels = canvas(9, 4.2, len(memory.schemes))
+    most = max(p.private for scheme in memory.schemes for p in scheme.processes)
+    for axes, scheme in zip(panels, memory.schemes, strict=True):
+        names = [process.name.replace(" ", "\n") for process in scheme.processes]
+        private = [process.private / 2**20 for process in scheme.processes]
+        colours = [_OURS if each in scheme.workers else _PLAIN for each in scheme.processes]
+        bars = axes.bar(range(len(names)), private, color=colours, width=0.65)
+        axes.bar_label(bars, [f"{size:.0f}" for size in private], padding=2)
+        axes.set_xticks(range(len(names)), names, fontsize=9)
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylim(0, 1.15 * most / 2**20)
+        axes.set_title(scheme.name, fontsize=10)
+        shared, total = scheme.shared / 2**20, scheme.total / 2**20
+        axes.set_xlabel(f"shared, counted once: {shared:.0f} MiB; all: {total:.0f} MiB")
+        bare(axes)
+    panels[0].set_ylabel("private memory, MiB")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    save(figure, path)
 
 
 def _points(axes: Any, contestants: Sequence[Contestant], scale: float, **style: Any) -> Any:

@@ -6,6 +6,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,42 @@ def peak(function: Callable[[], Any], beyond: Iterable[torch.Tensor] = ()) -> in
     return int(live.peak)
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes of memory that a process has, by the kernel's count. Its files, such as the libraries
+    that it has loaded, do not count.
+
+    Attributes:
+        private: what no other process has.
+        shared: the segments of shared memory that it maps, as far as it has touched them.
+        part: of `shared`, with every page divided by the number of processes that have it. The
+            parts of all processes add up to the shared memory, each page counted once.
+    """
+
+    private: int
+    shared: int
+    part: int
+
+    @classmethod
+    def by(cls, pid: int | str = "self") -> Held:
+        """What the process of this number has now.
+
+        Raises:
+            OSError: there is no such process, or this system has no such files.
+        """
+        status, rollup = (_bytes(Path(f"/proc/{pid}/{n}")) for n in ("status", "smaps_rollup"))
+        return cls(status["RssAnon"], status["RssShmem"], rollup["Pss_Shmem"])
+
+
+def _bytes(path: Path) -> dict[str, int]:
+    """The lines `name: number kB` of one of the kernel's files."""
+    words = (line.split() for line in path.read_text().splitlines())
+    return {w[0].rstrip(":"): int(w[1]) * 1024 for w in words if len(w) == 3 and w[2] == "kB"}
+
+
 def resident(what: str = "VmRSS") -> int:
     """Bytes of memory that this process has; with `"VmHWM"` those that it has had at most."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[what].split()[0]) * 1024
+    return _bytes(Path("/proc/self/status"))[what]
 
 
 def forget_peak() -> None:

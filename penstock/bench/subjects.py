@@ -176,6 +176,29 @@ def gpt2(layers: int, width: int, vocabulary: int, positions: int) -> nn.Module:
     return model
 
 
+class Logits(nn.Module):
+    """A language model of `transformers` whose result is the logits alone, without dropout."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (rows, length) as logits (rows, length, words)."""
+        result: Tensor = self.model(input_ids=tokens).logits
+        return result
+
+
+def gpt2_logits(layers: int, width: int, length: int) -> nn.Module:
+    """A GPT-2 of `transformers` that has no dropout, the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Logits(gpt2(layers, width, WORDS, length))
+
+
 def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
     """Random tokens, and the next one for each."""
     generator = torch.Generator().manual_seed(0)
@@ -186,6 +209,26 @@ def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
 def language_loss(output: Tensor, target: Tensor) -> Tensor:
     """The cross-entropy of every position."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def classifier(inputs: int, width: int) -> nn.Sequential:
+    """Three linear layers, to as many classes as ResNet-50 has."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(inputs, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, CLASSES),
+        )
+
+
+def labelled(inputs: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Normal numbers (rows, inputs), and a class for each row."""
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randn(rows, inputs, generator=generator)
+    return found, torch.randint(CLASSES, (rows,), generator=generator)
 
 
 def wide_mlp(ends: int, width: int) -> nn.Sequential:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 import penstock as ps
 from penstock.profile import DeviceProfile
 
@@ -39,3 +41,9 @@ def uniform_plan(
         cuts=cuts,
         recompute=recompute,
     )
+
+
+def replicated_plan(program: ps.Program, replicas: int) -> ps.Plan:
+    """The whole model so many times, each time on a CPU worker, and a micro-batch for each."""
+    plan = uniform_plan(program, 1, replicas, recompute="none")
+    return msgspec.structs.replace(plan, other_replicas=(plan.devices,) * (replicas - 1))

@@ -52,11 +52,16 @@ def command(
     """Measure one device and pipelines of MODEL side by side, and draw the figures.
 
     Without MODEL: ResNet-50 on 128x128 images, the experiments of PyTorch's tutorial. With `rpc`
-    in its place: those of the distributed pipeline tutorial, with worker processes.
+    in its place: those of the distributed pipeline tutorial, with worker processes. With
+    `data-parallel`: those of the nn.DataParallel tutorial, and replicas beside
+    DistributedDataParallel.
     """
     _require("matplotlib", "report", "draws figures")
     if model in (None, "rpc", RESNET50):
         _require("torchvision", "models", "trains ResNet-50")
+    if model == "data-parallel":
+        _data_parallel([*inputs, *filter(None, (example, loss, devices))], quick, output, as_json)
+        return
     if model == "rpc":
         _rpc([*inputs, *filter(None, (example, loss, devices))], quick, output, as_json)
         return
@@ -115,3 +120,23 @@ def _rpc(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
         report = run_rpc(settings, progress, talk)
     show(report.to_dict(), report.text(width_of_stdout()), as_json)
     talk(f"the figure and raw times are in {output}")
+
+
+def _data_parallel(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
+    """The experiments with replicas."""
+    if given:
+        raise InputError(
+            f"{', '.join(given)}: `penstock bench data-parallel` trains models of its own on CPU "
+            "workers and takes no input, example, loss or devices"
+        )
+    if not quick:
+        _require("transformers", "models", "trains a GPT-2")
+    from penstock.bench.data_parallel import DataParallelSettings, run_data_parallel
+    from penstock.display.progress import callback
+
+    make_directory(output)
+    settings = (DataParallelSettings.quick if quick else DataParallelSettings.full)(output)
+    with callback("starting") as progress:
+        report = run_data_parallel(settings, progress)
+    show(report.to_dict(), report.text(width_of_stdout()), as_json)
+    talk(f"figures and raw data are in {output}")

@@ -23,7 +23,7 @@ from penstock.schedule import SCHEDULES
 _DEVICE = re.compile(r"^(cpu|cuda(:\d+)?)$")
 RESNET50 = "torchvision.models:resnet50"
 """The model of the tutorial that `penstock bench` repeats."""
-_NO_MODELS = ("rpc",)  # what `penstock bench` takes instead of a model
+_NO_MODELS = ("rpc", "data-parallel")  # what `penstock bench` takes instead of a model
 
 Command = Callable[..., None]
 """The function of a command, before or after options were added to it."""
