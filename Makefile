@@ -45,6 +45,7 @@ bench: $(READY)
 	@mkdir -p out
 	$(BIN)/penstock bench
 	$(BIN)/penstock bench rpc
+	$(BIN)/penstock bench data-parallel
 	$(BIN)/python -m penstock.bench compare --json out/compare.json
 	$(BIN)/python -W ignore -m penstock.bench processes --json out/processes.json
 	$(BIN)/python -W ignore -m penstock.bench links --json out/links.json

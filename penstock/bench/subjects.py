@@ -170,8 +170,9 @@ def gpt2(layers: int, width: int, vocabulary: int, positions: int) -> nn.Module:
         vocab_size=vocabulary,
         n_positions=positions,
         use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
-    config.bos_token_id = config.eos_token_id = 0
     model: nn.Module = GPT2LMHeadModel(config)
     return model
 

@@ -144,7 +144,8 @@ HOLDING = """
 import mmap, sys
 private = bytearray(b"x") * (int(sys.argv[1]) << 20)
 shared = mmap.mmap(int(sys.argv[2]), 32 << 20)
-shared.write(b"x" * (int(sys.argv[3]) << 20))
+for _ in range(int(sys.argv[3])):
+    shared.write(b"x" * 2**20)
 print("ready", flush=True)
 sys.stdin.readline()
 """
@@ -182,6 +183,7 @@ def test_private_and_shared_memory_are_told_apart(holding: list[Held]) -> None:
     assert own.shared == nothing.shared
     for each in (first, second):
         assert each.shared - nothing.shared == pytest.approx(32 * MIB, abs=MIB)
+        assert each.private - nothing.private == pytest.approx(0, abs=2 * MIB)
     assert first.part + second.part - 2 * nothing.part == pytest.approx(32 * MIB, abs=MIB)
 
 
