@@ -229,14 +229,13 @@ class Passes:
             return self._runner.share(None, training)
         try:
             batch = inputs.batch(self._program, self.num_microbatches)
-            routed = self._runner.route(batch, training, trains)
+            if role.routes:
+                batch = self._runner.route(batch, training, trains)
         except InputError as error:
             if role.name:
-                error.add_note(
-                    f"{role.name} has the first stage, so it is this rank that needs the inputs."
-                )
+                error.add_note(f"{role.name} has the first stage, so this rank needs the inputs.")
             raise
-        return self._runner.share(routed, training)
+        return self._runner.share(batch, training)
 
     def _order(self, what: Pass, batch: Batch, loss: Loss | None = None) -> Order:
         return self._runner.order(what, batch, self._model.training, loss)

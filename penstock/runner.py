@@ -15,7 +15,7 @@ from penstock.capture import Key, Program, Ref, Sizes
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.randomness import user_seed
-from penstock.engine.batch import Batch
+from penstock.engine.batch import Batch, digest
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
@@ -83,6 +83,7 @@ class Runner:
         if not program.same_in_eval:
             evaluation = Ways(program, plan, devices, False, workers.add, deferred)
         self._program = program
+        self._has_replicas = plan.replicas > 1
         self._ways = {True: training, False: evaluation}
         self._num_workers = len(devices)
         self.counts = Counts()
@@ -145,23 +146,36 @@ class Runner:
         """A routed batch for all processes that run the script; those without inputs get no parts.
 
         Args:
-            batch: where the first stage is fed.
+            batch: where the first stage of a replica is fed; routed, where `Role.routes` says so.
             training: in which mode of the model it is run.
 
         Raises:
-            InputError: the model here is not what it is where the first stage is fed.
+            InputError: the model or the inputs here are not what they are where it is routed.
         """
-        description = replace(batch, parts=[]) if batch is not None else None
+        routed = batch if self.workers.role.routes else None
+        description = None
+        if routed is not None:
+            checksum = digest(routed.parts) if self._has_replicas else 0
+            description = replace(routed, parts=[], digest=checksum)
         received = self.workers.broadcast(description, "inputs")
-        if batch is not None:
-            return batch
+        if routed is not None:
+            return routed
         ways = self._ways_now(training)
         for way in sorted(received.news):  # recorded here as well, under the same number
             ways.follow(way, received.news[way])
         with self._program.recordings.looking():
             for way, sizes in zip(received.ways, received.sizes, strict=True):
                 ways.check(way, sizes)
-        return received
+        if batch is None:
+            return received
+        if received.digest != digest(batch.parts):
+            raise InputError(
+                f"{self.workers.role.name} has other inputs than the rank with the first stage of "
+                "the first replica. Give every rank the whole batch, the same on all: Penstock "
+                "deals its micro-batches to the replicas (no DistributedSampler, and the same "
+                "random augmentation everywhere)"
+            )
+        return replace(received, parts=batch.parts)
 
     def _ways_now(self, training: bool) -> Ways:
         """The ways of this mode; those of a pass that failed may be unknown to other processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -36,6 +37,7 @@ class Batch:
         seed: of random numbers.
         step: on which random numbers depend, too; see `penstock.runner.Counts`.
         number: of the pass; no other has it.
+        digest: of the inputs, where several processes have to have the same.
     """
 
     parts: Sequence[Inputs]
@@ -45,6 +47,7 @@ class Batch:
     seed: int = field(default_factory=user_seed)
     step: int = -1
     number: int = -1
+    digest: int = 0
 
     @classmethod
     def split(cls, leaves: Inputs, most: int) -> Batch:
@@ -240,3 +243,15 @@ def _number(weight: Any) -> float:
         raise InputError(
             f"weight= returned a {type(weight).__name__}{shape}, not one number for a micro-batch"
         ) from error
+
+
+def digest(parts: Sequence[Inputs]) -> int:
+    """A checksum (CRC-32) of the tensors in these micro-batches: their shapes, dtypes and bytes."""
+    found = 0
+    for leaf in (leaf for part in parts for leaf in part):
+        if isinstance(leaf, torch.Tensor):
+            values = leaf.detach().cpu().contiguous()
+            found = zlib.crc32(f"{values.shape} {values.dtype}".encode(), found)
+            if values.layout is torch.strided and not values.is_quantized:
+                found = zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data, found)
+    return found

@@ -1,10 +1,14 @@
-"""BatchNorm whose running statistics are those of the whole batch.
+"""BatchNorm whose running statistics are updated after the pass.
 
 However a batch is fed, each micro-batch is normalised by its own mean and variance. What BatchNorm
 keeps for evaluation is another matter: by itself it moves `running_mean` and `running_var` once per
-micro-batch, each time towards the statistics of a few rows. Here they wait for the end of the pass
-and are moved once, towards those of all rows, as in torchgpipe's DeferredBatchNorm. Those of
-the micro-batches are combined pairwise exactly (Chan, Golub and LeVeque 1979).
+micro-batch, each time towards the statistics of a few rows. `Norms` collects these statistics
+instead, and at the end of the pass they are used in one of two ways:
+
+- `move`: once, towards the statistics of all rows, as in torchgpipe's DeferredBatchNorm. Those of
+  the micro-batches are combined pairwise exactly (Chan, Golub and LeVeque 1979).
+- `replay`: once per micro-batch, in order, with the arithmetic and so the bits of PyTorch's kernel.
+  This is for replicas with a copy of the module each, none of which sees all micro-batches.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -37,17 +42,24 @@ class Statistics(NamedTuple):
         number: how many values of each channel.
         mean: (channels,)
         variance: (channels,); unbiased, as BatchNorm keeps it.
+        dtype: of the rows, in which kernels choose the dtype of their sums.
     """
 
     number: float
     mean: torch.Tensor
     variance: torch.Tensor
+    dtype: torch.dtype = torch.float32
+
+
+Seen = Mapping[_BatchNorm, Mapping[int, Sequence[Statistics]]]
+"""What BatchNorms have seen: for each, by micro-batch, the statistics of its calls in order."""
 
 
 class _Lent(NamedTuple):
-    """What a module had before a forward that is watched."""
+    """What a module had before a forward that is watched, and what it is called with."""
 
     number: int
+    dtype: torch.dtype
     momentum: float | None
     buffers: dict[str, torch.Tensor | None]
 
@@ -71,12 +83,16 @@ class Norms:
 
     Several threads may run forwards, if no two of them run the same module at once.
 
+    Args:
+        replayed: whether the statistics are for `replay`.
+
     Attributes:
         current: what this thread runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replayed: bool = False) -> None:
         self.current = Current()
+        self._replayed = replayed
         self._modules: dict[_BatchNorm, None] = {}
         self._handles: dict[_BatchNorm, list[RemovableHandle]] = {}
         self._lent: dict[_BatchNorm, _Lent] = {}
@@ -85,6 +101,13 @@ class Norms:
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Watch those of these modules that are BatchNorms, too."""
         self._modules |= {m: None for m in modules if isinstance(m, _BatchNorm)}
+
+    def __iter__(self) -> Iterator[_BatchNorm]:
+        return iter(self._modules)
+
+    def are_training(self) -> bool:
+        """Whether any of them would collect statistics in a forward."""
+        return any(module.training for module in self._modules)
 
     @contextmanager
     def during_a_pass(self) -> Iterator[None]:
@@ -142,7 +165,9 @@ class Norms:
             return
         values = args[0] if args else kwargs["input"]
         count = values.numel() // max(1, values.shape[1])
-        self._lent[module] = _Lent(count, module.momentum, buffers)
+        if self._replayed:
+            self._check_replay(module, values)
+        self._lent[module] = _Lent(count, values.dtype, module.momentum, buffers)
         fresh = torch.zeros_like(mean), torch.zeros_like(variance), None
         module._buffers.update(zip(_RUNNING, fresh, strict=True))
         module.momentum = 1.0
@@ -154,17 +179,40 @@ class Norms:
         mean, variance = (module._buffers[name] for name in _RUNNING[:2])
         number = self.current.microbatch
         if number is not None and mean is not None and variance is not None:
-            statistics = Statistics(self._lent[module].number, mean, variance)
+            lent = self._lent[module]
+            statistics = Statistics(lent.number, mean, variance, lent.dtype)
             self._seen.setdefault(module, {}).setdefault(number, []).append(statistics)
         self._give_back(module)
 
     def _give_back(self, module: _BatchNorm) -> None:
-        _, module.momentum, buffers = self._lent.pop(module)
+        *_, module.momentum, buffers = self._lent.pop(module)
         module._buffers.update(buffers)
+
+    def _check_replay(self, module: _BatchNorm, values: torch.Tensor) -> None:
+        """Raise if what this forward does to the running statistics cannot be done again later.
+
+        Raises:
+            InputError: it runs in a backward, or the kernel for such inputs computes otherwise.
+        """
+        if self.current.microbatch is None:
+            raise InputError(
+                f"a {module} runs again in a backward, as under torch.utils.checkpoint, and "
+                "updates its running statistics there once more, in an order that replicas with a "
+                'model each do not see. Use batchnorm="deferred", workers="threads", or replicas=1'
+            )
+        assert module.running_mean is not None
+        mean, dtype = module.running_mean.dtype, values.dtype
+        if not _is_replayed_exactly(values.device.type, dtype, mean, values.dim(), _layout(values)):
+            raise InputError(
+                f"a {module} gets {_layout(values)} inputs of {dtype} with statistics of {mean} on "
+                f"{values.device.type}; how PyTorch updates running statistics there cannot be "
+                "repeated bit for bit on other replicas. Pass contiguous float32 inputs, or use "
+                'batchnorm="deferred", workers="threads", or replicas=1'
+            )
 
 
 @torch.no_grad()
-def move(seen: Mapping[_BatchNorm, Mapping[int, Sequence[Statistics]]]) -> None:
+def move(seen: Seen) -> None:
     """Move the running statistics of modules towards those that were seen, by micro-batch.
 
     A module that a forward calls several times moves them as often, as it would for the whole
@@ -187,16 +235,83 @@ def combined(parts: Sequence[Statistics]) -> Statistics:
 
 
 def _move(module: _BatchNorm, statistics: Statistics) -> None:
-    """What `_BatchNorm.forward` does with the statistics of its input."""
+    """What `_BatchNorm.forward` does with the statistics of its input; in double precision."""
+    share = _next_share(module)
+    for buffer, found in zip(_running(module), statistics[1:3], strict=True):
+        buffer.copy_(share * found + (1 - share) * buffer.double())
+
+
+@torch.no_grad()
+def replay(seen: Seen) -> None:
+    """Update running statistics as the modules' own forwards do, micro-batch after micro-batch."""
+    for module, found in seen.items():
+        for statistics in chain.from_iterable(calls for _, calls in sorted(found.items())):
+            _update(*_running(module), statistics, _next_share(module))
+
+
+def _next_share(module: _BatchNorm) -> float:
+    """Count one more batch; how much of it goes into the running statistics."""
     share = 0.0 if module.momentum is None else module.momentum
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:
             share = 1.0 / float(module.num_batches_tracked)
-    running = module.running_mean, module.running_var
-    for buffer, found in zip(running, statistics[1:], strict=True):
-        assert buffer is not None
-        buffer.copy_(share * found + (1 - share) * buffer.double())
+    return share
+
+
+def _running(module: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    return module.running_mean, module.running_var
+
+
+def _update(mean: torch.Tensor, variance: torch.Tensor, seen: Statistics, share: float) -> None:
+    """What the kernel of `batch_norm` does with the statistics of its input.
+
+    (ATen/native/Normalization.cpp: the mean in the statistics' own precision, the variance in that
+    in which the kernel sums.)
+    """
+    sums = torch.double if seen.dtype in (torch.float, torch.double) else torch.float
+    part = torch.tensor(share, dtype=mean.dtype, device=mean.device)
+    rest = 1 - part
+    mean.copy_(part * seen.mean + rest * mean)
+    variance.copy_(part.to(sums) * seen.variance.to(sums) + (rest * variance).to(sums))
+
+
+def _layout(values: torch.Tensor) -> str:
+    """How the input of a BatchNorm lies in memory, as far as its kernels distinguish it."""
+    if values.is_contiguous():
+        return "contiguous"
+    if values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last):
+        return "channels-last"
+    return "strided"
+
+
+@cache
+def _is_replayed_exactly(
+    device: str, dtype: torch.dtype, statistics: torch.dtype, dims: int, layout: str
+) -> bool:
+    """Whether `_update` has the bits of this machine's kernel, tried on random numbers."""
+    numbers = torch.Generator().manual_seed(0)
+    channels, shape = 256, [8, 256, *([3] * (dims - 2))]
+    rows = torch.randn(shape, generator=numbers).to(device, dtype)
+    if layout == "channels-last":
+        rows = rows.contiguous(memory_format=torch.channels_last)
+    elif layout == "strided":
+        rows = rows.transpose(0, -1).contiguous().transpose(0, -1)
+    mean, variance = (
+        torch.rand(channels, generator=numbers).to(device, statistics) for _ in range(2)
+    )
+    seen = Statistics(0, torch.zeros_like(mean), torch.zeros_like(variance), dtype)
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        torch.batch_norm(rows, None, None, *seen[1:3], True, 1.0, 1e-5, False)
+        for share in (0.1, 0.25, 1 / 3):
+            expected = mean.clone(), variance.clone()
+            torch.batch_norm(rows, None, None, *expected, True, share, 1e-5, False)
+            _update(mean, variance, seen, share)
+            if not (torch.equal(mean, expected[0]) and torch.equal(variance, expected[1])):
+                return False
+    return True
 
 
 def running_statistics(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -39,6 +39,21 @@ from penstock.links.link import Gradients, Roots, Sink, Source, Values
 
 Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Leaves of autograd's graph, each once, and what is to be added to the `.grad` of each."""
+
+
+class Sum(Protocol):
+    """Adds the gradients of a replica's micro-batches to those of all replicas, in order."""
+
+    def add(self, number: int, gradients: Sequence[Terms]) -> None:
+        """Add the gradients of a micro-batch, or keep them if it is not its turn yet."""
+
+    def in_turn(
+        self, number: int, earlier: Sequence[Terms], leaves: Sequence[torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Around a backward that adds to `.grad` itself, see `OrderedSum.in_turn`."""
+
+    def clear(self) -> None:
+        """Forget what was not added."""
 
 
 Adding = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
@@ -74,6 +89,25 @@ class OrderedSum:
         while self._early:
             self.turns.wait(self._early[0][0])
             self._add(*self._early.popleft())
+
+    @contextmanager
+    def in_turn(
+        self, number: int, earlier: Sequence[Terms], leaves: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Around a backward that adds to `.grad` itself; waits for its micro-batch's turn.
+
+        Args:
+            number: of the micro-batch.
+            earlier: what it has already computed, which is added before.
+            leaves: to whose gradients the backward may add.
+        """
+        self.settle()
+        self.turns.wait(number)
+        for terms in earlier:
+            with self.adding([leaf for leaf, _ in terms]):
+                accumulate(terms)
+        with self.adding(leaves):
+            yield
 
     def clear(self) -> None:
         """Forget what was not added."""
@@ -319,7 +353,84 @@ def _runs_backward(function: Any) -> bool:
     return code is not None and "backward" in code.co_names
 
 
-class ReplicaStage(Stage):
+class SummedStage(Stage):
+    """A stage of a replica: the gradients of its micro-batches are added to those of all replicas.
+
+    Args:
+        index, ways, source, sink: as of `Stage`.
+        total: the sum that they are added to.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        ways: Sequence[Sequence[Span]],
+        source: Source,
+        sink: Sink,
+        total: Sum,
+    ) -> None:
+        super().__init__(index, ways, source, sink)
+        self._total = total
+        self._first_back = 0
+        self._number = 0
+        self._terms: list[Terms] = []
+
+    def backward(self, microbatch: int) -> None:
+        """Run the backward; its gradients are added when those before have been."""
+        self._number = self._first_back + microbatch
+        super().backward(microbatch)
+        terms, self._terms = self._terms, []
+        self._total.add(self._number, terms)
+
+    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+        """Compute the gradients of a span's leaves apart from `.grad`, unless they have hooks.
+
+        Hooks of a leaf are called with the gradient of one micro-batch after the other, before it
+        is added. So then this waits until it is this micro-batch's turn, and adds as any backward
+        does. So it does where a Function runs a backward of its own, which adds to `.grad`.
+        """
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(roots, gradients, strict=True)
+            if root is not None and gradient is not None
+        ]
+        if not pairs:
+            return
+        leaves, nested = _leaves_of(pairs)
+        leaves = [leaf for leaf in leaves if leaf is not entry.anchor]
+        if nested or any(leaf._backward_hooks for leaf in leaves):
+            if nested:  # who knows of which graph
+                leaves = self._parameters()
+            earlier, self._terms = self._terms, []
+            with self._total.in_turn(self._number, earlier, leaves):
+                super()._backward_of(roots, gradients, entry)
+            return
+        if self.wanted is not None:
+            chosen = set(map(id, self.wanted))
+            leaves = [leaf for leaf in leaves if id(leaf) in chosen]
+        wanted = [*leaves, *([] if entry.anchor is None else [entry.anchor])]
+        if not wanted:
+            return
+        starts, values = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+        found = torch.autograd.grad(starts, wanted, values, allow_unused=True)
+        self._terms.append(
+            [(leaf, g) for leaf, g in zip(leaves, found, strict=False) if g is not None]
+        )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """All that the stage has, on all ways."""
+        modules = (span.module for spans in self.ways for span in spans)
+        of_modules = (m.parameters() for m in modules if isinstance(m, nn.Module))
+        return list(dict.fromkeys(chain.from_iterable(of_modules)))
+
+    def clear(self) -> None:
+        """Let go of everything that a step has left."""
+        super().clear()
+        self._terms = []
+        self._total.clear()
+
+
+class ReplicaStage(SummedStage):
     """One of several stages that run the same modules; see the module.
 
     Args:
@@ -337,14 +448,11 @@ class ReplicaStage(Stage):
         common: InOrder,
         replica: Replica,
     ) -> None:
-        super().__init__(index, ways, source, sink)
+        self._sum = OrderedSum(common.sums, common.adding)
+        super().__init__(index, ways, source, sink, self._sum)
         self.norms = common.norms
         self._common = common
         self._replica = replica
-        self._sum = OrderedSum(common.sums, common.adding)
-        self._first_back = 0
-        self._number = 0
-        self._terms: list[Terms] = []
 
     def begin(
         self,
@@ -378,65 +486,6 @@ class ReplicaStage(Stage):
     def _in_order(self, microbatch: int) -> AbstractContextManager[None]:
         spans = self.ways[self.microbatches[microbatch].way]
         return self._common.forward(self.first + microbatch, spans)
-
-    def backward(self, microbatch: int) -> None:
-        """Run the backward; its gradients are added when those before have been."""
-        self._number = self._first_back + microbatch
-        super().backward(microbatch)
-        terms, self._terms = self._terms, []
-        self._sum.add(self._number, terms)
-
-    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
-        """Compute the gradients of a span's leaves apart from `.grad`, unless they have hooks.
-
-        Hooks of a leaf are called with the gradient of one micro-batch after the other, before it
-        is added. So then this waits until it is this micro-batch's turn, and adds as any backward
-        does. So it does where a Function runs a backward of its own, which adds to `.grad`.
-        """
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(roots, gradients, strict=True)
-            if root is not None and gradient is not None
-        ]
-        if not pairs:
-            return
-        leaves, nested = _leaves_of(pairs)
-        leaves = [leaf for leaf in leaves if leaf is not entry.anchor]
-        if nested or any(leaf._backward_hooks for leaf in leaves):
-            if nested:  # who knows of which graph
-                leaves = self._parameters()
-            self._sum.settle()
-            self._sum.turns.wait(self._number)
-            for terms in self._terms:
-                with self._sum.adding([leaf for leaf, _ in terms]):
-                    accumulate(terms)
-            self._terms = []
-            with self._sum.adding(leaves):
-                super()._backward_of(roots, gradients, entry)
-            return
-        if self.wanted is not None:
-            chosen = set(map(id, self.wanted))
-            leaves = [leaf for leaf in leaves if id(leaf) in chosen]
-        wanted = [*leaves, *([] if entry.anchor is None else [entry.anchor])]
-        if not wanted:
-            return
-        starts, values = [root for root, _ in pairs], [gradient for _, gradient in pairs]
-        found = torch.autograd.grad(starts, wanted, values, allow_unused=True)
-        self._terms.append(
-            [(leaf, g) for leaf, g in zip(leaves, found, strict=False) if g is not None]
-        )
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """All that the stage has, on all ways."""
-        modules = (span.module for spans in self.ways for span in spans)
-        of_modules = (m.parameters() for m in modules if isinstance(m, nn.Module))
-        return list(dict.fromkeys(chain.from_iterable(of_modules)))
-
-    def clear(self) -> None:
-        """Let go of everything that a step has left."""
-        super().clear()
-        self._terms = []
-        self._sum.clear()
 
 
 class _LossInOrder:

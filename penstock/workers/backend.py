@@ -53,8 +53,9 @@ class Role:
     Attributes:
         index: its number among them, from 0, in the order of workers.
         leads: whether it decides for all.
-        has_inputs: whether it gives the first stage its batches.
-        has_loss: whether it gives the last stage targets and the loss.
+        has_inputs: whether it gives the first stage of a replica its batches.
+        routes: whether it finds the ways of micro-batches for all; it has inputs.
+        has_loss: whether it gives the last stage of a replica targets and the loss.
         has_all_weights: whether it has the weights of all stages.
         calls_loss: whether the loss is called in this process, where the user's own modules run.
         name: of this process, where there are several; empty for the only one.
@@ -63,6 +64,7 @@ class Role:
     index: int = 0
     leads: bool = True
     has_inputs: bool = True
+    routes: bool = True
     has_loss: bool = True
     has_all_weights: bool = True
     calls_loss: bool = True

@@ -13,12 +13,17 @@ from penstock.schedule import Action, Kind
 
 Position = list[int] | memoryview
 """Its first item says what a worker is doing: `code(action, waits)`, 0 for nothing, or one of the
-two codes below. Others read it without asking the worker."""
+codes below. Others read it without asking the worker."""
 
-STARTING, UPDATING = -1, -2
+STARTING, UPDATING, EXCHANGING = -1, -2, -3
 
 _KINDS = tuple(Kind)
-_OTHER = {0: "", STARTING: "start", UPDATING: "optimizer step"}
+_OTHER = {
+    0: "",
+    STARTING: "start",
+    UPDATING: "optimizer step",
+    EXCHANGING: "exchange with other replicas",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Activity:
     Attributes:
         stage: which of its stages is at work; `None` between passes.
         microbatch: on which one.
-        what: `"forward"`, `"backward"`, `"start"`, `"optimizer step"`, or nothing.
+        what: `"forward"`, `"backward"`, `"start"`, `"optimizer step"`, `"exchange with other
+            replicas"`, or nothing.
         waits: whether it waits for the values of another worker.
     """
 

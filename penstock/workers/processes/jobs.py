@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from penstock.capture.equality import same_tensor
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.engine.batchnorm import Statistics
@@ -21,9 +20,8 @@ from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.stage import Before
 from penstock.engine.state import kept
-from penstock.errors import InputError
 from penstock.links.local import LocalLink
-from penstock.links.pickling import Packed, pack, unpack
+from penstock.links.pickling import Packed, unpack
 from penstock.links.wire import SPIN
 from penstock.loading import (
     tolerate_missing_torchvision_operators,
@@ -33,6 +31,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.members import STARTING, UPDATING, Member
+from penstock.workers.memories import unchanged
 from penstock.workers.optimizer_parts import use_settings
 from penstock.workers.processes.following import News, follow
 from penstock.workers.processes.shared_model import Gradients, Package
@@ -250,9 +249,10 @@ class RunPass:
         assembly = own.assemblies[self.order.training]
         order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
         has_work = bool(own.replica.share(len(order.microbatches)))
+        keeping = unchanged(loss) if own.replica.of > 1 else nullcontext()
         try:
             trial = _leaving_no_trace(own, assembly) if order.trial and has_work else nullcontext()
-            with trial, own_casts(), _in_order(own), _keeping(loss, own.replica):
+            with trial, own_casts(), _in_order(own), keeping:
                 outcome = assembly.run(own.place, order, own.position)
                 outcome.statistics = _statistics(own, order)
         except BaseException:
@@ -288,28 +288,6 @@ def _statistics(own: WorkerState, order: Order) -> dict[int, dict[int, list[Stat
     taken = [common.norms.take(numbers) for common in own.replica.common.values()]
     found = {id(module): seen for of_stage in taken for module, seen in of_stage.items()}
     return {k: found[id(m)] for k, m in enumerate(own.modules) if id(m) in found} if found else {}
-
-
-@contextmanager
-def _keeping(loss: Loss | None, replica: Replica) -> Iterator[None]:
-    """Around a pass of one of several replicas: each calls a loss function of its own.
-
-    Raises:
-        InputError: it is another one afterwards, or the metrics function is.
-    """
-    if loss is None or replica.of == 1:
-        yield
-        return
-    functions = loss.function, loss.metrics
-    data, tensors = pack(functions)
-    before = [tensor.detach().clone() for tensor in tensors]
-    yield
-    now, others = pack(functions)
-    if now != data or not all(map(same_tensor, before, others)):
-        raise InputError(
-            "the loss function or the metrics function has changed when it was called, and every "
-            'replica is a process with functions of its own; use workers="threads", or replicas=1'
-        )
 
 
 @contextmanager

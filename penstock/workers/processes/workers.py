@@ -10,20 +10,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.capture.preserve import own_generators
 from penstock.capture.trees import flatten
 from penstock.devices.choice import threads_per_worker
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
-from penstock.engine.span import Span
 from penstock.engine.stage import Before
 from penstock.engine.state import Backups
 from penstock.errors import InputError, PenstockError, closed
@@ -33,6 +31,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.backend import Role, Workers
 from penstock.workers.members import Activity, members_here
+from penstock.workers.memories import check_memories
 from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
@@ -198,7 +197,7 @@ class ProcessWorkers(Workers):
         turns = None
         if self._plan.replicas > 1:
             for stage in stages.values():
-                self._check_memories(stage.spans)
+                check_memories(stage.spans, self._plan.replicas, remote.name_of)
             turns = self._memory_for_turns(place, len(every))
         modules = remote.add(every)
         part = replace(way, stages=stages)
@@ -209,23 +208,6 @@ class ProcessWorkers(Workers):
                 f"the stages of worker {place} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
-
-    def _check_memories(self, spans: Sequence[Span]) -> None:
-        """Raise if forwards remember something that other processes do not see.
-
-        Raises:
-            InputError: they do.
-        """
-        generators = (m for m in modules_of(spans) if any(own_generators(m)))
-        attributes = (m for span in spans for memory in span.memories for m in memory)
-        module = next(chain(generators, attributes), None)
-        if module is not None:
-            raise InputError(
-                f"replicas={self._plan.replicas}: {self._remotes[0].name_of(module)} remembers "
-                "something from forward to forward in an attribute or a random generator of its "
-                'own, which replicas in other processes do not see; use workers="threads", or '
-                "replicas=1"
-            )
 
     # -- passes ---------------------------------------------------------------------------
 

@@ -63,6 +63,9 @@ class RankBackend(Backend):
         whole.check_fits(program.fingerprint, self._names, len(program))
         return whole
 
+    def check_replicas(self, replicas: int) -> None:
+        """Any number of them: each rank has a model of its own."""
+
     @property
     def devices(self) -> Sequence[torch.device]:
         """For the device of every rank, one of this machine that is like it."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from threading import Thread
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -21,19 +21,23 @@ from torch.optim import Optimizer
 
 from penstock.capture.trees import map_leaves
 from penstock.devices.streams import on
-from penstock.engine.ends import to_device
+from penstock.engine.batchnorm import move, replay
+from penstock.engine.ends import Loss, to_device
 from penstock.engine.orders import Order, Outcome
+from penstock.engine.stage import MicroBatch
 from penstock.engine.state import Backups
+from penstock.links.link import Gradients
 from penstock.links.local import LocalLink
 from penstock.links.process_group import Line
-from penstock.links.shared_memory import Receiver, Sender, Sink, Source
+from penstock.links.shared_memory import Giver, Receiver, Sender, Sink, Source, Taker
 from penstock.links.wire import Wire
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping, norms_of, total_norm
-from penstock.workers.members import Activity, Member
+from penstock.workers.members import EXCHANGING, Activity, Member
+from penstock.workers.memories import check_buffers, check_memories, unchanged
 from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
@@ -47,6 +51,7 @@ from penstock.workers.ownership import Ownership, conflict
 from penstock.workers.pool import Dispatch
 from penstock.workers.ranks.process_groups import LinkGroups
 from penstock.workers.ranks.rendezvous import Launch
+from penstock.workers.ranks.replicas import ChainedSum, RankReplica, Ring, RingStage
 from penstock.workers.ranks.stale import StaleCopy
 from penstock.workers.ranks.thread import RankThread
 from penstock.workers.saving import SaveOrder
@@ -89,20 +94,30 @@ class RankWorkers(Workers):
         self._plan = plan
         self._me = order.index(launch.ranks.rank)
         self._order = order
+        self._replica, self._place = divmod(self._me, plan.workers_per_replica)
         self._device = launch.device
         self._threads = threads
         self.devices = [launch.device] * len(order)
         self.members = [
-            Member(worker, torch.device(entry.device), worker, 0, entry.pid, entry.host)
+            Member(
+                worker,
+                torch.device(entry.device),
+                worker % plan.workers_per_replica,
+                worker // plan.workers_per_replica,
+                entry.pid,
+                entry.host,
+            )
             for worker, entry in enumerate(launch.entries[rank] for rank in order)
         ]
-        self.homes = [launch.device if worker == self._me else None for worker in plan.placement]
-        self.ownership = Ownership(plan.placement)
+        here, placement = self._place, plan.placement
+        self.homes = [launch.device if worker == here else None for worker in placement]
+        self.ownership = Ownership(placement, plan.replicas)
         self.role = Role(
             index=self._me,
             leads=launch.ranks.rank == 0,
-            has_inputs=plan.placement[0] == self._me,
-            has_loss=plan.placement[-1] == self._me,
+            has_inputs=placement[0] == here,
+            routes=placement[0] == self._me,
+            has_loss=placement[-1] == here,
             has_all_weights=False,
             name=launch.ranks.names[launch.ranks.rank],
         )
@@ -111,61 +126,89 @@ class RankWorkers(Workers):
         self._wires: list[Wire] = []
         self._writer: Thread | None = None
         self._ends: dict[int, Any] = {}
+        self._deferred = False
+        self._trained = 0
         self._thread = RankThread(launch.device, threads, self._reset, self._doing)
         self._backups = Backups()
         with self._ranks.operation("the building of links"):
-            self._connect()
+            self._ring = self._connect()
         self._ranks.timeout = timeout
         self._ranks.workers = [order.index(rank) for rank in range(len(order))]
+        self._total = ChainedSum(self._ring, self._own_parameters) if self._ring else None
+        first = self._me - self._place
+        self._here = replica = RankReplica(self._replica, plan.replicas, first, total=self._total)
         self._assemblies = {
-            training: Assembly(plan, self.devices, self._ends, [self._me])
+            training: Assembly(plan, self.devices, self._ends, [self._place], replica)
             for training in (True, False)
         }
+        self._model = model
         self._copy = StaleCopy(model, self._owned)
 
     def _owned(self) -> list[torch.Tensor]:
         """The tensors of this rank's stages."""
         held = self.ownership
-        return [*held.parameters[self._me], *held.buffers[self._me]]
+        return [*held.parameters[self._place], *held.buffers[self._place]]
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        """Those of this rank's stages."""
+        return self.ownership.parameters[self._place]
 
     # -- links ----------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        """Have this rank's ends of all links."""
-        pairs = [(self._order[a], self._order[b]) for a, b in pairwise(self._plan.placement)]
+    def _connect(self) -> Ring | None:
+        """Have this rank's ends of all links; returns the ring of its place, with replicas."""
+        pairs = _pairs(self._plan, self._order)
         me, near = self._ranks.rank, self._launch.others.near
-        mine = {k: pair for k, pair in enumerate(pairs) if me in pair and pair[0] != pair[1]}
+        mine = {k: pair for k, pair in pairs.items() if me in pair and pair[0] != pair[1]}
         others = {k: b if a == me else a for k, (a, b) in mine.items()}
         wires = self._launch.others.connect(others)
         self._launch.others.listener.close()  # nobody else is to come
-        far = {k: pair for k, pair in enumerate(pairs) if not near(*pair)}
+        far = {k: pair for k, pair in pairs.items() if not near(*pair)}
         names = [torch.device(entry.device) for entry in self._launch.entries]
         groups = LinkGroups(far, names, me)
-        self.links = tuple(_in_words(pair, near, groups.backends.get(k)) for k, pair in
-                           enumerate(pairs))  # fmt: skip
-        for k, (a, b) in enumerate(pairs):
+        stages = len(self._plan.stages) - 1  # links between them
+        first = self._replica * stages
+        self.links = tuple(_in_words(pairs[k], near, groups.backends.get(k)) for k in range(stages))
+        for k in range(stages):
+            a, b = pairs[first + k]
             if a == b == me:
                 self._ends[k] = LocalLink(self._device, self._device)
-            elif k in mine:
-                self._ends[k] = self._end(k, a == me, wires[k], groups)
+            elif first + k in mine:
+                takes, gives = self._end(first + k, a == me, wires[first + k], groups)
+                self._ends[k] = Sink(takes, gives) if a == me else Source(gives, takes)
+        count, each = self._plan.replicas, self._plan.workers_per_replica
+        if count == 1:
+            return None
+        ring = count * stages + self._place
+        there = ring + self._replica * each
+        back = ring + (self._replica - 1) % count * each
+        onward, _ = self._end(there, True, wires[there], groups)
+        _, come = self._end(back, False, wires[back], groups)
+        return Ring(self._replica, count, onward, come)
 
-    def _end(self, k: int, is_sink: bool, wire: Wire, groups: LinkGroups) -> Sink | Source:
-        """This rank's end of the link after stage `k`."""
+    def _end(self, k: int, is_first: bool, wire: Wire, groups: LinkGroups) -> tuple[Taker, Giver]:
+        """This rank's end of a connection: what takes values to the other end, and gives them.
+
+        Args:
+            k: its number.
+            is_first: whether this rank is the first of the pair.
+            wire: to the other end.
+            groups: of connections between machines.
+        """
         self._wires.append(wire)
         wait, left = partial(self._thread.wait_for, wire), self._thread.left
         if k in groups.peers:
             line = Line(wire, groups.peers[k], self._thread, self._device, wait, left)
             self._lines.append(line)
-            return Sink(line, line) if is_sink else Source(line, line)
-        sender = Sender(wire, self._thread)
-        receiver = Receiver(wire, self._thread, self._device, wait)
-        return Sink(sender, receiver) if is_sink else Source(receiver, sender)
+            return line, line
+        return Sender(wire, self._thread), Receiver(wire, self._thread, self._device, wait)
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model.
 
         Raises:
-            InputError: on different ways, different ranks use a parameter.
+            InputError: on different ways, different ranks use a parameter; or forwards remember
+                what other replicas do not see.
         """
         self.ownership.add(way)
         owners: dict[int, int] = {}
@@ -173,14 +216,23 @@ class RankWorkers(Workers):
             for tensor in tensors:
                 if owners.setdefault(id(tensor), worker) != worker:
                     raise conflict(tensor, owners[id(tensor)], worker)
+        if self._ring is not None:
+            self._deferred = way.deferred
+            spans = [span for stage in way.stages.values() for span in stage.spans]
+            check_memories(spans, self._plan.replicas, self._name_of)
+            check_buffers(spans, self._plan.replicas, self._name_of)
+            way = replace(way, deferred=True)  # until the statistics of all replicas are there
         self._assemblies[way.training].add(way)
+
+    def _name_of(self, module: nn.Module) -> str:
+        return next((repr(n) for n, m in self._model.named_modules() if m is module), "a module")
 
     # -- passes ---------------------------------------------------------------------------
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Whose gradients passes leave in this process: those of this rank's stages."""
-        return self.ownership.parameters[self._me]
+        return self._own_parameters()
 
     def operation(self, what: str) -> AbstractContextManager[None]:
         """An operation of all ranks: if it fails on one, it fails on all."""
@@ -211,13 +263,14 @@ class RankWorkers(Workers):
         try:
             with self.operation(ticket.order.name):
                 own = self._own(ticket.dispatch)
-                parts = self._ranks.end(_for_others(own))
+                parts = self._ranks.end(_for_others(own, self._ring is not None))
         except BaseException as error:
             self.give_up(error)
             raise
         self._backups.drop(ticket.number)
         whole = Outcome.of([_moved(part, self._device) for part in parts])
-        whole.gradients = own.gradients
+        if self._ring is None:
+            whole.gradients = own.gradients
         return whole
 
     def _own(self, current: Dispatch) -> Outcome:
@@ -239,22 +292,71 @@ class RankWorkers(Workers):
         self._backups.restore()
         for assembly in self._assemblies.values():
             assembly.clear()
+        if self._total is not None:
+            self._total.begin()
 
     def _run(self, order: Order, number: int, timeout: float) -> Outcome:
         """This rank's part of a pass, in its thread."""
         backward = order.what in ("train", "backward")
         self._thread.begin(number, timeout)
-        self._backups.begin(number, [self.ownership.backup(self._me, backward)])
+        self._backups.begin(number, [self.ownership.backup(self._place, backward)])
         kinds = [
             (order.what, order.training, order.modes, m.way, tuple(m.sizes.items()))
-            for m in order.microbatches
+            for m in self._mine(order)
         ]
         for line in self._lines:
             line.expect(kinds)
         part = order.part(self.role.has_inputs, self.role.has_loss)
-        part = replace(part, wanted=self.ownership.own(self._me, order.wanted))
-        with own_casts():
-            return self._assemblies[order.training].run(self._me, part, self._position)
+        part = replace(part, wanted=self.ownership.own(self._place, order.wanted))
+        assembly = self._assemblies[order.training]
+        if self._total is None:
+            with own_casts():
+                return assembly.run(self._place, part, self._position)
+        self._total.begin()
+        with own_casts(), self._keeping(part.loss):
+            outcome = assembly.run(self._place, part, self._position)
+        self._position[0] = EXCHANGING
+        try:
+            if backward:
+                self._total.finish()
+            if order.what != "backward":
+                self._update_norms(assembly)
+        finally:
+            self._position[0] = 0
+        return outcome
+
+    def _mine(self, order: Order) -> Sequence[MicroBatch]:
+        """The micro-batches of a pass that this rank's replica runs."""
+        share = self._here.share(len(order.microbatches))
+        return [order.microbatches[k] for k in share]
+
+    def _keeping(self, loss: Loss | None) -> AbstractContextManager[None]:
+        """Around a pass of one of several replicas: now and then the loss function is looked at.
+
+        It must not remember anything. Most that do, do so in every call.
+        """
+        if loss is None:
+            return nullcontext()
+        self._trained += 1
+        is_time = not self._trained & (self._trained - 1)  # the 1st, 2nd, 4th, 8th, ... time
+        return unchanged(loss if is_time else None)
+
+    def _update_norms(self, assembly: Assembly) -> None:
+        """Update running statistics with those that BatchNorms of all replicas have seen."""
+        stages = [stage for stage in assembly.stages.values() if isinstance(stage, RingStage)]
+        if self._ring is None or not any(stage.norms.are_training() for stage in stages):
+            return
+        modules = [module for stage in stages for module in stage.norms]
+        found = [
+            [*stage.seen.get(module, {}).items()] for stage in stages for module in stage.norms
+        ]
+        every = self._ring.all_gather("statistics", [found])
+        seen = {
+            module: dict(chain.from_iterable(of_replica[0][k] for of_replica in every))
+            for k, module in enumerate(modules)
+        }
+        update = move if self._deferred else replay
+        update({module: of_module for module, of_module in seen.items() if of_module})
 
     def status(self) -> Mapping[int, Activity]:
         """What this rank is doing."""
@@ -279,6 +381,42 @@ class RankWorkers(Workers):
         finally:
             torch.set_num_threads(before)
 
+    @contextmanager
+    def stepping(self, owned: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Around an optimizer's step: afterwards replicas have each other's new weights.
+
+        Args:
+            owned: the parameters that this rank updates.
+        """
+        if self._ring is None:
+            with self.at_work():
+                yield
+            return
+        with self.operation("optimizer.step"):
+            with self.at_work():
+                yield
+            share = partial(self._share_weights, owned, self._ranks.number, self._ranks.timeout)
+            self._own(self._thread.start([share]))
+
+    @torch.no_grad()
+    def _share_weights(self, owned: Sequence[nn.Parameter], number: int, timeout: float) -> Outcome:
+        """Send these to the other replicas, and have theirs; in the thread."""
+        self._thread.begin(number, timeout)
+        self._position[0] = EXCHANGING
+        try:
+            every = self._own_parameters()
+            numbers = {id(parameter): k for k, parameter in enumerate(every)}
+            mine = [p for p in owned if id(p) in numbers]
+            values = [[numbers[id(p)] for p in mine], *(p.detach() for p in mine)]
+            assert self._ring is not None
+            for replica, (places, *weights) in enumerate(self._ring.all_gather("weights", values)):
+                if replica != self._replica:
+                    for k, weight in zip(places, weights, strict=True):
+                        every[k].copy_(weight)
+        finally:
+            self._position[0] = 0
+        return Outcome()
+
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""
         self._assemblies[training].forget(number)
@@ -298,7 +436,7 @@ class RankWorkers(Workers):
     def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over the parameters of all ranks; the same bits."""
         held = self.ownership.parameters
-        others = {id(p) for k, own in enumerate(held) if k != self._me for p in own}
+        others = {id(p) for k, own in enumerate(held) if k != self._place for p in own}
         mine = {
             k: p for k, p in enumerate(parameters) if id(p) not in others and p.grad is not None
         }
@@ -316,13 +454,12 @@ class RankWorkers(Workers):
         memory here, because it is on `meta`, is only in the state dict.
         """
         state = {k: _detached(v) for k, v in of.state_dict(keep_vars=True).items()}
-        own = {id(t) for t in self.ownership.parameters[self._me]}
-        own |= {id(t) for t in self.ownership.buffers[self._me]}
+        own = {id(t) for t in self._owned()} if self._replica == 0 else set()
         named = [*model.named_parameters(remove_duplicate=False)]
         named += [*model.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
         mine = {name: state[name] for name, t in named if id(t) in own and name in state}
         for worker, part in enumerate(self.all_gather("state_dict", mine)):
-            for name, tensor in part.items() if worker != self._me else ():
+            for name, tensor in part.items() if worker != self._place else ():
                 if state[name].is_meta:
                     state[name] = tensor
                 else:
@@ -368,7 +505,7 @@ class _RankPart:
     ) -> None:
         self._part = part_of(kind, groups, options, owned)
         self._all = [parameter for group in groups for parameter in group["params"]]
-        self._owned = {id(parameter) for parameter in owned}
+        self._owned = list(owned)
         self._workers = workers
 
     def step(self, groups: Groups, state: State) -> None:
@@ -376,16 +513,17 @@ class _RankPart:
         self._part.state = state  # type: ignore[assignment]
         use_settings(self._part, settings_of(groups))
         warn_of_no_gradients(self._part.param_groups)
-        with self._workers.at_work():
+        with self._workers.stepping(self._owned):
             self._part.step()
 
     def fetch(self, state: State) -> None:
         """Bring what the others remember here."""
         numbers = {id(parameter): k for k, parameter in enumerate(self._all)}
+        own = {id(parameter) for parameter in self._owned}
         mine = {
             numbers[id(p)]: values
             for p, values in state.items()
-            if id(p) in self._owned and id(p) in numbers  # it may have left the groups
+            if id(p) in own and id(p) in numbers  # it may have left the groups
         }
         parts = self._workers.all_gather("the optimizer's state_dict", mine)
         others = [p for k, p in enumerate(parts) if k != self._workers.role.index]
@@ -406,11 +544,37 @@ def _in_words(pair: tuple[int, int], near: Callable[[int, int], bool], backend: 
     return "shared memory" if near(*pair) else f"torch.distributed ({backend})"
 
 
-def _for_others(outcome: Outcome) -> Outcome:
-    """What other ranks get of it; with times that mean the same on every machine."""
+def _pairs(plan: Plan, order: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """The ranks at both ends of every connection, by its number.
+
+    First those between stages, replica after replica; then those of the rings, from every worker
+    of a replica to the one at its place in the next.
+
+    Args:
+        plan: what they run.
+        order: the rank of every worker.
+    """
+    count, each = plan.replicas, plan.workers_per_replica
+    between = [
+        (order[r * each + a], order[r * each + b])
+        for r in range(count)
+        for a, b in pairwise(plan.placement)
+    ]
+    rings = [
+        (order[worker], order[(worker + each) % len(order)])
+        for worker in range(len(order) if count > 1 else 0)
+    ]
+    return dict(enumerate([*between, *rings]))
+
+
+def _for_others(outcome: Outcome, has_replicas: bool) -> Outcome:
+    """What other ranks get of it; with times that mean the same on every machine.
+
+    Those with the first stage of another replica get the gradients of what entered, too.
+    """
     shift = time.time() - time.perf_counter()
     moved = [e._replace(start=e.start + shift, end=e.end + shift) for e in outcome.events]
-    return replace(outcome, gradients={}, events=moved)
+    return replace(outcome, gradients=outcome.gradients if has_replicas else {}, events=moved)
 
 
 def _moved(outcome: Outcome, device: torch.device) -> Outcome:
@@ -421,4 +585,7 @@ def _moved(outcome: Outcome, device: torch.device) -> Outcome:
         for k, values in outcome.results.items()
     }
     metrics = map_leaves(lambda leaf: to_device(leaf, device), outcome.metrics)
-    return replace(outcome, losses=losses, results=results, metrics=metrics)
+    gradients: dict[int, Gradients] = {
+        k: [to_device(value, device) for value in values] for k, values in outcome.gradients.items()
+    }
+    return replace(outcome, losses=losses, results=results, metrics=metrics, gradients=gradients)

@@ -128,7 +128,8 @@ class Rig:
         batch = None
         if role.has_inputs:
             batch = Batch.split(self.program.flatten_inputs((x,), {}), COUNT)
-            batch = self.runner.route(batch, training, what == "train")
+            if role.routes:
+                batch = self.runner.route(batch, training, what == "train")
         batch = self.runner.share(batch, training)
         objective = Objective(Y, loss_fn, "rows", None, None, False)
         ends = what == "train" and role.has_loss
