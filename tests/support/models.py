@@ -206,3 +206,8 @@ def own_forward(
     """The model's own forward, with the random numbers of a replay with this key."""
     with seeded(program, key, model):
         return (model or program.model)(*args, **kwargs)
+
+
+def replicated(plan: ps.Plan, replicas: int) -> ps.Plan:
+    """The same stages, so many times."""
+    return msgspec.structs.replace(plan, other_replicas=(plan.devices,) * (replicas - 1))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.capture.trees import flatten
 from penstock.oracle import map_tensors
-from tests.support.models import uniform_plan
+from tests.support.models import replicated, uniform_plan
 
 IGNORED = -100
 Found = dict[str, Any]
@@ -299,12 +299,19 @@ USES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], Callable[[Any], 
 """By name: the model, its inputs, and what is done."""
 
 
-def split(name: str, schedule: str = "1f1b", recompute: str = "none", **options: Any) -> Any:
+def split(
+    name: str,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    stages: int = 2,
+    replicas: int = 1,
+    **options: Any,
+) -> Any:
     """A pipeline over a use's model, in two stages and three micro-batches."""
     build, args, _ = USES[name]
     model = build()
     program = ps.capture(model, args)
-    plan = uniform_plan(program, 2, 3, schedule, recompute=recompute)
+    plan = replicated(uniform_plan(program, stages, 3, schedule, recompute=recompute), replicas)
     return ps.Pipeline(model, args, program=program, plan=plan, **options)
 
 
@@ -312,7 +319,7 @@ def used(name: str, **options: Any) -> Found:
     """What the use finds with a pipeline."""
     with split(name, **options) as pipe:
         found = USES[name][2](pipe)
-        assert len(pipe.plan.stages) > 1
+        assert len(pipe.plan.devices) > 1
         return found
 
 

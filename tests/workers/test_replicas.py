@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from penstock.engine.replicas import OrderedSum
 from penstock.engine.state import State
 from penstock.engine.turns import LocalTurns
 from penstock.links.local import Aborted
-from tests.support.models import uniform_plan
+from tests.support.models import replicated, uniform_plan
 from tests.support.training import USES, assert_same, used_plainly
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -30,11 +29,6 @@ KINDS = ["threads", "processes"]
 
 X = torch.randn(11, 6, generator=torch.Generator().manual_seed(3))
 Y = torch.randn(11, 6, generator=torch.Generator().manual_seed(4))
-
-
-def replicated(plan: ps.Plan, replicas: int) -> ps.Plan:
-    """The same stages, so many times."""
-    return msgspec.structs.replace(plan, other_replicas=(plan.devices,) * (replicas - 1))
 
 
 def make(

@@ -30,7 +30,7 @@ from torch import nn
 from penstock.engine.batchnorm import Norms, Seen
 from penstock.engine.replicas import Replica, SummedStage, Terms, accumulate
 from penstock.engine.span import Entry
-from penstock.engine.stage import Stage
+from penstock.engine.stage import Before, MicroBatch, Stage
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
 from penstock.links.process_group import Line
@@ -221,6 +221,16 @@ class RingStage(SummedStage):
         self._ring_total = total
         self.norms = Norms(replayed=True)
         self.seen: Seen = {}
+
+    def begin(
+        self,
+        microbatches: Sequence[MicroBatch],
+        wanted: Sequence[nn.Parameter] | None,
+        before: Before,
+    ) -> None:
+        """A pass begins, which may have no micro-batches for this replica."""
+        super().begin(microbatches, wanted, before)
+        self.seen = {}
 
     def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
         """As of `SummedStage`; as of `Stage` where the sum is in `.grad` already."""

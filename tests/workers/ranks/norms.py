@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import penstock as ps
-from tests.support.models import uniform_plan
+from penstock.engine.batchnorm import BatchNormMode
+from tests.support.models import replicated, uniform_plan
 
 X, Y = torch.randn(11, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(11, 6)
 KINDS: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
@@ -21,17 +22,23 @@ KINDS: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
 }
 
 
-def norms(options: dict[str, Any]) -> dict[str, Any]:
+def norms(
+    options: dict[str, Any],
+    stages: int = 2,
+    replicas: int = 1,
+    batchnorm: BatchNormMode = "deferred",
+    recompute: Any = ("0", "3"),
+) -> dict[str, Any]:
     """Steps with each of some optimizers; first with half of the model frozen, then without."""
     torch.manual_seed(4)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(*blocks)
     names = [f"{k}.1" for k in range(4)]
     program = ps.capture(model, (X,), keep_closed=names)
-    plan = uniform_plan(program, 2, 3, recompute=["0", "3"])
+    plan = replicated(uniform_plan(program, stages, 3, recompute=recompute), replicas)
     losses: list[torch.Tensor] = []
     with ps.Pipeline(
-        model, (X,), program=program, plan=plan, batchnorm="deferred", **options
+        model, (X,), program=program, plan=plan, batchnorm=batchnorm, **options
     ) as pipe:
         average = AveragedModel(pipe.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         for number, (kind, settings) in enumerate(KINDS.items()):

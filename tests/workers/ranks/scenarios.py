@@ -35,6 +35,7 @@ from tests.support.training import LABELS, USES, balanced, hits, split, used
 from tests.support.training import X as X_ROUTED
 from tests.support.traps import Trap, divide
 from tests.workers.contract.clauses import CLAUSES
+from tests.workers.ranks import replicated
 from tests.workers.ranks.steps import EXACT, LARGER, X, Y, everything
 
 
@@ -242,6 +243,16 @@ def narrow_by_process_group(rank: int) -> Any:
     use_one_core(rank)
     torch.manual_seed(3)
     return {"narrow": precision.narrow({})}
+
+
+def replicas(rank: int, shape: str) -> Any:
+    """Everything that one pipeline does, with stages x replicas."""
+    return replicated.everything(shape)
+
+
+def refused(rank: int) -> Any:
+    """What replicas on ranks cannot have."""
+    return replicated.refused(rank)
 
 
 def trapped(stages: int, **options: Any) -> ps.Pipeline:

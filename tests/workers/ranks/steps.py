@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.trees import flatten
-from tests.support.models import cases, uniform_plan
+from tests.support.models import cases, replicated, uniform_plan
 from tests.workers.ranks.norms import norms
 
 Found = dict[str, Any]
@@ -41,11 +41,11 @@ def small() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def small_pipe(**options: Any) -> ps.Pipeline:
-    """A pipeline of it, in two stages."""
+def small_pipe(stages: int = 2, replicas: int = 1, **options: Any) -> ps.Pipeline:
+    """A pipeline of it."""
     model = small()
     program = ps.capture(model, (X,))
-    plan = uniform_plan(program, 2, 3)
+    plan = replicated(uniform_plan(program, stages, 3), replicas)
     return ps.Pipeline(model, (X,), program=program, plan=plan, **options)
 
 

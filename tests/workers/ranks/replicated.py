@@ -1,0 +1,272 @@
+"""What ranks do as stages x replicas, and what they cannot."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import penstock as ps
+from tests.support.models import replicated, uniform_plan
+from tests.support.training import USES, used
+from tests.workers.ranks.norms import norms
+from tests.workers.ranks.steps import SMALL, Found, X, Y, small_pipe
+
+
+def everything(shape: str) -> dict[str, Found]:
+    """All uses and steps, by name; `shape` is stages x replicas."""
+    stages, count = map(int, shape.split("x"))
+    found = {name: used(name, stages=stages, replicas=count) for name in USES}
+    for mode in ("microbatch", "deferred"):
+        found[mode] = norms({}, stages, count, mode, "none")  # type: ignore[arg-type]
+    for steps in SMALL:
+        with small_pipe(stages, count) as pipe:
+            torch.manual_seed(3)
+            found[steps.__name__] = steps(pipe)
+    for name, more in MORE.items():
+        found[name] = more(stages, count, {})
+    return found
+
+
+def reference(options: dict[str, Any]) -> dict[str, Found]:
+    """The same in two stages of one replica; the uses are compared with plain PyTorch."""
+    found: dict[str, Found] = {}
+    for mode in ("microbatch", "deferred"):
+        found[mode] = norms(options, 2, 1, mode, "none")  # type: ignore[arg-type]
+    for steps in SMALL:
+        with small_pipe(**options) as pipe:
+            torch.manual_seed(3)
+            found[steps.__name__] = steps(pipe)
+    for name, more in MORE.items():
+        found[name] = more(2, 1, options)
+    return found
+
+
+def with_plan(
+    model: nn.Module, stages: int, count: int, m: int = 5, keep_closed: Any = (), **options: Any
+) -> ps.Pipeline:
+    """A pipeline of so many stages and replicas."""
+    program = ps.capture(model, (X,), keep_closed=keep_closed)
+    plan = replicated(uniform_plan(program, stages, m), count)
+    return ps.Pipeline(model, (X,), program=program, plan=plan, **{"audit": None, **options})
+
+
+def noisy() -> nn.Module:
+    """BatchNorms of both kinds of momentum, in any layout, and dropout."""
+    torch.manual_seed(9)
+    return nn.Sequential(
+        *(nn.Linear(6, 12), nn.BatchNorm1d(12, momentum=None), nn.Dropout(0.3)),
+        *(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, momentum=0.3)),
+        *(nn.Flatten(), nn.BatchNorm1d(16, affine=False), nn.Linear(16, 6)),
+    )
+
+
+def fewer_rows(stages: int, count: int, options: dict[str, Any]) -> Found:
+    """Batches of which some replicas get nothing, in training, in evaluation and by `map`."""
+    losses: list[Any] = []
+    with with_plan(noisy(), stages, count, **options) as pipe:
+        torch.manual_seed(3)
+        for rows in (11, 10):
+            x, y = X[:rows], Y[:rows]
+            losses.append(pipe.train_step(x, target=y, loss_fn=F.mse_loss, weight=sized))
+            losses.append(pipe.train_microbatches([(x,)], targets=[y], loss_fn=F.mse_loss))
+        losses += list(pipe.map([X, X[:10]]))  # in training mode, so statistics are updated
+        losses.append(pipe.eval_step(X, target=Y, loss_fn=F.mse_loss))
+        pipe.eval()
+        losses += list(pipe.map([X, X[:3], X[:1], X]))
+        return {"losses": losses, "state": copy.deepcopy(pipe.state_dict())}
+
+
+def sized(target: torch.Tensor) -> float:
+    return float(len(target) ** 2)
+
+
+def saved(stages: int, count: int, options: dict[str, Any]) -> Found:
+    """A checkpoint in the midst, which is read by another pipeline of the same kind."""
+    losses: list[Any] = []
+
+    def steps(pipe: ps.Pipeline, optimizer: Any, number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad()
+            losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+            optimizer.step()
+
+    with with_plan(noisy(), stages, count, **options) as pipe:
+        torch.manual_seed(3)
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.02)
+        steps(pipe, optimizer, 2)
+        workers = pipe._runner.workers
+        with workers.operation("a folder"):
+            made = tempfile.mkdtemp() if workers.role.leads else None
+            folder = Path(workers.broadcast(made, "leader"))
+        pipe.save(folder, optimizer=optimizer)
+    with with_plan(noisy(), stages, count, **options) as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.02)
+        ps.load(folder).restore(pipe, optimizer=optimizer)
+        steps(pipe, optimizer, 2)
+        remembered = optimizer.state_dict()["state"]
+        state = copy.deepcopy(pipe.state_dict())
+    return {
+        "losses": losses,
+        "state": state,
+        "optimizer": {str(k): v for k, v in remembered.items()},
+    }
+
+
+def half_weights(stages: int, count: int, options: dict[str, Any]) -> Found:
+    """Weights in bfloat16 with copies in float32."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).bfloat16()
+    x, losses = X.bfloat16(), []
+    program = ps.capture(model, (x,))
+    plan = replicated(uniform_plan(program, stages, 4), count)
+    with ps.Pipeline(model, (x,), program=program, plan=plan, **options) as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01, master_weights=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(pipe.train_step(x, target=Y.bfloat16(), loss_fn=F.mse_loss))
+            optimizer.step()
+        return {"losses": losses, "state": copy.deepcopy(pipe.state_dict())}
+
+
+def fails_and_goes_on(stages: int, count: int, options: dict[str, Any]) -> Found:
+    """A loss that fails for a micro-batch leaves everything as it was before the step."""
+    losses: list[Any] = []
+    with with_plan(noisy(), stages, count, **options) as pipe:
+        torch.manual_seed(3)
+        losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+        before = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+        for row in (0, 10):
+            bad = Y.clone()
+            bad[row] = float("inf")
+            try:
+                pipe.train_step(X, target=bad, loss_fn=finite)
+            except ps.WorkerError as error:
+                losses.append(torch.tensor(error.microbatch))
+        after = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+        assert before.keys() == after.keys()
+        assert all(map(torch.equal, before.values(), after.values()))
+        losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+        return {"losses": losses, "state": copy.deepcopy(pipe.state_dict())}
+
+
+def finite(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that fails where a target is infinite."""
+    if not target.isfinite().all():
+        raise ValueError("no loss")
+    return F.mse_loss(output, target)
+
+
+MORE: dict[str, Callable[[int, int, dict[str, Any]], Found]] = {
+    "fewer rows": fewer_rows,
+    "saved": saved,
+    "half weights": half_weights,
+    "fails and goes on": fails_and_goes_on,
+}
+
+
+# -- what they cannot -------------------------------------------------------------------------
+
+
+class Remembers(nn.Module):
+    """Reads a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        return x - self.mean
+
+
+class Counts(nn.Module):
+    """Remembers in an attribute how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 6), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class Again(nn.Module):
+    """Runs a BatchNorm again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Strided(nn.Module):
+    """A BatchNorm over rows that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.t().contiguous().t())  # type: ignore[no-any-return]
+
+
+class Centred(nn.Module):
+    """A loss with a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(6))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.centre.add_(output.mean(0))
+        return F.mse_loss(output - self.centre, target)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output * self.scale, target)
+
+
+def refused(rank: int) -> dict[str, str]:
+    """What is raised, by what was tried, with two replicas of one stage."""
+    found: dict[str, str] = {}
+
+    def attempt(name: str, layer: nn.Module, loss: Any = F.mse_loss, x: torch.Tensor = X) -> None:
+        try:
+            model = nn.Sequential(nn.Linear(6, 6), layer)
+            with with_plan(model, 1, 2, keep_closed=["1"]) as pipe:
+                pipe.train_step(x, target=Y, loss_fn=loss)
+                pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        except ps.PenstockError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        else:
+            found[name] = ""
+
+    attempt("buffers", Remembers())
+    attempt("attributes", Counts())
+    attempt("again", Again())
+    attempt("strided", Strided())
+    attempt("loss that remembers", nn.Tanh(), Centred())
+    attempt("loss with a parameter", nn.Tanh(), Scaled())
+    attempt("other inputs", nn.Tanh(), x=X + rank)
+    attempt("nothing", nn.Tanh())
+    return found
