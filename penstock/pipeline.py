@@ -58,10 +58,11 @@ class Pipeline:
     parameters of its own stages in its model and leaves the others unchanged. All ranks must call
     the same methods in the same order. The rank with the first stage needs the inputs, the rank
     with the last stage the target and `loss_fn`; other ranks may omit them, and ignore them
-    otherwise. The loss, the result of `pipe(x)`, the norm of `clip_grad_norm_` and the state dicts
-    are the same on every rank. All ranks call `loss.backward()`; the loss of the rank with the last
-    stage is used. `load_state_dict` needs the full state on every rank. If one rank fails, all
-    raise the same error.
+    otherwise. With replicas, those of every replica need the whole batch. The loss, the result of
+    `pipe(x)`, the norm of `clip_grad_norm_` and the state dicts are the same on every rank. All
+    ranks call `loss.backward()`; the loss of the rank with the last stage is used.
+    `load_state_dict` needs the full state on every rank. If one rank fails, all raise the same
+    error.
 
     Args:
         model: any module.
@@ -93,7 +94,7 @@ class Pipeline:
         replicas: the number of replicas of all stages, which share the micro-batches of a batch;
             each runs on its part of the devices. Gradients are added in the order of micro-batches,
             so the results do not depend on it. `"auto"` is the number that is predicted to be
-            fastest. More than one is possible on CPUs, with threads and with processes.
+            fastest. More than one is possible on CPUs, and under torchrun on any device.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: names of modules that must stay whole, see `penstock.capture`.

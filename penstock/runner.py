@@ -155,7 +155,7 @@ class Runner:
         routed = batch if self.workers.role.routes else None
         description = None
         if routed is not None:
-            checksum = digest(routed.parts) if self._has_replicas else 0
+            checksum = digest(list(map(list, routed.parts))) if self._has_replicas else 0
             description = replace(routed, parts=[], digest=checksum)
         received = self.workers.broadcast(description, "inputs")
         if routed is not None:
@@ -168,7 +168,7 @@ class Runner:
                 ways.check(way, sizes)
         if batch is None:
             return received
-        if received.digest != digest(batch.parts):
+        if received.digest != digest(list(map(list, batch.parts))):
             raise InputError(
                 f"{self.workers.role.name} has other inputs than the rank with the first stage of "
                 "the first replica. Give every rank the whole batch, the same on all: Penstock "

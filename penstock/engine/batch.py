@@ -245,10 +245,10 @@ def _number(weight: Any) -> float:
         ) from error
 
 
-def digest(parts: Sequence[Inputs]) -> int:
-    """A checksum (CRC-32) of the tensors in these micro-batches: their shapes, dtypes and bytes."""
+def digest(given: object) -> int:
+    """A checksum (CRC-32) of the tensors in containers: their shapes, dtypes and bytes."""
     found = 0
-    for leaf in (leaf for part in parts for leaf in part):
+    for leaf in flatten(given)[0]:
         if isinstance(leaf, torch.Tensor):
             values = leaf.detach().cpu().contiguous()
             found = zlib.crc32(f"{values.shape} {values.dtype}".encode(), found)

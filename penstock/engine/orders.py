@@ -99,6 +99,7 @@ class Outcome:
         buffers: of the loss function, where it was called in another process.
         statistics: of BatchNorms that replicas in other processes have seen, by the number of the
             module there and by micro-batch.
+        targets: a checksum of all targets, where several processes have to have the same.
         mismatch: the loss of a micro-batch, and what its pieces make, where that was looked at and
             is something else.
     """
@@ -112,6 +113,7 @@ class Outcome:
     events: list[Event] = field(default_factory=list)
     buffers: Sequence[torch.Tensor] = ()
     statistics: Mapping[int, Mapping[int, list[Statistics]]] = field(default_factory=dict)
+    targets: int | None = None
     mismatch: tuple[float, float] | None = None
 
     @classmethod

@@ -132,8 +132,8 @@ class Backend(ABC):
         """
         if replicas > 1:
             raise InputError(
-                f"replicas={replicas}: so far only workers on the CPUs of one machine can be "
-                'replicas; use workers="threads" or "processes", or replicas=1'
+                f"replicas={replicas}: threads and processes can be replicas on CPUs only so far; "
+                "start the script with torchrun, or use replicas=1"
             )
 
     def wait(self, progress: Progress | None) -> None:

@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 
 from penstock.capture.trees import map_leaves
 from penstock.devices.streams import on
+from penstock.engine.batch import digest
 from penstock.engine.batchnorm import move, replay
 from penstock.engine.ends import Loss, to_device
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.stage import MicroBatch
 from penstock.engine.state import Backups
+from penstock.errors import InputError
 from penstock.links.link import Gradients
 from penstock.links.local import LocalLink
 from penstock.links.process_group import Line
@@ -264,6 +266,7 @@ class RankWorkers(Workers):
             with self.operation(ticket.order.name):
                 own = self._own(ticket.dispatch)
                 parts = self._ranks.end(_for_others(own, self._ring is not None))
+                _check_targets(parts)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -315,6 +318,8 @@ class RankWorkers(Workers):
         self._total.begin()
         with own_casts(), self._keeping(part.loss):
             outcome = assembly.run(self._place, part, self._position)
+        if part.loss is not None:
+            outcome.targets = digest(list(part.loss.targets))
         self._position[0] = EXCHANGING
         try:
             if backward:
@@ -565,6 +570,20 @@ def _pairs(plan: Plan, order: Sequence[int]) -> dict[int, tuple[int, int]]:
         for worker in range(len(order) if count > 1 else 0)
     ]
     return dict(enumerate([*between, *rings]))
+
+
+def _check_targets(parts: Sequence[Outcome]) -> None:
+    """Raise if the ranks that compute losses were given different targets.
+
+    Raises:
+        InputError: they were.
+    """
+    if len({part.targets for part in parts if part.targets is not None}) > 1:
+        raise InputError(
+            "the ranks with the last stage of different replicas were given different targets; "
+            "give every rank the target of the whole batch, the same on all: Penstock deals its "
+            "micro-batches to the replicas"
+        )
 
 
 def _for_others(outcome: Outcome, has_replicas: bool) -> Outcome:

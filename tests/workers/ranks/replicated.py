@@ -35,6 +35,15 @@ def everything(shape: str) -> dict[str, Found]:
     return found
 
 
+def some(shape: str) -> dict[str, Found]:
+    """A few steps with each of some optimizers, batches of many sizes, and a failure."""
+    stages, count = map(int, shape.split("x"))
+    found = {"microbatch": norms({}, stages, count, "microbatch", "none")}
+    for name in ("fewer rows", "fails and goes on"):
+        found[name] = MORE[name](stages, count, {})
+    return found
+
+
 def reference(options: dict[str, Any]) -> dict[str, Found]:
     """The same in two stages of one replica; the uses are compared with plain PyTorch."""
     found: dict[str, Found] = {}
@@ -250,11 +259,17 @@ def refused(rank: int) -> dict[str, str]:
     """What is raised, by what was tried, with two replicas of one stage."""
     found: dict[str, str] = {}
 
-    def attempt(name: str, layer: nn.Module, loss: Any = F.mse_loss, x: torch.Tensor = X) -> None:
+    def attempt(
+        name: str,
+        layer: nn.Module,
+        loss: Any = F.mse_loss,
+        x: torch.Tensor = X,
+        y: torch.Tensor = Y,
+    ) -> None:
         try:
             model = nn.Sequential(nn.Linear(6, 6), layer)
             with with_plan(model, 1, 2, keep_closed=["1"]) as pipe:
-                pipe.train_step(x, target=Y, loss_fn=loss)
+                pipe.train_step(x, target=y, loss_fn=loss)
                 pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         except ps.PenstockError as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -268,5 +283,6 @@ def refused(rank: int) -> dict[str, str]:
     attempt("loss that remembers", nn.Tanh(), Centred())
     attempt("loss with a parameter", nn.Tanh(), Scaled())
     attempt("other inputs", nn.Tanh(), x=X + rank)
+    attempt("other targets", nn.Tanh(), y=Y + rank)
     attempt("nothing", nn.Tanh())
     return found

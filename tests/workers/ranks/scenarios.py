@@ -250,6 +250,13 @@ def replicas(rank: int, shape: str) -> Any:
     return replicated.everything(shape)
 
 
+def replicas_by_process_group(rank: int, shape: str) -> Any:
+    """Some of it, as if every rank were on a machine of its own."""
+    apart(rank)
+    use_one_core(rank)
+    return replicated.some(shape)
+
+
 def refused(rank: int) -> Any:
     """What replicas on ranks cannot have."""
     return replicated.refused(rank)

@@ -19,7 +19,7 @@ class _Alone:
 
     role = Role()
 
-    def at_work(self) -> Any:
+    def stepping(self, owned: Any) -> Any:
         return contextlib.nullcontext()
 
     def all_gather(self, what: str, value: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,19 @@ def test_the_bits_of_one_device(shape: str, launcher: Launcher, tmp_path: Path) 
         plain = used_plainly(name)
         for found in ranks if stages == 1 else ():
             assert_same(found[name], plain)
-    for name, theirs in expected().items():
+    assert_as_expected(ranks, stages, expected().keys())
+
+
+@pytest.mark.timeout(200)
+def test_the_bits_of_one_device_over_a_process_group(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = launcher.run("replicas_by_process_group:1x3", tmp_path, 3)
+    assert_as_expected(ranks, 1, ["microbatch", "fewer rows", "fails and goes on"])
+
+
+def assert_as_expected(ranks: list[dict[str, Any]], stages: int, names: Iterable[str]) -> None:
+    """Every rank has the same losses and states as threads, and the gradients of its stages."""
+    for name in names:
+        theirs = expected()[name]
         for rank, found in enumerate(ranks):
             mine = dict(found[name])
             here = mine.pop("gradients", {})
@@ -45,8 +58,8 @@ def test_the_bits_of_one_device(shape: str, launcher: Launcher, tmp_path: Path) 
                 assert_equal(f"rank {rank}, {name}", inputs, theirs["x"])
             rest = {k: v for k, v in theirs.items() if k not in ("gradients", "x")}
             assert_equal(f"rank {rank}, {name}", mine, rest)
-        if stages == 1 and "gradients" in theirs:
-            assert ranks[-1][name]["gradients"].keys() == theirs["gradients"].keys()
+            if stages == 1 and "gradients" in theirs:
+                assert here.keys() == theirs["gradients"].keys()
 
 
 def some(whole: dict[str, torch.Tensor], names: Any) -> dict[str, torch.Tensor]:
@@ -65,6 +78,7 @@ def test_what_cannot_be(launcher: Launcher, tmp_path: Path) -> None:
         "loss that remembers": "has changed when it was called",
         "loss with a parameter": "no parameter of the model",
         "other inputs": "has other inputs than the rank",
+        "other targets": "given different targets",
         "nothing": "",
     }
     assert found.keys() == texts.keys()

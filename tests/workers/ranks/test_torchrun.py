@@ -155,7 +155,7 @@ def test_failures(launcher: Launcher, tmp_path: Path) -> None:
     assert "float64" in found["batch"][1]
     assert "the target has shape (3, 6)" in found["target"][1]
     assert "rank 0" in found["no inputs"][1]
-    assert "this rank that needs the inputs" in found["no inputs"][1]
+    assert "so this rank needs the inputs" in found["no inputs"][1]
     assert "loss_fn=None is not a function" in found["no loss"][1]
     assert "rank 1 is in state_dict and rank 0 in train_step" in found["mixed"][1]
     for name, words in (("modes", "in evaluation mode"), ("gradients", "without gradients")):
