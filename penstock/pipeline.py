@@ -70,9 +70,11 @@ class Pipeline:
         kwargs: example keyword arguments.
         devices: the devices of the workers, in order; a device may be listed several times. Each
             `"cpu"` is one worker with its share of the cores as intra-op threads. An integer n
-            means the first n GPUs, or n CPU workers if there is no GPU. Under torchrun, one device
-            for each rank, on that rank's machine; by default `"cuda:LOCAL_RANK"` if CUDA is
-            available, otherwise `"cpu"`.
+            means the first n GPUs, or n CPU workers if there is no GPU. By default the devices of
+            `plan`, if it is given; else all GPUs, if there are some; else as many CPU workers as
+            are predicted to be fastest, of 1, 2, 4, ... that share the cores of this process. Under
+            torchrun, one device for each rank, on that rank's machine; by default
+            `"cuda:LOCAL_RANK"` if CUDA is available, otherwise `"cpu"`.
         num_microbatches: the number of micro-batches of a batch, or `"auto"`. A batch with fewer
             rows is split into single rows.
         schedule: a name in `penstock.schedule.SCHEDULES`, or `"auto"`.
@@ -83,7 +85,8 @@ class Pipeline:
             mpirun, srun).
         plan: a plan, or the path of its file, to use instead of profiling and planning. Under
             torchrun, rank 0 plans, or reads the plan, for all.
-        cuts: qualified names of modules; the model is cut before them. One fewer than devices.
+        cuts: qualified names of modules; the model is cut before them. One fewer than devices of a
+            replica.
         recompute: which activations are recomputed in the backward instead of held: `"none"`,
             `"all"`, `"boundaries"`, `"auto"`, or names of modules; see `plan.request.Request`.
         memory_limit: bytes that every worker may hold, or a string such as `"8GiB"`.
@@ -93,8 +96,12 @@ class Pipeline:
             gradients are rounded to it where they cross from stage to stage. This changes results.
         replicas: the number of replicas of all stages, which share the micro-batches of a batch;
             each runs on its part of the devices. Gradients are added in the order of micro-batches,
-            so the results do not depend on it. `"auto"` is the number that is predicted to be
-            fastest. More than one is possible on CPUs, and under torchrun on any device.
+            so the results do not depend on it. More than one is possible on CPUs, and under
+            torchrun on any device. `"auto"` takes the plan that is predicted to be fastest of all
+            kinds that fit the memory: stages, replicas, replicas of stages, or one of the devices
+            alone; under torchrun it means stages. If `schedule`, `cuts` or `stages_per_worker` are
+            given, there are stages; models whose forwards change more than BatchNorm's statistics
+            have one replica.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: names of modules that must stay whole, see `penstock.capture`.
@@ -124,14 +131,14 @@ class Pipeline:
         plan: the plan in use.
         program: the captured program.
         model: the user's module.
-        threads_per_worker: intra-op threads of each CPU worker.
+        threads_per_worker: intra-op threads of each CPU worker; bits depend on it.
         allocator_kept: whether the process was told to keep freed memory.
         links: for every stage but the last, how values get to the next, in words.
 
     Raises:
         DeviceError: a device does not exist.
         InputError: the arguments do not fit together.
-        PlanError: the model cannot be cut into that many stages.
+        PlanError: the model cannot be cut as it is asked for.
         CaptureError: the model's forward cannot be recorded.
     """
 
@@ -152,7 +159,7 @@ class Pipeline:
         stages_per_worker: int | Literal["auto"] = "auto",
         tune: bool = False,
         boundary_dtype: torch.dtype | None = None,
-        replicas: int | Literal["auto"] = 1,
+        replicas: int | Literal["auto"] = "auto",
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
         keep_closed: Iterable[str] = (),
@@ -178,12 +185,11 @@ class Pipeline:
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         check_merge(merge)
-        chosen = WorkerOptions(workers, devices, timeout, allocator)
+        chosen = WorkerOptions(workers, devices, timeout, allocator, request.least_workers)
         self.model = model
         recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
         self.allocator_kept = chosen.keep_freed_memory()
         backend = chosen.backend(self.allocator_kept)
-        self.threads_per_worker = backend.threads
         with showing(progress) as report, ExitStack() as stack:
             stack.callback(backend.close)
             if report:
@@ -196,6 +202,7 @@ class Pipeline:
             plan = self.plan = decide_plan(
                 plan, program, args, kwargs, backend, request, tune, report
             )
+            self.threads_per_worker = backend.threads
             running = backend.start(plan, model, timeout)
             stack.callback(running.close)
             place(program, plan.cuts, running.homes, source, running.hold)

@@ -32,7 +32,7 @@ from penstock.comparison.reference import (
     one_device,
     run_with_threads,
 )
-from penstock.devices.choice import Devices, threads_per_worker
+from penstock.devices.choice import Devices
 from penstock.display.terminal import Progress
 from penstock.engine.batch import Weight
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
@@ -56,7 +56,7 @@ def verify(
     *,
     target: Any = None,
     loss_fn: Callable[..., torch.Tensor],
-    devices: Devices,
+    devices: Devices | None = None,
     workers: Literal["threads", "processes"] = "threads",
     optimizer: type[Optimizer] = torch.optim.SGD,
     optimizer_options: Mapping[str, Any] | None = None,
@@ -74,7 +74,7 @@ def verify(
     memory_limit: int | str | None = None,
     stages_per_worker: int | Literal["auto"] = "auto",
     boundary_dtype: torch.dtype | None = None,
-    replicas: int | Literal["auto"] = 1,
+    replicas: int | Literal["auto"] = "auto",
     progress: Progress | Literal["auto"] | None = "auto",
 ) -> VerifyReport:
     """Train copies of the model split and unsplit, and compare them bit for bit.
@@ -155,7 +155,7 @@ def verify(
         )
         both = _Both(pipe, oracle, training)
         comparisons = (*both.called(), *both.trained(), *both.evaluated())
-        place = place_of(model, program, oracle, pipe.plan, comparisons)
+        place = place_of(model, program, oracle, pipe.plan, pipe.threads_per_worker, comparisons)
     subject = _subject(model, pipe.plan, training, workers, batchnorm)
     return VerifyReport(subject, comparisons, workers, place, pipe.plan.boundary_dtype)
 
@@ -328,7 +328,7 @@ class _Both:
 
     def _alone(self, function: Callable[[], T]) -> T:
         """Call `function` with the number of intra-op threads of a worker."""
-        return run_with_threads(function, threads_per_worker(self.pipe.plan.devices))
+        return run_with_threads(function, self.pipe.threads_per_worker)
 
     def _ordered(self, named: Mapping[str, T]) -> dict[str, T]:
         return in_forward_order(self.pipe.program.train, named)

@@ -72,7 +72,9 @@ class Penstock:
         self._inputs, self._target = subject.data()
         self._loss_fn = subject.loss
         model = subject.build().train()
-        self._pipe = ps.Pipeline(model, (self._inputs,), devices=DEVICES, workers=workers)
+        self._pipe = ps.Pipeline(
+            model, (self._inputs,), devices=DEVICES, workers=workers, replicas=1
+        )
         self._optimizer = self._pipe.optimizer(torch.optim.SGD, lr=RATE)
         self.name = f"Penstock, {workers}"
         self.plan = self._pipe.plan
@@ -141,7 +143,7 @@ def profiled(subject: Subject) -> ps.Profile:
 def penstock_cut(subject: Subject, costs: ps.Profile, count: int, schedule: str) -> list[nn.Module]:
     """The model, cut where Penstock cuts it for this number of micro-batches and schedule."""
     program = captured(subject)
-    cuts = ps.plan(costs, num_microbatches=count, schedule=schedule).cuts
+    cuts = ps.plan(costs, num_microbatches=count, schedule=schedule, replicas=1).cuts
     # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
     changed = {value for call in program.train.calls for value in call.mutates}
     while any(changed.intersection(program.cuts.boundary(cut)) for cut in cuts):

@@ -114,15 +114,15 @@ class Field:
         return max(self.costs.on(device).rows[0] for device in self.devices)
 
     def plan(self, num_microbatches: int | None = None) -> Plan:
-        """The best plan for that many micro-batches, or for the best number of them."""
+        """The best plan of stages for that many micro-batches, or for the best number of them."""
         count: Any = "auto" if num_microbatches is None else num_microbatches
-        return plan(self.costs, num_microbatches=count)
+        return plan(self.costs, num_microbatches=count, replicas=1)
 
     def plan_in_turn(self) -> Plan:
         """One device busy at a time. ResNet is cut where the tutorial cuts it by hand."""
         starts = [k for k, label in enumerate(self.costs.labels) if label.startswith("layer3")]
         by_hand = (starts[0],) if starts and len(self.devices) == 2 else None
-        return plan(self.costs, num_microbatches=1, schedule="naive", cuts=by_hand)
+        return plan(self.costs, num_microbatches=1, schedule="naive", cuts=by_hand, replicas=1)
 
     # -- contestants ------------------------------------------------------------------------
 

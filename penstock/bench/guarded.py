@@ -73,7 +73,9 @@ def cost(
     model = known.setdefault("model", subject.build())
     given: dict[str, Any] = {name: known.get(name) for name in ("program", "plan")}
     spent: dict[str, list[float]] = {"with": [], "without": [], "audit": []}
-    with ps.Pipeline(model, (x,), devices=["cpu", "cpu"], workers=workers, **given) as pipe:
+    with ps.Pipeline(
+        model, (x,), devices=["cpu", "cpu"], workers=workers, replicas=1, **given
+    ) as pipe:
         known.update(program=pipe.program, plan=pipe.plan)
 
         def step(name: str) -> float:

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     given = tokens(options.rows, options.length)
     program = timed("capture", lambda: ps.capture(model, kwargs=given))
     profile = timed("profile", lambda: ps.profile(program, devices=["cpu"] * options.devices))
-    plan = timed("plan", lambda: ps.plan(profile))
+    plan = timed("plan", lambda: ps.plan(profile, replicas=1))
     print(program.explain(profile.call_seconds()))
     print(plan)
     summary = _summary(model, len(program), seconds)

@@ -155,7 +155,7 @@ def _penstock(settings: RpcSettings, stack: ExitStack, progress: Progress) -> It
         inputs, target = workload.data()
         program = capture(model, (inputs,))
         costs = costs or profile(program, devices=_WORKERS, progress=progress)
-        chosen = plan(costs, num_microbatches=count)
+        chosen = plan(costs, num_microbatches=count, replicas=1)
         pipe = Pipeline(model, devices=_WORKERS, program=program, plan=chosen, workers="processes")
         stack.callback(pipe.close)
         optimizer = pipe.optimizer(torch.optim.SGD, lr=_RATE)

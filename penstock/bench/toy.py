@@ -78,7 +78,7 @@ def run_toy(devices: Sequence[str], repeats: int = 5) -> ToyResult:
             optimizer.step()
 
     with ExitStack() as stack:
-        pipe = Pipeline(model, (inputs,), devices=devices, num_microbatches=1)
+        pipe = Pipeline(model, (inputs,), devices=devices, num_microbatches=1, replicas=1)
         stack.callback(pipe.close)
         threads, first = pipe.threads_per_worker, torch.device(devices[0])
         alone = ThreadPool([first], threads, abort=lambda: None, reset=lambda: None)

@@ -173,9 +173,9 @@ class Planned:
 
     def result(self, counts: Sequence[int], schedules: Sequence[str], turns: int) -> dict[str, Any]:
         """All plans, as predicted and as measured; the planner's choice beside the fastest."""
-        chosen = ps.plan(self.costs)
+        chosen = ps.plan(self.costs, replicas=1)
         plans = [
-            ps.plan(self.costs, num_microbatches=count, schedule=schedule)
+            ps.plan(self.costs, num_microbatches=count, schedule=schedule, replicas=1)
             for count in counts
             for schedule in schedules
         ]

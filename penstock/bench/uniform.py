@@ -18,7 +18,7 @@ def uniform_plan(
     cuts: Sequence[int | str] | None = None,
     recompute: str | Sequence[str] = "auto",
 ) -> ps.Plan:
-    """A plan for which nothing is measured: every call is taken to cost the same."""
+    """A plan of stages for which nothing is measured: every call is taken to cost the same."""
     calls = len(program)
     forward, backward = ((1.0,) * calls,), ((2.0,) * calls,)
     kind = DeviceProfile(kind="cpu", rows=(1,), forward=forward, backward=backward, spread=0.0)
@@ -40,6 +40,7 @@ def uniform_plan(
         schedule=schedule,
         cuts=cuts,
         recompute=recompute,
+        replicas=1,
     )
 
 

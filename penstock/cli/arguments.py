@@ -199,7 +199,7 @@ def pipeline_arguments(
     recompute: str,
     memory_limit: str | None,
     stages_per_worker: int | None,
-    replicas: str | None,
+    replicas: str,
 ) -> PipelineArguments:
     """What the options of `pipeline_options` mean.
 

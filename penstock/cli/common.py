@@ -60,7 +60,7 @@ def pipeline_options(function: Command) -> Command:
     """--devices, and the arguments of a pipeline: see `pipeline_arguments`."""
     return _decorated(
         function,
-        devices_option,
+        planned_devices_option,
         click.option("--microbatches", default="auto", show_default=True, metavar="N|auto"),
         click.option(
             "--schedule",
@@ -96,8 +96,11 @@ memory_option = click.option(
 
 replicas_option = click.option(
     "--replicas",
+    default="auto",
+    show_default=True,
     metavar="N|auto",
-    help="Replicas of all stages that share the micro-batches (on CPUs); default: 1.",
+    help="Replicas of all stages that share the micro-batches (on CPUs); auto: the fastest plan of "
+    "all kinds, one device alone included.",
 )
 
 stages_option = click.option(
@@ -132,6 +135,13 @@ figure_option = click.option(
 
 empty_option = click.option(
     "--empty", is_flag=True, help="Build MODEL without weights, for models that do not fit."
+)
+
+planned_devices_option = click.option(
+    "--devices",
+    metavar="LIST",
+    help="Devices: cpu,cpu or cuda:0,cuda:1; default: all GPUs, or as many CPU workers as are "
+    "fastest.",
 )
 
 devices_option = click.option(
@@ -298,7 +308,7 @@ def _check_devices(text: str | None) -> None:
             )
 
 
-def replica_count(text: str | None) -> int | Literal["auto"]:
+def replica_count(text: str) -> int | Literal["auto"]:
     """The number of --replicas, or `"auto"`.
 
     Raises:
@@ -306,9 +316,9 @@ def replica_count(text: str | None) -> int | Literal["auto"]:
     """
     if text == "auto":
         return "auto"
-    if text is not None and not text.isdecimal():
+    if not text.isdecimal():
         raise InputError(f'--replicas {text!r} is neither a number nor "auto"')
-    return 1 if text is None else int(text)
+    return int(text)
 
 
 def microbatch_count(text: str) -> int | Literal["auto"]:

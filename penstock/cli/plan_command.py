@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from penstock.profile import Profile
 
 _STDOUT = Path("-")
+_ELSEWHERE = (
+    "There is one replica, as several are run on the CPUs of one machine only so far; --replicas "
+    "plans for them."
+)
 
 
 @click.command("plan")
@@ -129,10 +133,10 @@ def _planned(
     from penstock.capture import capture
     from penstock.cli.arguments import described_hardware, device_list
     from penstock.devices.allocator import keep_freed_memory
-    from penstock.devices.choice import existing_devices
     from penstock.display.progress import callback
-    from penstock.plan import plans
-    from penstock.planning.planner import TUNED, profile_for, tuned
+    from penstock.plan.request import Limits
+    from penstock.plan.search import plans_on_any
+    from penstock.planning.planner import TUNED, limits_of, profiles_for, tuned
     from penstock.workers.kinds import measuring
 
     hardware = described_hardware(devices)
@@ -141,37 +145,48 @@ def _planned(
             f"--tune measures plans on devices that are here; --devices {devices} describes others"
         )
     keep_freed_memory()  # as the pipeline that is planned for will
-    names = device_list(devices) if hardware is None else hardware.measured
-    here = existing_devices(names)
+    names = None if devices is None else device_list(devices)
     if hardware is not None:
+        names = hardware.measured
         talk(f"measuring on {', '.join(names)}, for the machines that {devices} describes")
-    with callback("capturing") as progress, measuring(workers, here) as where:
+    least = request.least_workers
+    with callback("capturing") as progress, measuring(workers, names, least) as backend:
         program = capture(*given)
-        if hardware is None:
-            measure = request
-        else:
-            program.check_stages(sum(machine.count for machine in hardware.machines))
-            measure = replace(request, cuts=None)  # they are for the devices that are described
-        costs = profile_for(
-            program, devices=here, request=measure, fresh=fresh, where=where, progress=progress
+        limits, measure = limits_of(backend), request
+        if hardware is not None:
+            count = sum(machine.count for machine in hardware.machines)
+            program.check_stages(count // (1 if request.replicas == "auto" else request.replicas))
+            measure = replace(request, cuts=None, replicas=1)  # others are for what is described
+            limits = Limits(one_replica=_ELSEWHERE, all_devices=True)
+        costs = profiles_for(
+            program,
+            choices=backend.choices,
+            request=measure,
+            limits=limits,
+            fresh=fresh,
+            where=backend.probe,
+            progress=progress,
         )
         if hardware is not None:
-            costs = hardware.apply(costs)
-        best = plans(costs, request, most=TUNED if tune else 1)
-        if not tune:
-            return best[0], costs
-        taken = tuned(program, (), None, best, devices=here, progress=progress)
-    for seconds, plan in taken:
-        talk(_measured(seconds, plan))
-    return taken[0][1], costs
+            costs = [hardware.apply(profile) for profile in costs]
+        best = plans_on_any(costs, request, TUNED if tune else 1, limits)
+        if tune:
+            taken = tuned(program, (), None, best, progress=progress)
+            best = [plan for _, plan in taken]
+    if tune:
+        for seconds, plan in taken:
+            talk(_measured(seconds, plan))
+    return best[0], next(profile for profile in costs if profile.threads == best[0].threads)
 
 
 def _measured(seconds: float, plan: Plan) -> str:
     from penstock.units import show_seconds
 
     predicted = show_seconds(plan.predicted_step_seconds)
+    replicas = f"{plan.replicas} replicas, " if plan.replicas > 1 else ""
+    what = "one device" if plan.way == "one device" else f"{replicas}{plan.schedule}"
     return (
-        f"measured {plan.schedule}, {plan.num_microbatches} micro-batches: "
+        f"measured {what}, {plan.num_microbatches} micro-batches: "
         f"{show_seconds(seconds)}, {predicted} predicted"
     )
 
@@ -183,8 +198,9 @@ def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     from penstock.schedule import draw
 
     timeline, width = found.timeline(), width_of_stdout()
+    hints = [line for line in advice(found) if line.startswith("Worker")]
     parts = [
-        [verdict(found), *(line for line in advice(found) if line.startswith("Worker"))],
+        [verdict(found), *filter(None, [found.note]), *hints],
         stages(found, width),
         [as_text(timeline), legend(timeline)],
         [prediction(found), f"confidence: {costs.confidence}"],

@@ -96,8 +96,8 @@ def command(
             progress=progress,
             fresh=no_cache,
         )
-    with measuring(workers, there) as where:
-        costs = with_links(costs, there, where)
+    with measuring(workers, there) as backend:
+        costs = with_links(costs, there, backend.probe)
     show(msgspec.to_builtins(costs), _text(costs, calls), as_json)
     if was_kept:
         talk("measured before; --no-cache measures again")

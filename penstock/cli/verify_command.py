@@ -121,7 +121,7 @@ def command(
             kwargs,
             target=parse_input(target)[1] if target is not None else None,
             loss_fn=load_loss(loss) if loss is not None else mean_square,
-            devices=device_list(devices) if plan is None or devices else plan.devices,
+            devices=None if devices is None else device_list(devices),
             plan=plan,
             workers=workers,
             weight=load_weight(weight),

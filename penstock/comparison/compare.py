@@ -15,7 +15,6 @@ from penstock.capture.equality import has_nan, same, same_tensor
 from penstock.capture.replay import ForwardResults, replay_results
 from penstock.capture.trees import flatten
 from penstock.comparison.reference import copied, run_with_threads
-from penstock.devices.choice import threads_per_worker
 from penstock.oracle import Oracle, tensors
 from penstock.plan import Plan
 
@@ -232,6 +231,7 @@ def place_of(
     program: Program,
     oracle: Oracle,
     plan: Plan,
+    threads: int,
     comparisons: Sequence[Comparison],
 ) -> Place | None:
     """The first place where something differs; `None` if nothing does, or by rounding alone.
@@ -241,6 +241,7 @@ def place_of(
         program: captured from another copy.
         oracle: what has run it unsplit.
         plan: how it was split.
+        threads: intra-op threads of every worker.
         comparisons: what was compared.
     """
     if all(comparison.ok for comparison in comparisons):
@@ -254,7 +255,7 @@ def place_of(
     def stage_of(call: int) -> int:
         return min(bisect_right(ends, call), len(ends) - 1)
 
-    ours, threads = copied(theirs), threads_per_worker(plan.devices)
+    ours = copied(theirs)
     found = run_with_threads(lambda: _first_call(program, oracle, ours, theirs), threads)
     if found is not None:
         microbatch, call, largest = found

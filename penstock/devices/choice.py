@@ -13,18 +13,38 @@ Devices = Sequence[str | torch.device] | int
 """One device for each worker; or how many: the first GPUs, where there are any, or CPU workers."""
 
 
-def existing_devices(devices: Devices | None) -> list[torch.device]:
+def device_choices(devices: Devices | None, least: int = 1) -> list[list[torch.device]]:
+    """The lists of devices of one of which a plan is made.
+
+    There is one list if the devices are given, or if there are GPUs: all of them. Else there are
+    lists of CPU workers, which share the cores of this process: `least` of them, twice as many, and
+    so on, as long as each has a core.
+
+    Args:
+        devices: what the user gives.
+        least: so many workers are needed.
+
+    Raises:
+        DeviceError: one does not exist.
+        InputError: there are none.
+    """
+    if devices is not None:
+        return [existing_devices(devices)]
+    if torch.cuda.is_available():
+        return [existing_devices(torch.cuda.device_count())]
+    numbers = [least]
+    while 2 * numbers[-1] <= len(os.sched_getaffinity(0)):
+        numbers.append(2 * numbers[-1])
+    return [[torch.device("cpu")] * number for number in numbers]
+
+
+def existing_devices(devices: Devices) -> list[torch.device]:
     """The devices, each of which this machine has.
 
     Raises:
         DeviceError: one does not exist.
         InputError: there are none.
     """
-    if devices is None:
-        raise InputError(
-            'devices= is missing: give the devices of the stages, devices=["cuda:0", "cuda:1"] '
-            'or ["cpu", "cpu"], or their number, devices=2. Only workers="torchrun" has a default'
-        )
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         kind = "cuda:{}" if torch.cuda.is_available() else "cpu"
         devices = [kind.format(number) for number in range(devices)]

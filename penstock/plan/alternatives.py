@@ -1,4 +1,4 @@
-"""What else could be done with the devices: use one of them, or replicate the model."""
+"""What plans are compared with that were not asked for, or cannot be run: one device, replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from penstock.plan.cutting import Cutter
 from penstock.plan.layout import Layout, Memory, Stretch
 from penstock.plan.partition import CapacityError
-from penstock.plan.plan import Candidate
+from penstock.plan.plan import Candidate, Way
 from penstock.profile.data import Link, Profile
 from penstock.schedule import build, check
 
@@ -21,8 +21,9 @@ def alternatives(profile: Profile, memory: Memory) -> list[Candidate]:
     """One device, data parallelism, and replicas of a shorter pipeline where devices suffice.
 
     The first two come first, whether they fit the memory or not. Gradients are taken to be summed
-    around a ring after the backward. Penstock runs none of them: the plan
-    says so when one of them is faster.
+    around a ring after the backward, as `DistributedDataParallel` does. These are only compared
+    with: where the planner may choose among all kinds, the plans that Penstock runs take their
+    place.
     """
     devices = len(profile.devices)
     found = [one_device(profile, memory), data_parallel(profile, memory)]
@@ -42,7 +43,7 @@ def data_parallel(profile: Profile, memory: Memory) -> Candidate:
     return _replicated(profile, memory, "data parallel", profile.devices)
 
 
-def _replicated(profile: Profile, memory: Memory, way: str, devices: Sequence[str]) -> Candidate:
+def _replicated(profile: Profile, memory: Memory, way: Way, devices: Sequence[str]) -> Candidate:
     share = -(-profile.batch_size // len(devices))
     alone = {name: msgspec.structs.replace(profile, devices=(name,)) for name in set(devices)}
     slowest: tuple[float, int, float] = (0.0, 1, 0.0)
@@ -63,6 +64,8 @@ def _replicated(profile: Profile, memory: Memory, way: str, devices: Sequence[st
                 num_microbatches=1,
                 replicas=len(devices),
                 predicted_step_seconds=None,
+                threads=profile.threads,
+                only_compared=True,
                 why="a whole model does not fit the memory",
             )
         slowest = max(slowest, min(options))
@@ -73,8 +76,9 @@ def _replicated(profile: Profile, memory: Memory, way: str, devices: Sequence[st
         num_microbatches=count,
         replicas=len(devices),
         predicted_step_seconds=seconds + _reduced(profile, sum(profile.weights), devices),
+        threads=profile.threads,
         memory_bytes=round(held),
-        why="for comparison",
+        only_compared=True,
     )
 
 
@@ -104,8 +108,10 @@ def _replicated_pipelines(profile: Profile, memory: Memory, replicas: int) -> Ca
         replicas=replicas,
         stages=stages,
         predicted_step_seconds=best[0] if best else None,
+        threads=profile.threads,
         memory_bytes=round(best[2]) if best else 0,
-        why="for comparison" if best else "does not fit the memory",
+        only_compared=True,
+        why="" if best else "does not fit the memory",
     )
 
 

@@ -137,10 +137,12 @@ class Option:
         excess = self.seconds / chosen.seconds - 1
         slower = f"{excess:.1%} slower" if excess > 0 else "as fast, but holds or launches more"
         return Candidate(
+            way="pipeline" if len(self.stretches) > 1 else "one device",
             schedule=self.name,
             num_microbatches=self.layout.count,
             stages=len(self.stretches),
             predicted_step_seconds=self.seconds,
+            threads=self.layout.profile.threads,
             memory_bytes=round(max(self.peaks)),
             why="chosen" if self is chosen else slower,
         )
@@ -162,6 +164,7 @@ class Option:
             overlap=profile.overlap,
             rules=self.rules,
             memory_limit=self.memory.limit,
+            threads=profile.threads,
             considered=tuple(considered),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -28,13 +28,16 @@ _STAGE_TEXTS = (1, 2, 8)
 _CONSIDERED_HEADING = (
     *("considered", "replicas", "stages", "micro-batches", "predicted", "memory", ""),
 )
-_CONSIDERED_TEXTS = (0, 6)
 _RING = "as with DistributedDataParallel, which sums gradients in another order than one device"
-_IN_ORDER = "on CPUs, replicas={} sums gradients in the order of one device"
+_IN_ORDER = "replicas={} does that, and sums gradients in the order of one device"
 
 _IDLE = 0.1  # of a step; a worker that is busy for less is hardly needed
 
-Winner = Literal["pipeline", "one device", "data parallel"]
+WORTH_FEWER = 1.02
+"""How many times as fast fewer devices have to be to be preferred: a profile has some noise."""
+
+Way = Literal["pipeline", "one device", "data parallel"]
+"""A kind of plan: with stages, a single worker, or a replica of the whole model on every device."""
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,23 +96,28 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration that was considered.
 
     Attributes:
-        way: `"pipeline"` (with or without replicas), `"one device"` or `"data parallel"`.
-        schedule: its name; empty without a pipeline.
+        way: `"pipeline"` (stages, with or without replicas), `"one device"`, or `"data parallel"`:
+            a replica of the whole model on every device.
+        schedule: its name; empty for what is only compared with.
         num_microbatches: of every replica.
         predicted_step_seconds: `None` if it does not fit the memory.
         replicas: the number of replicas of the model.
         stages: the number of stages of every replica.
+        threads: intra-op threads of each CPU worker; 0 where it is not known.
         memory_bytes: the most that any device holds.
+        only_compared: whether it was not asked for, or cannot be run here.
         why: the finding, in words.
     """
 
-    way: str = "pipeline"
+    way: Way = "pipeline"
     schedule: str
     num_microbatches: int
     predicted_step_seconds: float | None
     replicas: int = 1
     stages: int = 1
+    threads: int = 0
     memory_bytes: int = 0
+    only_compared: bool = False
     why: str = ""
 
 
@@ -126,8 +134,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         bound_seconds: a lower bound for every schedule with this number of micro-batches on these
             devices (`penstock.plan.bound`); with one stage per device for any cuts, otherwise for
             the cuts of this plan.
-        one_device_seconds: predicted for the first device alone, at its best micro-batch size;
-            `None` if the model does not fit its memory.
+        one_device_seconds: predicted for one device alone; `None` if the model does not fit its
+            memory.
         data_parallel_seconds: predicted for a replica of the model on every device, each with a
             share of the batch; `None` if a replica does not fit the memory.
         overhead_seconds: per action of a worker, besides its work.
@@ -136,6 +144,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         memory_limit: bytes that every worker may hold, if requested.
         boundary_dtype: the dtype to which boundary values are rounded, if requested.
         other_replicas: for every replica but the first the devices of its workers.
+        threads: intra-op threads of each CPU worker for which it was made, on which bits depend; 0
+            where it is not known.
+        note: why there is one replica, if several were not possible.
         considered: the other candidates, fastest first.
         version: of the file format.
     """
@@ -155,6 +166,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit: int | None = None
     boundary_dtype: str | None = None
     other_replicas: tuple[tuple[str, ...], ...] = ()
+    threads: int = 0
+    note: str = ""
     considered: tuple[Candidate, ...] = ()
     version: int = _VERSION
 
@@ -243,6 +256,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 if action.microbatch < len(share)
             ]
         return Timeline(len(self.devices), events)
+
+    @property
+    def way(self) -> Way:
+        """What kind of plan it is."""
+        if len(self.devices) == 1:
+            return "one device"
+        return "data parallel" if self.workers_per_replica == 1 else "pipeline"
 
     @property
     def is_worth_it(self) -> bool:
@@ -356,7 +376,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def __str__(self) -> str:
-        lines = [verdict(self), "", *stages(self), "", prediction(self)]
+        said = [verdict(self), *filter(None, [self.note])]
+        lines = [*said, "", *stages(self), "", prediction(self)]
         if self.considered:
             lines += ["", *considered(self)]
         return "\n".join(lines)
@@ -374,46 +395,101 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 # -- as text ------------------------------------------------------------------------------
 
 
-def winner(plan: Plan) -> Winner:
-    """The fastest of what was predicted: the plan itself, one device alone, or data parallelism."""
+def winner(plan: Plan) -> Way:
+    """What was predicted to be the fastest: the kind of the plan, unless something beats it."""
+    return _beaten_by(plan) or plan.way
+
+
+def _beaten_by(plan: Plan) -> Way | None:
+    """What is predicted to be faster than the plan, and was not asked for or is not possible."""
     alone, parallel, here = _predicted(plan)
-    if len(plan.devices) == 1 or here < min(alone, parallel):
-        return "pipeline"
-    if plan.replicas > 1 and here < alone:
-        return "pipeline"  # which is data parallel itself
-    return "one device" if alone <= parallel else "data parallel"
+    if len(plan.devices) == 1:
+        return None
+    chosen_from = any(c.way == "one device" and not c.only_compared for c in plan.considered)
+    if alone <= here and not chosen_from:  # else it is too little faster
+        return "one device" if alone <= parallel or plan.replicas > 1 else "data parallel"
+    return "data parallel" if parallel <= here and plan.replicas == 1 else None
 
 
 def verdict(plan: Plan) -> str:
     """What is the fastest thing to do with these devices."""
     alone, parallel, here = _predicted(plan)
-    if len(plan.devices) == 1:
-        return "There is one device: nothing to split."
-    if winner(plan) == "one device":
+    beaten_by = _beaten_by(plan)
+    if beaten_by == "one device":
         return (
             f"One device alone is predicted to be faster ({show_seconds(alone)}): splitting is not "
             "worth it here."
         )
-    if winner(plan) == "data parallel":
-        on_cpus = all(device == "cpu" for device in plan.devices)
+    if beaten_by == "data parallel":
+        on_cpus = all(device == "cpu" for device in plan.devices) and not plan.note
         how = _IN_ORDER.format(len(plan.devices)) if on_cpus else _RING
         return (
             f"Data parallelism is predicted to be faster ({show_seconds(parallel)}): a replica of "
             f"the model on every device; {how}."
         )
-    what = "Splitting is" if plan.replicas == 1 else f"{plan.replicas} replicas are"
+    if len(plan.devices) == 1:
+        return _of_one_worker(plan)
+    if plan.replicas == 1:
+        what, other = "Splitting is", _against(here, parallel, "data parallelism")
+    else:
+        split = _fastest(c for c in plan.considered if c.replicas == 1 and c.way == "pipeline")
+        what = f"{plan.replicas} replicas are"
+        other = "" if split is None else _against(here, split, "one replica")
+    compared = ", ".join(filter(None, (_against(here, alone, "one device"), other)))
+    return f"{what} predicted to be the fastest: {show_seconds(here)} a step, {compared}."
+
+
+def _of_one_worker(plan: Plan) -> str:
+    """What is said of a plan of one worker: whether it is the best of several."""
+    here = plan.predicted_step_seconds
+    others = [c for c in plan.considered if c.way != "one device" and not c.only_compared]
+    best = _fastest(others)
+    if not others:
+        return "There is one device: nothing to split."
+    which = "One device alone"
+    if not _left_out(plan):
+        which = f"One worker with {plan.threads} intra-op threads"
+    if best is None:
+        return f"{which} is all that fits the memory: {show_seconds(here)} a step."
     return (
-        f"{what} predicted to be the fastest: {show_seconds(here)} a step, "
-        f"{_against(here, alone, 'one device')}, {_against(here, parallel, 'data parallelism')}."
+        f"{which} is predicted to be the fastest: {show_seconds(here)} a step, "
+        f"{_against(here, best, 'the best plan of several workers')}."
     )
+
+
+def _left_out(plan: Plan) -> list[Candidate]:
+    """What else was possible with workers like that of this plan, if it is the only one."""
+    if len(plan.devices) > 1:
+        return []
+    return [
+        candidate
+        for candidate in plan.considered
+        if candidate.threads == plan.threads
+        and candidate.way != "one device"
+        and not candidate.only_compared
+    ]
+
+
+def _fastest(candidates: Iterable[Candidate]) -> float | None:
+    """The seconds of the fastest one that fits the memory."""
+    known = [c.predicted_step_seconds for c in candidates if c.predicted_step_seconds is not None]
+    return min(known, default=None)
 
 
 def advice(plan: Plan) -> list[str]:
     """What somebody should know before he trains by this plan: a sentence for each, if any."""
     found = []
-    if winner(plan) != "pipeline":
+    if _beaten_by(plan) is not None:
         here = show_seconds(plan.predicted_step_seconds)
         found.append(f"{verdict(plan)} The pipeline is predicted to take {here} a step.")
+    if left_out := _left_out(plan):
+        ways = ["replicas=1 splits the model over all of them"]
+        most = max(candidate.replicas for candidate in left_out)
+        if most > 1:
+            ways.append(f"replicas={most} runs {most} replicas")
+        found.append(
+            f"{verdict(plan).rstrip('.')}, so the other devices are not used; {', '.join(ways)}."
+        )
     timeline = plan.timeline()
     for worker, busy in enumerate(timeline.busy()):
         if busy < _IDLE * timeline.seconds:
@@ -441,12 +517,21 @@ def stages(plan: Plan, width: int | None = None) -> list[str]:
 
 
 def considered(plan: Plan, width: int | None = None) -> list[str]:
-    """A line for the best of every way and schedule, the fastest first; no longer than `width`."""
-    best: dict[tuple[str, str, int], Candidate] = {}
-    for candidate in plan.considered:
-        best.setdefault((candidate.way, candidate.schedule, candidate.replicas), candidate)
-    rows = [_considered(candidate, plan) for candidate in best.values()]
-    lines = aligned([_CONSIDERED_HEADING, *rows], _CONSIDERED_TEXTS, width)
+    """A line for the best of every way and schedule, the fastest first; no longer than `width`.
+
+    Where plans differ in the intra-op threads of their workers, a column says how many.
+    """
+    best: dict[tuple[str, str, int, int], Candidate] = {}
+    for found in plan.considered:
+        schedule = found.schedule if found.stages > 1 else ""  # they are all the same with one
+        best.setdefault((found.way, schedule, found.replicas, found.threads), found)
+    has_threads = len({candidate.threads for candidate in plan.considered}) > 1
+    heading = (*_CONSIDERED_HEADING[:1], "threads", *_CONSIDERED_HEADING[1:])
+    rows = [heading, *(_considered(candidate) for candidate in best.values())]
+    texts = (0, 7)
+    if not has_threads:
+        rows, texts = [(row[0], *row[2:]) for row in rows], (0, 6)
+    lines = aligned(rows, texts, width)
     others = len(plan.considered) - len(best)
     if others:
         lines.append(f"and {others} other micro-batch counts and stages; plan.considered has all")
@@ -506,26 +591,19 @@ def _row(number: int, stage: StagePlan) -> tuple[str, ...]:
     )
 
 
-def _considered(found: Candidate, plan: Plan) -> tuple[str, ...]:
+def _considered(found: Candidate) -> tuple[str, ...]:
     seconds = found.predicted_step_seconds
-    name = found.schedule if found.way == "pipeline" else found.way
+    if found.way == "pipeline":
+        name = found.schedule
+    else:
+        name = f"{found.way}, {found.schedule}" if found.stages > 1 else found.way
     return (
-        f"{name}, {found.schedule}" if found.schedule != name and found.schedule else name,
+        name,
+        str(found.threads or "-"),
         str(found.replicas),
         str(found.stages),
         str(found.num_microbatches),
         "-" if seconds is None else show_seconds(seconds),
         show_bytes(found.memory_bytes) if found.memory_bytes else "-",
-        _why(found, plan),
+        found.why,
     )
-
-
-def _why(found: Candidate, plan: Plan) -> str:
-    """Why it was not chosen; of what Penstock does not run, how it compares."""
-    seconds = found.predicted_step_seconds
-    if found.way == "pipeline" or seconds is None:
-        return found.why
-    excess = seconds / plan.predicted_step_seconds - 1
-    if excess > 0:
-        return f"{excess:.1%} slower"
-    return f"{-excess:.1%} faster" + (", not a pipeline" if found.way != "one device" else "")

@@ -47,7 +47,9 @@ class Request:
         any_order: whether the devices may be reordered.
         boundary_dtype: `"bfloat16"` or `"float16"` to round boundary values to it; `None` to send
             them unchanged.
-        replicas: the number of replicas of all stages, or `"auto"` for the fastest.
+        replicas: the number of replicas of all stages. `"auto"` takes the fastest plan of all
+            kinds: stages, replicas, replicas of stages, or one device alone. A schedule, cuts or
+            stages per worker that are asked for leave out the plans without stages.
 
     Raises:
         InputError: there is no such schedule, recomputation or limit.
@@ -62,7 +64,7 @@ class Request:
     stages_per_worker: int | Auto = "auto"
     any_order: bool = False
     boundary_dtype: str | None = None
-    replicas: int | Auto = 1
+    replicas: int | Auto = "auto"
 
     def __post_init__(self) -> None:
         if self.schedule != "auto" and self.schedule not in SCHEDULES:
@@ -95,6 +97,34 @@ class Request:
             )
         if self.memory.limit is not None and self.memory.limit <= 0:
             raise InputError(f"memory_limit={self.memory_limit!r} must be greater than 0")
+
+    @property
+    def asks_for_stages(self) -> bool:
+        """Whether a schedule, cuts or stages per worker are asked for, so that there are stages."""
+        is_free = self.schedule == "auto" and self.cuts is None and self.stages_per_worker == "auto"
+        return not is_free
+
+    @property
+    def least_workers(self) -> int:
+        """How few workers can do what is asked for."""
+        each = 2 if self.asks_for_stages else 1
+        if isinstance(self.cuts, (list, tuple)):
+            each = len(self.cuts) + 1
+        return each * (1 if self.replicas == "auto" else self.replicas)
+
+    def replica_numbers(self, devices: int, only_one: bool = False) -> list[int]:
+        """The numbers of replicas that are considered for so many devices.
+
+        Args:
+            devices: of all replicas.
+            only_one: whether there can be one only, if the number may be chosen.
+        """
+        if self.replicas != "auto":
+            return [self.replicas]
+        if only_one:
+            return [1]
+        numbers = [n for n in range(1, devices + 1) if devices % n == 0]
+        return [n for n in numbers if n == 1 or n < devices or not self.asks_for_stages]
 
     @property
     def memory(self) -> Memory:
@@ -139,6 +169,19 @@ class Request:
             given = len(self.cuts) + 1
             stages = given if SCHEDULES[self.schedule].takes(given, devices) else devices
         return positions(labels, forbidden, stages, self.cuts)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the workers allow, where the number of replicas is to be chosen.
+
+    Attributes:
+        one_replica: why there can be one replica only; empty if there can be several.
+        all_devices: whether every device has to be used.
+    """
+
+    one_replica: str = ""
+    all_devices: bool = False
 
 
 def positions(

@@ -1,4 +1,6 @@
-"""Choosing the cuts, the number of micro-batches, the schedule, and what to recompute.
+"""Choosing the replicas, cuts, number of micro-batches, schedule, and what to recompute.
+
+Plans with each number of replicas, and of one device alone, are looked for and compared.
 
 For every number of micro-batches the partition is exact; which of its objectives suits a schedule
 best is decided by simulating the schedule on the stages that it gives. The few fastest are then
@@ -9,6 +11,7 @@ stages does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, permutations
 
@@ -26,8 +29,8 @@ from penstock.plan.candidates import (
 from penstock.plan.cutting import Cutter
 from penstock.plan.layout import Layout
 from penstock.plan.partition import CapacityError, partition
-from penstock.plan.plan import Candidate, Plan
-from penstock.plan.request import Auto, Cut, Recompute, Request
+from penstock.plan.plan import WORTH_FEWER, Candidate, Plan
+from penstock.plan.request import Auto, Cut, Limits, Recompute, Request
 from penstock.plan.shortage import nothing_fits
 from penstock.profile.data import Profile
 from penstock.schedule import SCHEDULES, StagesPerWorker
@@ -53,13 +56,14 @@ def plan(
     optimizer_state: float = 2.0,
     stages_per_worker: int | Auto = "auto",
     any_order: bool = False,
+    replicas: int | Auto = "auto",
 ) -> Plan:
-    """Find the fastest plan for the profile's devices.
+    """Find the fastest plan of all kinds for the profile's devices.
 
     Args:
         profile: measured costs.
         num_microbatches, schedule, cuts, recompute, memory_limit, optimizer_state,
-            stages_per_worker, any_order: as in `penstock.plan.request.Request`.
+            stages_per_worker, any_order, replicas: as in `penstock.plan.request.Request`.
 
     Returns:
         the plan, with its predicted step time and the bound.
@@ -78,19 +82,64 @@ def plan(
         optimizer_state=optimizer_state,
         stages_per_worker=stages_per_worker,
         any_order=any_order,
+        replicas=replicas,
     )
     return plans(profile, request)[0]
 
 
-def plans(profile: Profile, request: Request, most: int = 1) -> list[Plan]:
-    """The best few plans, the best one first; each has another schedule or count.
+def plans(
+    profile: Profile, request: Request, most: int = 1, limits: Limits | None = None
+) -> list[Plan]:
+    """The best few plans, the best one first; each has another kind, schedule or count.
+
+    Args:
+        profile: measured costs.
+        request: what is asked for.
+        most: how many plans.
+        limits: what the workers allow where the kind of plan is to be chosen; anything by default.
 
     Raises:
         PlanError, InputError: as `plan` does.
     """
-    request.check_count(profile.batch_size)
-    if request.replicas != 1:
-        return _with_replicas(profile, request, most)
+    return plans_on_any([profile], request, most, limits)
+
+
+def plans_on_any(
+    profiles: Sequence[Profile], request: Request, most: int = 1, limits: Limits | None = None
+) -> list[Plan]:
+    """The best few plans on the devices of any of these profiles, of one program, as `plans`.
+
+    Args:
+        profiles: for other numbers of workers, with other numbers of intra-op threads; all use the
+            same cores, so with several profiles each is planned for with all of its devices.
+        request, most, limits: as of `plans`.
+
+    Raises:
+        PlanError, InputError: as `plan` does.
+    """
+    request.check_count(profiles[0].batch_size)
+    limits = limits or Limits()
+    if len(profiles) == 1 and request.replicas == 1:
+        return _of_one_replica(profiles[0], request, most)
+    found: list[Plan] = []
+    errors: list[PlanError] = []
+    for profile in profiles:
+        found += _of_all_kinds(profile, request, most, limits, errors)
+    fewer: list[Plan] = []
+    if len(profiles) == 1 and not limits.all_devices:
+        fewer = _of_one_device(profiles[0], request, most)
+    if not found and not fewer:
+        raise errors[0]
+    return _compared(sorted(found, key=_seconds), sorted(fewer, key=_seconds), most)
+
+
+def _of_one_replica(profile: Profile, request: Request, most: int) -> list[Plan]:
+    """The best few plans of stages on all devices.
+
+    Raises:
+        PlanError, InputError: as `plan` does.
+    """
+    request = replace(request, replicas=1)
     if not request.any_order:
         return _Search(profile, request).plans(most)
     found: list[Plan] = []
@@ -102,46 +151,88 @@ def plans(profile: Profile, request: Request, most: int = 1) -> list[Plan]:
             errors.append(error)
     if not found:
         raise errors[0]
-    return sorted(found, key=lambda plan: plan.predicted_step_seconds)[:most]
+    return sorted(found, key=_seconds)[:most]
 
 
-def _with_replicas(profile: Profile, request: Request, most: int) -> list[Plan]:
-    """The best few plans of as many replicas as are asked for, or of any number.
+def _of_all_kinds(
+    profile: Profile, request: Request, most: int, limits: Limits, errors: list[PlanError]
+) -> list[Plan]:
+    """The best few plans of each number of replicas on all devices; to `errors` comes what fails.
 
     Raises:
-        PlanError: there is none, as `plan` says; or the devices cannot be shared so.
+        InputError: as `plan` does.
     """
-    number, asked = len(profile.devices), request.replicas
-    if asked == "auto":
-        most_replicas = min(number, profile.batch_size)
-        numbers = [n for n in range(1, most_replicas + 1) if number % n == 0]
-    else:
-        numbers = [asked]
+    number = len(profile.devices)
+    is_free = request.replicas == "auto" and number > 1
+    why = (limits.one_replica or profile.one_replica) if is_free else ""
     found: list[Plan] = []
-    errors: list[PlanError] = []
-    for replicas in numbers:
+    for replicas in request.replica_numbers(number, bool(why)):
+        if is_free and replicas > profile.batch_size:
+            break
         try:
-            found += _replicated(profile, replace(request, replicas=1), replicas, most)
+            found += _replicated(profile, request, replicas, most)
         except PlanError as error:
             errors.append(error)
-    if not found:
-        raise errors[0]
-    best = sorted(found, key=lambda plan: plan.predicted_step_seconds)[:most]
-    every = [candidate for plan in found for candidate in plan.considered]
-    compared = dict.fromkeys(_compared_with(candidate, best[0]) for candidate in every)
-    considered = tuple(sorted(compared, key=_time))
-    return [replace_fields(plan, considered=considered) for plan in best]
+    return [replace_fields(plan, note=why) for plan in found]
+
+
+def _of_one_device(profile: Profile, request: Request, most: int) -> list[Plan]:
+    """The best few plans of one device alone of several, where that may be chosen."""
+    if request.replicas != "auto" or request.asks_for_stages or len(profile.devices) == 1:
+        return []
+    found: list[Plan] = []
+    for device in dict.fromkeys(profile.devices):
+        with suppress(PlanError):  # it does not fit the memory
+            found += _of_one_replica(replace_fields(profile, devices=(device,)), request, most)
+    return found
+
+
+def _compared(found: Sequence[Plan], fewer: Sequence[Plan], most: int) -> list[Plan]:
+    """The best few of all plans, each with all that was considered.
+
+    Args:
+        found: plans on all devices, the fastest first.
+        fewer: plans that leave out devices; preferred if they are clearly faster.
+        most: how many plans.
+    """
+    ordered = [*found, *fewer]
+    if fewer and (not found or _seconds(found[0]) >= WORTH_FEWER * _seconds(fewer[0])):
+        ordered = [*fewer[:1], *sorted([*found, *fewer[1:]], key=_seconds)]
+    best = ordered[0]
+    every = [candidate for plan in ordered for candidate in plan.considered]
+    ways = {candidate.way for candidate in every if not candidate.only_compared}
+    every = [c for c in every if not (c.only_compared and c.way in ways)]
+    considered = dict.fromkeys(_compared_with(candidate, best) for candidate in every)
+    alone = [c for c in considered if c.way == "one device"]
+    parallel = [c for c in considered if c.way == "data parallel" and c.stages == 1]
+    return [
+        replace_fields(
+            plan,
+            one_device_seconds=min(map(_time, alone)) if any(map(_fits, alone)) else None,
+            data_parallel_seconds=min(map(_time, parallel)) if any(map(_fits, parallel)) else None,
+            considered=tuple(sorted(considered, key=_time)),
+        )
+        for plan in ordered[:most]
+    ]
 
 
 def _compared_with(found: Candidate, best: Plan) -> Candidate:
-    """A candidate that was compared with those of its own number of replicas, among all."""
+    """A candidate that was compared with those of its own kind, among all."""
     seconds, chosen = found.predicted_step_seconds, best.predicted_step_seconds
-    if found.way != "pipeline" or seconds is None:
+    if seconds is None:
+        return found
+    own = (found.way, found.replicas, found.threads)
+    is_best = found.why == "chosen" and own == (best.way, best.replicas, best.threads)
+    if is_best or (found.why != "chosen" and seconds == chosen):
         return found
     if seconds > chosen:
         return replace_fields(found, why=f"{seconds / chosen - 1:.1%} slower")
-    is_other = found.why == "chosen" and found.replicas != best.replicas
-    return replace_fields(found, why="as fast") if is_other else found
+    if found.way == "one device" and len(best.devices) > 1:
+        return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, which may be noise")
+    if found.only_compared:
+        how = "not possible" if best.note else "not asked for"
+        return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, and {how}")
+    return replace_fields(found, why="as fast")
 
 
 def _replicated(profile: Profile, request: Request, replicas: int, most: int) -> list[Plan]:
@@ -151,9 +242,10 @@ def _replicated(profile: Profile, request: Request, replicas: int, most: int) ->
 
     Raises:
         PlanError: there is none; or the devices cannot be divided into equal parts.
+        InputError: as `plan` does.
     """
     if replicas == 1:
-        return plans(profile, request, most)
+        return _of_one_replica(profile, request, most)
     number = len(profile.devices)
     each = number // replicas
     parts = [profile.devices[k : k + each] for k in range(0, number, each or 1)]
@@ -172,15 +264,20 @@ def _replicated(profile: Profile, request: Request, replicas: int, most: int) ->
         raise PlanError(
             f"{request.schedule} may halve backwards, which replicas do not; choose another one"
         )
+    recompute = request.recompute
+    if request.replicas == "auto" and profile.no_recomputing:
+        if recompute not in ("auto", "none"):
+            raise PlanError(f"replicas cannot recompute: {profile.no_recomputing}")
+        recompute = "none"
     share: int | Auto = "auto" if count == "auto" else min(rows, -(-count // replicas))
     own = replace_fields(profile, devices=parts[0], batch_size=rows)
     adding = (replicas - 1) * sum(profile.weights) / each / ADDED_PER_SECOND
     others = alternatives(profile, request.memory)
     found = []
-    search = _Search(own, replace(request, num_microbatches=share), halves=False)
-    for plan in search.plans(most):
+    asked = replace(request, replicas=1, num_microbatches=share, recompute=recompute)
+    for plan in _Search(own, asked, halves=False).plans(most):
         total = plan.num_microbatches * replicas if count == "auto" else count
-        mine = [_of_replicas(c, replicas, adding) for c in plan.considered if c.way == "pipeline"]
+        mine = [_of_replicas(c, replicas, adding) for c in plan.considered if not c.only_compared]
         found.append(
             replace_fields(
                 plan,
@@ -201,6 +298,7 @@ def _of_replicas(found: Candidate, replicas: int, adding: float) -> Candidate:
     seconds = found.predicted_step_seconds
     return replace_fields(
         found,
+        way="pipeline" if found.stages > 1 else "data parallel",
         replicas=replicas,
         predicted_step_seconds=None if seconds is None else seconds + adding,
     )
@@ -260,7 +358,8 @@ class _Search:
         others = alternatives(self.profile, self.request.memory)
         plans = []
         for chosen in ordered[:most]:
-            mine = [*others, *(o.candidate(chosen) for o in ordered), *self.rejected]
+            compared = [_against(other, chosen) for other in others] if self.workers > 1 else []
+            mine = [*compared, *(o.candidate(chosen) for o in ordered), *self.rejected]
             plan = chosen.plan(others[0], others[1], sorted(mine, key=_time))
             plans.append(replace_fields(plan, boundary_dtype=self.request.boundary_dtype))
         return plans
@@ -316,6 +415,8 @@ class _Search:
                 num_microbatches=layout.count,
                 stages=stages,
                 predicted_step_seconds=None,
+                threads=self.profile.threads,
+                way="pipeline" if stages > 1 else "one device",
                 why=f"does not fit the memory by {show_bytes(error.shortfall.bytes)}",
             )
         )
@@ -357,9 +458,27 @@ class _Search:
         return made if self.request.schedule == "fitted" else [*options, *made]
 
 
+def _against(found: Candidate, chosen: Option) -> Candidate:
+    """What was not asked for, as it compares with the plan that was chosen."""
+    seconds = found.predicted_step_seconds
+    if seconds is None:
+        return found
+    excess = seconds / chosen.seconds - 1
+    faster = f"{-excess:.1%} faster, and not asked for"
+    return replace_fields(found, why=f"{excess:.1%} slower" if excess > 0 else faster)
+
+
 def _time(candidate: Candidate) -> float:
     seconds = candidate.predicted_step_seconds
     return float("inf") if seconds is None else seconds
+
+
+def _fits(candidate: Candidate) -> bool:
+    return candidate.predicted_step_seconds is not None
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.predicted_step_seconds
 
 
 def _ordered(options: Sequence[Option]) -> list[Option]:

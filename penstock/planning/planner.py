@@ -6,23 +6,24 @@ import logging
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from msgspec.structs import replace as replace_fields
 
 from penstock.capture import Program
+from penstock.capture.memories import why_one_replica
 from penstock.devices.choice import threads_per_worker
 from penstock.display.terminal import Progress
-from penstock.errors import InputError
-from penstock.plan import Plan, plans
+from penstock.errors import InputError, PlanError
+from penstock.plan import Plan
 from penstock.plan.plan import advice
-from penstock.plan.request import Request
+from penstock.plan.request import Limits, Request
+from penstock.plan.search import plans_on_any
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profile
-from penstock.profile.measure import bytes_across
+from penstock.profile.measure import SECONDS, bytes_across
 from penstock.workers.backend import Backend
 from penstock.workers.probe import LinkProbe, with_links
 from penstock.workers.threads.backend import ThreadProbe
@@ -31,6 +32,9 @@ _LOG = logging.getLogger("penstock")
 
 TUNED = 4
 """Plans that are measured when that is asked for."""
+
+TOGETHER = 1.5
+"""Times as long as one profile that profiles for several numbers of workers take."""
 
 
 def decide_plan(
@@ -60,22 +64,26 @@ def decide_plan(
         made = None
         if backend.leads and plan is not None:
             made = plan if isinstance(plan, Plan) else Plan.load(plan)
+            backend.take(made, is_given=True)
             backend.check_replicas(made.replicas)
             if request.boundary_dtype is not None:
                 made = replace_fields(made, boundary_dtype=request.boundary_dtype)
         elif backend.leads:
-            request = _possible(request, backend)
+            if request.replicas != "auto":
+                backend.check_replicas(request.replicas)
             backend.wait(progress)  # what workers do to start would be in the profile
             made = plan_for(
                 program,
                 args,
                 kwargs,
-                devices=backend.devices,
+                choices=backend.choices,
                 request=request,
+                limits=limits_of(backend),
                 tune=tune,
                 where=backend.probe,
                 progress=progress,
             )
+            backend.take(made, is_given=False)
             for sentence in advice(made):
                 _LOG.warning(sentence)
         decided = backend.agree(program, made)
@@ -84,20 +92,14 @@ def decide_plan(
     return decided
 
 
-def _possible(request: Request, backend: Backend) -> Request:
-    """What is asked, with one replica where any number may be chosen and there can be one only.
-
-    Raises:
-        InputError: more are asked for.
-    """
-    if request.replicas != "auto":
-        backend.check_replicas(request.replicas)
-        return request
+def limits_of(backend: Backend) -> Limits:
+    """What these workers allow, where the kind of plan may be chosen."""
+    why = backend.why_one_replica
     try:
         backend.check_replicas(len(backend.devices))
     except InputError:
-        return replace(request, replicas=1)
-    return request
+        why = "There is one replica, as these workers cannot be several."
+    return Limits(one_replica=why, all_devices=backend.all_devices)
 
 
 def plan_for(
@@ -105,21 +107,23 @@ def plan_for(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    devices: Sequence[torch.device],
+    choices: Sequence[Sequence[torch.device]],
     request: Request,
+    limits: Limits | None = None,
     tune: bool = False,
     fresh: bool = False,
     where: LinkProbe | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Profile the program on these devices, and plan for them.
+    """Profile the program, and plan for the devices of one of several lists.
 
     Args:
         program: what to run.
         args: positional arguments of a batch; the captured example if neither is given.
         kwargs: keyword arguments of a batch.
-        devices: one for each worker; they exist.
+        choices: the lists of devices; one device for each worker; they exist.
         request: what is asked of the plan.
+        limits: what the workers allow where the kind of plan may be chosen; anything by default.
         tune: whether the best few plans are measured, and the fastest is kept.
         fresh: whether to profile even if the same was profiled before.
         where: the workers with which links are measured; threads by default.
@@ -129,20 +133,101 @@ def plan_for(
         PlanError: the program cannot be cut so.
         InputError: more micro-batches than rows.
     """
-    costs = profile_for(
+    costs = profiles_for(
         program,
         args,
         kwargs,
-        devices=devices,
+        choices=choices,
         request=request,
+        limits=limits,
         fresh=fresh,
         where=where,
         progress=progress,
     )
     if not tune:
-        return plans(costs, request)[0]
-    best = plans(costs, request, most=TUNED)
-    return tuned(program, args, kwargs, best, devices=devices, progress=progress)[0][1]
+        return plans_on_any(costs, request, limits=limits)[0]
+    best = plans_on_any(costs, request, TUNED, limits)
+    return tuned(program, args, kwargs, best, progress=progress)[0][1]
+
+
+def profiles_for(
+    program: Program,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    choices: Sequence[Sequence[torch.device]],
+    request: Request,
+    limits: Limits | None = None,
+    fresh: bool = False,
+    where: LinkProbe | None = None,
+    progress: Progress | None = None,
+) -> list[Profile]:
+    """A profile for each of the lists of devices on which what is asked for is possible.
+
+    Several together take `TOGETHER` times as long as one.
+
+    Args:
+        program, args, kwargs, choices, request, limits, fresh, where, progress: as of `plan_for`.
+
+    Raises:
+        PlanError: there is none.
+        InputError: more micro-batches than rows.
+    """
+    possible: list[Sequence[torch.device]] = []
+    errors: list[PlanError] = []
+    for devices in choices:
+        try:
+            check_possible(program, request, limits or Limits(), len(devices), len(choices) > 1)
+            possible.append(devices)
+        except PlanError as error:
+            errors.append(error)
+    if not possible:
+        raise errors[0]
+    return [
+        profile_for(
+            program,
+            args,
+            kwargs,
+            devices=devices,
+            request=request,
+            seconds=SECONDS if len(possible) == 1 else TOGETHER * SECONDS / len(possible),
+            fresh=fresh,
+            where=where,
+            progress=progress,
+        )
+        for devices in possible
+    ]
+
+
+def check_possible(
+    program: Program, request: Request, limits: Limits, devices: int, all_devices: bool = False
+) -> None:
+    """Raise, before anything is measured, if no plan can be as it is asked for.
+
+    Args:
+        program, request, limits: as of `plan_for`.
+        devices: how many there are.
+        all_devices: whether every device has to be used, whatever the limits are.
+
+    Raises:
+        PlanError: there are not enough places for stages; or cuts or modules that are asked for are
+            not possible.
+    """
+    labels, reasons = program.labels, program.cuts.reasons
+    request.recomputed(labels, reasons)
+    errors: list[PlanError] = []
+    only_one = bool(limits.one_replica or why_one_replica(program))
+    for replicas in request.replica_numbers(devices, only_one):
+        each = devices // replicas or 1
+        try:
+            program.check_stages(each)
+            request.positions(labels, reasons, each)
+            return
+        except PlanError as error:
+            errors.append(error)
+    is_free = request.replicas == "auto" and not request.asks_for_stages
+    if not is_free or all_devices or limits.all_devices:
+        raise errors[0]
 
 
 def tuned(
@@ -151,20 +236,19 @@ def tuned(
     kwargs: Mapping[str, Any] | None,
     candidates: Sequence[Plan],
     *,
-    devices: Sequence[torch.device],
     progress: Progress | None = None,
 ) -> list[tuple[float, Plan]]:
     """The median seconds of a step by every one of these plans, the fastest first.
 
     Args:
         candidates: what is measured, in turns, on a copy of the model.
-        program, args, kwargs, devices, progress: as of `plan_for`.
+        program, args, kwargs, progress: as of `plan_for`.
 
     Raises:
         PlanError: the model has no weights, so that it cannot be run.
     """
     leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
-    steps = measured(program, leaves, candidates, devices, progress=progress)
+    steps = measured(program, leaves, candidates, progress=progress)
     medians = [statistics.median(seconds) for seconds in steps]
     return sorted(zip(medians, candidates, strict=True), key=lambda pair: pair[0])
 
@@ -176,31 +260,30 @@ def profile_for(
     *,
     devices: Sequence[torch.device],
     request: Request,
+    seconds: float = SECONDS,
     fresh: bool = False,
     where: LinkProbe | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """What the program costs on these devices, links included; checked against the request first.
+    """What the program costs on these devices, links included.
 
     Args:
-        program, args, kwargs, devices, request, fresh, where, progress: as of `plan_for`.
+        program, args, kwargs, request, fresh, where, progress: as of `plan_for`.
+        devices: one for each worker; they exist.
+        seconds: about how long to measure.
 
     Raises:
-        PlanError: the program cannot be cut so.
         InputError: more micro-batches than rows.
     """
-    each = len(devices) if request.replicas == "auto" else len(devices) // request.replicas or 1
-    if request.replicas != "auto":
-        program.check_stages(each)
-        request.positions(program.labels, program.cuts.reasons, each)
-    request.recomputed(program.labels, program.cuts.reasons)
+    threads = threads_per_worker(devices)
     costs, _ = cached_profile(
         program,
         args,
         kwargs,
         devices=[str(device) for device in devices],
         num_microbatches=request.num_microbatches,
-        threads=threads_per_worker(devices),
+        threads=threads,
+        seconds=seconds,
         progress=progress,
         fresh=fresh,
     )

@@ -34,7 +34,6 @@ def measured(
     program: Program,
     leaves: Sequence[Any],
     plans: Sequence[Plan],
-    devices: Sequence[torch.device],
     *,
     rounds: int = _ROUNDS,
     progress: Progress | None = None,
@@ -48,8 +47,7 @@ def measured(
     Args:
         program: what is run.
         leaves: of the inputs of a batch.
-        plans: for as many devices as there are.
-        devices: of the workers.
+        plans: each for devices that exist.
         rounds: how often each has its turn.
         progress: called as it goes on.
 
@@ -60,6 +58,7 @@ def measured(
         raise PlanError("plans cannot be measured on a model without weights; leave out tune")
     taken: list[list[float]] = [[] for _ in plans]
     twin = copy.copy(program)
+    devices = [torch.device(name) for name in dict.fromkeys(n for p in plans for n in p.devices)]
     with objects_kept(program.model.modules()), generators_kept(devices):
         twin.model = shadow(program.model, devices[0], program.written)
         for turn in range(rounds):
@@ -67,17 +66,16 @@ def measured(
                 if progress:
                     done = turn * len(plans) + number
                     progress(done, rounds * len(plans), f"measuring {plan.schedule}")
-                taken[number] += _steps(twin, leaves, plan, devices)
+                taken[number] += _steps(twin, leaves, plan)
     return taken
 
 
-def _steps(
-    program: Program, leaves: Sequence[Any], plan: Plan, devices: Sequence[torch.device]
-) -> list[float]:
+def _steps(program: Program, leaves: Sequence[Any], plan: Plan) -> list[float]:
     """The seconds of some steps in a row."""
+    devices = [torch.device(name) for name in plan.devices]
     place(program, plan.cuts, [devices[worker] for worker in plan.placement])
     timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
-    workers = ThreadWorkers(plan, devices, threads_per_worker(devices), timeout)
+    workers = ThreadWorkers(plan, devices, plan.threads or threads_per_worker(devices), timeout)
     runner = Runner(program, plan, workers)
     batch = Batch.split(program.signatures.inputs(leaves), plan.num_microbatches)
     shares = [rows / sum(batch.rows) for rows in batch.rows]

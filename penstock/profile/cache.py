@@ -23,7 +23,7 @@ from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.files import write_whole
 from penstock.profile.data import VERSION, Profile
-from penstock.profile.measure import SECONDS, profile
+from penstock.profile.measure import SECONDS, not_measured, profile
 
 _MOST_FILES = 200
 _OURS = re.compile(r"[0-9a-f]{32}\.json")  # see `cache_key`; others' files in there are theirs
@@ -123,7 +123,7 @@ def cached_profile(
     if found is not None:
         if progress:
             progress(1, 1, "profiled before, kept in the cache")
-        return found, True
+        return msgspec.structs.replace(found, **not_measured(program, devices, threads)), True
     costs = profile(
         program,
         args,

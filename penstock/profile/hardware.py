@@ -121,6 +121,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
             kinds=kinds,
             links=links,
             capacity={name: memory for name, memory in known.items() if memory is not None},
+            threads=0,
         )
 
     def _between(self, sender: str, receiver: str) -> Link | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
 from penstock.capture import ROWS, Program, Sizes, TensorInfo
 from penstock.capture.blame import lone_row
 from penstock.capture.explain import weight_bytes
+from penstock.capture.memories import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.display.terminal import Progress
@@ -113,7 +114,25 @@ def profile(
         saved=tuple(count / most for count in saved),
         outputs=_outputs(program),
         capacity=_capacity(teams),
+        **not_measured(program, devices, threads),
     )
+
+
+class NotMeasured(TypedDict):
+    """What a profile says besides; the fields are `Profile`'s."""
+
+    threads: int
+    one_replica: str
+    no_recomputing: str
+
+
+def not_measured(program: Program, devices: Sequence[str], threads: int) -> NotMeasured:
+    """What a profile of a program says besides; the arguments are those of `profile`."""
+    return {
+        "threads": threads if any(torch.device(name).type == "cpu" for name in devices) else 0,
+        "one_replica": why_one_replica(program),
+        "no_recomputing": why_no_recomputing(program),
+    }
 
 
 def _rows(batch_size: int, count: int) -> list[int]:

@@ -23,7 +23,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture import Program
-from penstock.devices.choice import threads_per_worker
+from penstock.devices.choice import (
+    Devices,
+    device_choices,
+    existing_devices,
+    threads_per_worker,
+)
 from penstock.display.terminal import Progress
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PlanError
@@ -77,11 +82,16 @@ class Backend(ABC):
     Attributes:
         threads: intra-op threads of each CPU worker.
         leads: whether this process plans for all that run the script.
+        all_devices: whether a plan has to use every device.
+        why_one_replica: why there is one replica where the number may be chosen; empty if there may
+            be several.
         probe: where the links between workers are measured.
     """
 
     threads: int
     leads: bool = True
+    all_devices: bool = True
+    why_one_replica: str = ""
     probe: LinkProbe
 
     @property
@@ -92,6 +102,24 @@ class Backend(ABC):
         Raises:
             PlanError: there is none like it, so nothing can be measured here.
         """
+
+    @property
+    def choices(self) -> Sequence[Sequence[torch.device]]:
+        """The lists of devices of one of which a plan is made, see `device_choices`."""
+        return [self.devices]
+
+    def take(self, plan: Plan, is_given: bool) -> None:
+        """Have only the workers that a plan needs, where that is left to it.
+
+        Args:
+            plan: what `agree` will be given.
+            is_given: whether it is the user's, who may have given other devices.
+
+        Raises:
+            DeviceError: one of its devices does not exist.
+            InputError: the workers cannot use one of them.
+        """
+        return
 
     @abstractmethod
     def agree(self, program: Program, plan: Plan | None) -> Plan:
@@ -149,17 +177,44 @@ class DrivenBackend(Backend):
     """Workers that this process has or drives.
 
     Args:
-        devices: of the workers; they exist.
+        devices: of the workers, as the user gives them; `None` leaves them to the plan.
+        least: so many workers are needed, if they are left to the plan.
+
+    Raises:
+        DeviceError: one does not exist.
+        InputError: there are none.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    all_devices = False
+
+    def __init__(self, devices: Devices | None, least: int = 1) -> None:
+        self._are_given = devices is not None
+        self._choices = device_choices(devices, least)
+        self._have(self._choices[-1])
+
+    def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
         self._devices = devices
-        self.threads = threads_per_worker(devices)
+        self.threads = threads or threads_per_worker(devices)
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """For each worker its own."""
+        """For each worker its own; before there is a plan, of the most workers there may be."""
         return self._devices
+
+    @property
+    def choices(self) -> Sequence[Sequence[torch.device]]:
+        """The lists of devices of one of which a plan is made."""
+        return self._choices
+
+    def take(self, plan: Plan, is_given: bool) -> None:
+        """Have the devices and threads of a plan, unless it is the user's and so are the devices.
+
+        Workers on some of the given devices have as many threads as they would have on all.
+        """
+        if not self._are_given:
+            self._have(existing_devices(plan.devices), plan.threads)
+        elif not is_given and len(plan.devices) < len(self._devices):
+            self._have(existing_devices(plan.devices), self.threads)
 
     def agree(self, program: Program, plan: Plan | None) -> Plan:
         """The plan as it is, after a check that it fits: one process decides for all workers."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import torch
-
 from penstock.devices.allocator import Allocator, keep_freed_memory
-from penstock.devices.choice import Devices, existing_devices
+from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.workers.backend import Backend, DrivenBackend, Kind
-from penstock.workers.probe import LinkProbe
 from penstock.workers.processes.backend import ProcessBackend
 from penstock.workers.ranks.backend import RankBackend
 from penstock.workers.ranks.rendezvous import check_is_alone, is_torchrun
@@ -28,9 +25,10 @@ class WorkerOptions:
 
     Attributes:
         workers: their kind.
-        devices: of the workers.
+        devices: of the workers; `None` leaves them to the plan.
         timeout: seconds that a step may take; `None` derives it from the plan.
         allocator: whether the process keeps freed memory.
+        least: so many workers are needed, if they are left to the plan.
 
     Raises:
         InputError: an option has no meaning.
@@ -40,6 +38,7 @@ class WorkerOptions:
     devices: Devices | None
     timeout: float | None
     allocator: Allocator
+    least: int = 1
 
     def __post_init__(self) -> None:
         if self.workers not in KINDS:
@@ -73,29 +72,31 @@ class WorkerOptions:
             return RankBackend(self.devices)
         if self.workers == "auto":
             check_is_alone()
-        return _driven(self.workers, existing_devices(self.devices), allocator_kept)
+        return _driven(self.workers, self.devices, self.least, allocator_kept)
 
 
-def _driven(kind: str, devices: Sequence[torch.device], allocator_kept: bool) -> DrivenBackend:
+def _driven(kind: str, devices: Devices | None, least: int, allocator_kept: bool) -> DrivenBackend:
     if kind == "processes":
-        return ProcessBackend(devices, allocator_kept)
-    return ThreadBackend(devices)
+        return ProcessBackend(devices, least, allocator_kept=allocator_kept)
+    return ThreadBackend(devices, least)
 
 
 @contextmanager
-def measuring(kind: str, devices: Sequence[torch.device]) -> Iterator[LinkProbe]:
-    """Where the links of such workers are measured; they are gone afterwards.
+def measuring(kind: str, devices: Devices | None, least: int = 1) -> Iterator[DrivenBackend]:
+    """Workers with which a plan is made; they are gone afterwards.
 
     Args:
         kind: `"threads"` or `"processes"`; others are measured with threads.
-        devices: of the workers; they exist.
+        devices: of the workers; `None` leaves them to the plan.
+        least: so many workers are needed, if they are left to the plan.
 
     Raises:
-        InputError: it cannot use these devices.
+        DeviceError: a device does not exist.
+        InputError: the workers cannot use these devices.
     """
-    workers = _driven(kind, devices, allocator_kept=False)
+    workers = _driven(kind, devices, least, allocator_kept=False)
     try:
         workers.wait(None)
-        yield workers.probe
+        yield workers
     finally:
         workers.close()

@@ -484,7 +484,7 @@ def test_what_is_not_audited_says_why() -> None:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         assert (pipe.audit.microbatches, pipe.audit.why_not) == (0, "audit=None")
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 2, "cuts": ["2"]}
-    with ps.Pipeline(model, (X,), boundary_dtype=torch.bfloat16, **options) as pipe:
+    with ps.Pipeline(model, (X,), boundary_dtype=torch.bfloat16, **options, replicas=1) as pipe:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         assert pipe.audit.microbatches == 0
         assert "rounded to bfloat16" in pipe.audit.why_not
@@ -554,7 +554,9 @@ def test_what_a_forward_writes_through_a_view_of_its_input_is_written_once() -> 
     model, losses, left = Written(), [], []
     for audit in (1, None):
         twin, x = copy.deepcopy(model), X.clone()
-        with ps.Pipeline(twin, (X.clone(),), devices=["cpu"] * 2, cuts=["b"], audit=audit) as pipe:
+        with ps.Pipeline(
+            twin, (X.clone(),), devices=["cpu"] * 2, cuts=["b"], audit=audit, replicas=1
+        ) as pipe:
             losses.append(pipe.train_step(x, target=Y, loss_fn=F.mse_loss))
         left.append(x)
     assert torch.equal(*losses)

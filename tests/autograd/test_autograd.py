@@ -53,7 +53,7 @@ def make(model: nn.Module, x: torch.Tensor, workers: str, **options: Any) -> ps.
     asked = {k: options.pop(k) for k in ("schedule", "recompute") if k in options}
     plan = uniform_plan(program, 2, 3, **asked)
     options |= {"program": program, "plan": plan, "workers": workers}
-    return ps.Pipeline(model, (x,), devices=["cpu", "cpu"], **options)
+    return ps.Pipeline(model, (x,), devices=["cpu", "cpu"], **options, replicas=1)
 
 
 def backward(call: Call, model: nn.Module, x: torch.Tensor) -> Tensors:

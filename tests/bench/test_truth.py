@@ -22,11 +22,11 @@ def test_a_plan_is_predicted_again_by_its_own_profile_as_before(schedule: str, c
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     program = ps.capture(model, (torch.randn(6, 8),))
     costs = ps.profile(program, devices=["cpu", "cpu"], num_microbatches=count, seconds=0.1)
-    plan = ps.plan(costs, num_microbatches=count, schedule=schedule)
+    plan = ps.plan(costs, num_microbatches=count, schedule=schedule, replicas=1)
     assert predicted(plan, costs) == plan.predicted_step_seconds
-    assert is_same(plan, ps.plan(costs, num_microbatches=count, schedule=schedule))
-    assert not is_same(plan, ps.plan(costs, num_microbatches=count, schedule="gpipe"))
-    alone = ps.plan(costs, num_microbatches=count, schedule=plan.schedule)
+    assert is_same(plan, ps.plan(costs, num_microbatches=count, schedule=schedule, replicas=1))
+    assert not is_same(plan, ps.plan(costs, num_microbatches=count, schedule="gpipe", replicas=1))
+    alone = ps.plan(costs, num_microbatches=count, schedule=plan.schedule, replicas=1)
     assert is_same(plan, msgspec.structs.replace(alone, considered=()))
 
 
@@ -51,6 +51,6 @@ def test_turns_and_both_errors_are_written(tmp_path: Path) -> None:
 def test_a_trainer_that_ends_is_an_error_that_names_its_plan() -> None:
     program = ps.capture(nn.Linear(2, 2), (torch.randn(4, 2),))
     costs = ps.profile(program, devices=["cpu"], num_microbatches=2, seconds=0.1)
-    plan = ps.plan(costs, num_microbatches=2, schedule="gpipe")
+    plan = ps.plan(costs, num_microbatches=2, schedule="gpipe", replicas=1)
     with pytest.raises(RuntimeError, match=r"(?s)the trainer of gpipe, m=2: 'start' failed.*Plan"):
         trainer("mlp", plan)  # it is not of that model

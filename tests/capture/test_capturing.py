@@ -167,7 +167,7 @@ def test_a_view_of_a_parameter_crosses_without_gradients() -> None:
     def in_parts(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(part) for part in x.tensor_split(4)])
 
-    with ps.Pipeline(model, (X,), cuts=["tanh()"], **options) as pipe:
+    with ps.Pipeline(model, (X,), cuts=["tanh()"], **options, replicas=1) as pipe:
         for context in (torch.no_grad, torch.inference_mode):
             with context():
                 assert torch.equal(pipe(X), in_parts(X))
@@ -288,7 +288,7 @@ def test_cut_and_trained_alike(build: Callable[[], nn.Module], closed: dict[str,
     assert program.closed.keys() == closed.keys()
     assert all(why in program.closed[path] for path, why in closed.items())
     options: dict[str, Any] = {"num_microbatches": 4, "devices": ["cpu"] * 2}
-    with ps.Pipeline(model, (X,), program=program, **options) as pipe:
+    with ps.Pipeline(model, (X,), program=program, **options, replicas=1) as pipe:
         pipe.train_step(X, loss_fn=lambda result: value_of(result).square().mean())
     ours = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()

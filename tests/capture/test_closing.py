@@ -84,7 +84,7 @@ def test_an_awkward_block_is_closed(how: str, reason: str) -> None:
 
 def test_a_model_that_must_stay_whole_says_how_it_would_not() -> None:
     with pytest.raises(ps.PlanError, match=r"the model itself: .* use_reentrant=False"):
-        ps.Pipeline(Block("reentrant"), (X,), devices=["cpu", "cpu"], workers="threads")
+        ps.Pipeline(Block("reentrant"), (X,), devices=["cpu", "cpu"], workers="threads", replicas=1)
 
 
 def test_both_branches_are_right() -> None:

@@ -82,7 +82,7 @@ def test_microbatches_of_several_lengths_in_one_step() -> None:
         return F.cross_entropy(output["out"], target) + output["scores"].square().mean()
 
     options = {"devices": ["cpu", "cpu"], "num_microbatches": 1}  # its scores mix the rows
-    with ps.Pipeline(model, example(), dynamic=dynamic, **options) as pipe:
+    with ps.Pipeline(model, example(), dynamic=dynamic, **options, replicas=1) as pipe:
         loss = pipe.train_microbatches(batches, targets=targets, loss_fn=loss_fn)
 
         def alone() -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_several_entries_for_each_row() -> None:
     twin.load_state_dict(model.state_dict())
     options: Any = {"batch_dim": {"patches": (0, 4)}}
     with ps.Pipeline(
-        model, kwargs=pictured(5), devices=["cpu", "cpu"], num_microbatches=3, **options
+        model, kwargs=pictured(5), devices=["cpu", "cpu"], num_microbatches=3, **options, replicas=1
     ) as pipe:
         assert "4Bx6" in str(pipe.program.train.inputs[1])
         batch = pictured(7)

@@ -61,7 +61,7 @@ def pipeline(does: Does, count: int, kind: Any, example: torch.Tensor = X) -> It
     cuts = ["last"] if len(program) > 1 else []
     devices = ["cpu"] * (1 + len(cuts))
     with ps.Pipeline(
-        *(model, (example,)), devices=devices, cuts=cuts or None, audit=None, **options
+        *(model, (example,)), devices=devices, cuts=cuts or None, audit=None, **options, replicas=1
     ) as pipe:
         yield pipe
 

@@ -99,6 +99,7 @@ def compare(does: Does, values: list[Any], kind: Any, most: int | None) -> None:
         cuts=["last"],
         num_microbatches=2,
         workers=kind,
+        replicas=1,
     ) as pipe:
         for k, t in enumerate([*values, values[0], 1000.5, *values[:3]]):
             if k == len(values) // 2:
@@ -121,7 +122,7 @@ def compare(does: Does, values: list[Any], kind: Any, most: int | None) -> None:
 def test_several_numbers_in_several_places() -> None:
     model = Timed(lambda m, x, t, *more: x * t["a"] + more[0] - (more[1] if more[1] > 2 else 0))
     with ps.Pipeline(
-        *(model, (X, {"a": 0.5}, 1.0, 2)), devices=["cpu", "cpu"], num_microbatches=2
+        *(model, (X, {"a": 0.5}, 1.0, 2)), devices=["cpu", "cpu"], num_microbatches=2, replicas=1
     ) as pipe:
         for k in range(50):
             given = {"a": 0.5 + k * 0.1}, 1.0 - k * 0.2, 2 + k % 5
@@ -133,7 +134,7 @@ def test_several_numbers_in_several_places() -> None:
 
 def test_zeros_and_what_is_no_number() -> None:
     model = Timed(lambda m, x, t: x / t if t == t else x)
-    with ps.Pipeline(*(model, (X, 0.5)), devices=["cpu"], num_microbatches=2) as pipe:
+    with ps.Pipeline(*(model, (X, 0.5)), devices=["cpu"], num_microbatches=2, replicas=1) as pipe:
         for t in (1.5, 0.0, -0.0, math.inf, math.nan, 2.5, math.nan, True, 3, False, None):
             if t is None:
                 with pytest.raises(ps.InputError, match="TypeError"):
@@ -148,7 +149,7 @@ def test_zeros_and_what_is_no_number() -> None:
 
 def test_numbers_that_cannot_be_followed_are_refused_in_time() -> None:
     model = Timed(DECIDING["root"])
-    with ps.Pipeline(*(model, (X, 0.5)), devices=["cpu"], num_microbatches=1) as pipe:
+    with ps.Pipeline(*(model, (X, 0.5)), devices=["cpu"], num_microbatches=1, replicas=1) as pipe:
         for k in range(1, 65):
             pipe(X, float(k))
         with pytest.raises(ps.InputError, match=r"input 1 of the batch is a number.*64 times"):

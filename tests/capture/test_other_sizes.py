@@ -105,7 +105,9 @@ def test_a_threshold_is_noticed_when_it_is_crossed(
         program(far)
     if rows > 1:
         with (
-            ps.Pipeline(model, devices=["cpu", "cpu"], program=program, num_microbatches=1) as pipe,
+            ps.Pipeline(
+                model, devices=["cpu", "cpu"], program=program, num_microbatches=1, replicas=1
+            ) as pipe,
             pytest.raises(ps.CaptureError, match=message),
         ):
             pipe.train_step(far, loss_fn=torch.mean)

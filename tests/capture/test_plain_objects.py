@@ -187,7 +187,7 @@ def train(module: nn.Module, recompute: str, audit: Any, steps: int = 3) -> tupl
     """Gradients after some steps in a pipeline, and what the audit has found."""
     options: Any = {"recompute": recompute, "audit": audit, "schedule": "gpipe"}
     with ps.Pipeline(
-        module, (X,), devices=["cpu", "cpu"], cuts=["2"], num_microbatches=2, **options
+        module, (X,), devices=["cpu", "cpu"], cuts=["2"], num_microbatches=2, **options, replicas=1
     ) as pipe:
         for _ in range(steps):
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
@@ -225,6 +225,7 @@ def test_worker_processes_count_for_themselves() -> None:
         num_microbatches=2,
         workers="processes",
         audit=1,
+        replicas=1,
     ) as pipe:
         for _ in range(3):
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)

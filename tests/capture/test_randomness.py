@@ -61,6 +61,7 @@ def test_what_numpy_and_python_draw_is_seeded_as_well(source: str) -> None:
         devices=["cpu", "cpu"],
         num_microbatches=3,
         cuts=["layers.1"],
+        replicas=1,
     )
     assert report.ok, str(report)
     assert before == (random.getstate(), np.random.get_state()[1].tobytes())  # type: ignore[union-attr]
@@ -122,7 +123,12 @@ def test_a_random_module_that_is_called_with_keywords() -> None:
 
     x = torch.randn(4, 5, 4)
     report = ps.verify(
-        Attention(), (x,), loss_fn=mean_square, devices=["cpu", "cpu"], num_microbatches=2
+        Attention(),
+        (x,),
+        loss_fn=mean_square,
+        devices=["cpu", "cpu"],
+        num_microbatches=2,
+        replicas=1,
     )
     assert report.ok, str(report)
 

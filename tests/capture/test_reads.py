@@ -109,7 +109,7 @@ def built(model: Model) -> ps.Pipeline:
     program = ps.capture(model, (X,))
     plan = uniform_plan(program, workers=2, microbatches=4)
     options: dict[str, Any] = {"program": program, "plan": plan, "workers": "threads"}
-    return ps.Pipeline(model, (X,), devices=["cpu"] * 2, audit=None, **options)
+    return ps.Pipeline(model, (X,), devices=["cpu"] * 2, audit=None, **options, replicas=1)
 
 
 FLOATS = (0.02, 0.03, 0.06, 0.11, 0.31, 0.51, 0.91, 1.3, 2.0)
@@ -241,7 +241,9 @@ def test_attributes_that_are_items_alone() -> None:
     """Asking such an object for another one raises a KeyError."""
     model = Model(lambda s, h: h * s.held.scale)
     model.held = Strict(scale=1.0)
-    with ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=4, audit=None) as pipe:
+    with ps.Pipeline(
+        model, (X,), devices=["cpu"] * 2, num_microbatches=4, audit=None, replicas=1
+    ) as pipe:
         compare(pipe, model)
         model.held["scale"] = 2.0
         compare(pipe, model)
@@ -264,7 +266,7 @@ def test_a_model_that_gets_another_dtype() -> None:
     model, ids = OfItsKind(), torch.tensor([0, 1, 2, 3, 4, 3, 2, 4])
     plain = copy.deepcopy(model)
     options = {"devices": ["cpu"] * 2, "num_microbatches": 2, "cuts": ["b"], "audit": None}
-    with ps.Pipeline(model, (ids,), **options) as pipe:
+    with ps.Pipeline(model, (ids,), **options, replicas=1) as pipe:
         for kind in (torch.float32, torch.float64, torch.float32):
             for each in (model, plain):
                 each.to(kind)

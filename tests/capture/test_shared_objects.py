@@ -54,7 +54,12 @@ def test_modules_that_share_what_they_change_stay_together(kind: Any) -> None:
     torch.set_num_threads(1)
     try:
         with ps.Pipeline(
-            *(split, (X,)), program=program, devices=["cpu"] * 2, num_microbatches=4, audit=None
+            *(split, (X,)),
+            program=program,
+            devices=["cpu"] * 2,
+            num_microbatches=4,
+            audit=None,
+            replicas=1,
         ) as pipe:
             for _ in range(2):
                 pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
@@ -70,7 +75,7 @@ def test_modules_that_share_what_they_change_stay_together(kind: Any) -> None:
 
 def test_cuts_between_them_are_refused_by_name() -> None:
     with pytest.raises(ps.PlanError, match=r"1\.cache \(SimpleNamespace\).*changes"):
-        ps.Pipeline(model(SimpleNamespace()), (X,), devices=["cpu"] * 2, cuts=["2"])
+        ps.Pipeline(model(SimpleNamespace()), (X,), devices=["cpu"] * 2, cuts=["2"], replicas=1)
 
 
 def test_what_nobody_changes_may_be_shared() -> None:

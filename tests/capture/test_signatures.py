@@ -61,7 +61,9 @@ def pipeline(example: dict[str, Any], kind: Any = "threads", **options: Any) -> 
     model = Language()
     options = {"cuts": ["a"], "schedule": "gpipe", "recompute": "none"} | options
     options = {"num_microbatches": 3, "workers": kind} | options
-    return ps.Pipeline(model, (), {"ids": IDS} | example, devices=["cpu", "cpu"], **options)
+    return ps.Pipeline(
+        model, (), {"ids": IDS} | example, devices=["cpu", "cpu"], **options, replicas=1
+    )
 
 
 def parts_of(call: dict[str, Any], count: int = 3) -> list[dict[str, Any]]:
@@ -144,7 +146,9 @@ def test_a_time_step_for_every_row_or_for_all() -> None:
     torch.manual_seed(0)
     model = Denoiser()
     options: dict[str, Any] = {"num_microbatches": 2, "cuts": ["b"]}
-    with ps.Pipeline(model, (X, torch.rand(6)), devices=["cpu", "cpu"], **options) as pipe:
+    with ps.Pipeline(
+        model, (X, torch.rand(6)), devices=["cpu", "cpu"], **options, replicas=1
+    ) as pipe:
         for time in (torch.tensor(3.0), torch.tensor(7.0), 5.0, torch.rand(6)):
             times = time.chunk(2) if isinstance(time, torch.Tensor) and time.ndim else [time] * 2
             plain = torch.cat([model(x, t) for x, t in zip(X.chunk(2), times, strict=True)])
@@ -168,7 +172,7 @@ class Named(nn.Module):
 
 def test_plain_values_without_end_are_refused_in_time() -> None:
     x = torch.randn(6, 4)
-    with ps.Pipeline(Named(), (x, ""), devices=["cpu"], num_microbatches=2) as pipe:
+    with ps.Pipeline(Named(), (x, ""), devices=["cpu"], num_microbatches=2, replicas=1) as pipe:
         for step in range(1, 32):
             pipe(x, "a" * step)
         with pytest.raises(ps.InputError, match="32 signatures"):

@@ -72,6 +72,7 @@ def test_micro_batches_go_different_ways_in_one_step(example: tuple[bool, ...], 
             loss_fn=F.mse_loss,
             devices=["cpu", "cpu"],
             num_microbatches=4,
+            replicas=1,
         )
         assert report.ok, str(report)
         pipe.eval()

@@ -162,7 +162,7 @@ def test_weights_of_a_pipeline(saved: Path) -> None:
     program = ps.capture(model, (X,))
     plan = uniform_plan(program, 2, 3)
     options: dict[str, Any] = {"devices": CPUS[2], "plan": plan, "weights": saved}
-    with ps.Pipeline(model, (X,), program=program, **options) as pipe:
+    with ps.Pipeline(model, (X,), program=program, **options, replicas=1) as pipe:
         for name, value in pipe.state_dict().items():
             if "running" not in name and "num_batches" not in name:  # buffers were there already
                 assert torch.equal(value, expected(3)["model"][name]), name
@@ -233,7 +233,9 @@ def test_what_modules_and_states_may_have(tmp_path: Path) -> None:
 
     import numpy as np
 
-    with ps.Pipeline(model := build(), (X,), devices=CPUS[2], num_microbatches=2) as pipe:
+    with ps.Pipeline(
+        model := build(), (X,), devices=CPUS[2], num_microbatches=2, replicas=1
+    ) as pipe:
         model[0].seen = 7
         average = torch.optim.swa_utils.AveragedModel(model)
         pipe.save(tmp_path, average=average, best=np.float64(0.1), none=None)

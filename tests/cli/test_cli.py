@@ -39,6 +39,8 @@ def small() -> nn.Module:
 
 
 SMALL = [f"{HERE}:small", "--input", "6x4"]
+TWO = ("--devices", "cpu,cpu")
+IN_STAGES = ("--replicas", "1")
 
 
 class Scaled(nn.Module):
@@ -198,7 +200,7 @@ def test_evaluation_that_leaves_calls_out() -> None:
 
 
 def test_verify() -> None:
-    result = run("verify", *SMALL, "--microbatches", "3", "--devices", "cpu,cpu,cpu")
+    result = run("verify", *SMALL, "--microbatches", "3", *IN_STAGES, "--devices", "cpu,cpu,cpu")
     assert result.exit_code == 0, result.output
     assert "Sequential in 3 stages, 3 micro-batches" in result.stdout
     assert "exact" in result.stdout
@@ -215,7 +217,7 @@ def test_verify_with_a_loss_and_a_target() -> None:
 
 def test_verify_with_an_optimizer_clipping_and_a_sum() -> None:
     options = ("--optimizer", "AdamW", "--lr", "0.01", "--clip", "0.1", "--weight", "sum")
-    result = run("verify", *SMALL, *options, "--recompute", "all", "--devices", "cpu,cpu")
+    result = run("verify", *SMALL, *options, "--recompute", "all", *IN_STAGES, *TWO)
     assert result.exit_code == 0, result.output
     assert "AdamW, recomputing in 2 of them, gradients clipped to 0.1: exact" in result.stdout
     assert "norms of the gradients: 3 compared" in result.stdout
@@ -227,10 +229,10 @@ def test_verify_with_an_optimizer_clipping_and_a_sum() -> None:
 
 
 def test_verify_with_batchnorm_and_rounded_boundaries() -> None:
-    result = run("verify", *SMALL, "--batchnorm", "deferred", "--devices", "cpu,cpu")
+    result = run("verify", *SMALL, "--batchnorm", "deferred", *IN_STAGES, *TWO)
     assert result.exit_code == 0, result.output
     assert "BatchNorm deferred: exact" in result.stdout
-    result = run("verify", *SMALL, "--boundary-dtype", "float16", "--devices", "cpu,cpu")
+    result = run("verify", *SMALL, "--boundary-dtype", "float16", *IN_STAGES, *TWO)
     assert result.exit_code == 1
     assert "boundaries in float16: NOT exact" in result.stdout
     assert "which changes results by design" in result.stdout
@@ -286,7 +288,7 @@ def test_bench(tmp_path: Path) -> None:
         (["plan", *SMALL, "--schedule", "best"], 2, "choose naive, gpipe"),
         (["plan", *SMALL, "--microbatches", "many"], 2, "neither a number"),
         (["plan", *SMALL, "--microbatches", "7"], 2, "choose between 1 and 6"),
-        (["plan", *SMALL, "--devices", "cpu,cpu,cpu,cpu"], 1, "3 at most"),
+        (["plan", *SMALL, *IN_STAGES, "--devices", "cpu,cpu,cpu,cpu"], 1, "3 at most"),
         (["verify", *SMALL, "--target", "6x4"], 2, "needs a --loss"),
         (["verify", *SMALL, "--loss", f"{HERE}:broken_loss"], 2, "ValueError: no loss today"),
         (["verify", *SMALL, "--loss", f"{HERE}:PENSTOCK"], 2, "cannot be called"),
@@ -313,7 +315,7 @@ def test_mistakes(arguments: list[str], code: int, words: str) -> None:
 
 
 def test_a_worker_that_fails_says_where() -> None:
-    arguments = ("verify", f"{HERE}:lonely", "--input", "6x4", "--devices", "cpu,cpu")
+    arguments = ("verify", f"{HERE}:lonely", "--input", "6x4", *TWO, *IN_STAGES)
     result = run(*arguments)
     assert result.exit_code == 1
     assert "failed in the forward of micro-batch 0: ArithmeticError: no company" in result.stderr

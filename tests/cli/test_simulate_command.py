@@ -19,7 +19,7 @@ from penstock.schedule import SCHEDULES
 from tests.plan.test_plan import profile
 
 COSTS = profile([1e-3] * 8, saved=(100.0,) * 8)
-PLAN = ps.plan(COSTS, num_microbatches=4, schedule="1f1b")
+PLAN = ps.plan(COSTS, num_microbatches=4, schedule="1f1b", replicas=1)
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ def own(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def verify(end: Callable[..., Any] = own, loss: Any = None, **options: Any) -> ps.VerifyReport:
     loss = loss or (lambda output, target: F.mse_loss(output, target))
-    return ps.verify(Two(end), (X,), target=Y, loss_fn=loss, **{**SPLIT, **options})
+    return ps.verify(Two(end), (X,), target=Y, loss_fn=loss, **{**SPLIT, **options}, replicas=1)
 
 
 def first(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -70,9 +70,9 @@ def test_results_that_nobody_can_put_together_are_never_exact(name: str) -> None
     end, loss = ENDS[name]
     if name in ("a count", "pairs of rows"):
         with pytest.raises(ps.InputError, match="cannot be put together"):
-            verify(end, loss, num_microbatches=4)
+            verify(end, loss, num_microbatches=4, replicas=1)
         return
-    report = verify(end, loss, num_microbatches=4)
+    report = verify(end, loss, num_microbatches=4, replicas=1)
     assert not report.ok, str(report)
     assert "result of a call (" in str(report)
 
@@ -107,9 +107,9 @@ def test_a_pipeline_that_merges_in_another_order_is_not_exact(
     def turned(passes: Passes, args: Any, kwargs: Any) -> Any:
         return call(passes, args, kwargs).roll(3, 0)
 
-    assert verify(num_microbatches=3).ok
+    assert verify(num_microbatches=3, replicas=1).ok
     monkeypatch.setattr(Passes, "call", turned)
-    report = verify(num_microbatches=3)
+    report = verify(num_microbatches=3, replicas=1)
     assert not report.ok
     assert "result of a call: 1 of 1 differ" in str(report)
 
@@ -134,11 +134,11 @@ def test_three_micro_batches_at_least_and_a_batch_that_does_not_divide(
     assert "3 micro-batches" in report.subject
     assert steps == [8, 8, 8]  # 3, 3 and 2 rows
     steps.clear()
-    report = verify(num_microbatches=4)
+    report = verify(num_microbatches=4, replicas=1)
     assert report.ok, str(report)
     assert "4 micro-batches" in report.subject
     assert steps == [8, 8, 7]
-    assert "1 micro-batches" in verify(num_microbatches=1).subject
+    assert "1 micro-batches" in verify(num_microbatches=1, replicas=1).subject
 
 
 def test_nothing_of_penstock_runs_around_what_does_not_draw(

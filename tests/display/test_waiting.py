@@ -33,7 +33,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Screen:
 
 def test_building_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = looked_at(monkeypatch)
-    ps.Pipeline(mlp(6, 6, 6), (X,), devices=2).close()
+    ps.Pipeline(mlp(6, 6, 6), (X,), devices=2, replicas=1).close()
     said = screen.getvalue()
     assert "\rpenstock: recording what Sequential does" in said
     assert "\rpenstock: profiling" in said
@@ -79,4 +79,4 @@ def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("progress", [True, "yes", 3])
 def test_what_is_no_progress(progress: Any) -> None:
     with pytest.raises(ps.InputError, match=r'neither "auto", nor None, nor a function'):
-        ps.Pipeline(mlp(6, 6, 6), (X,), devices=2, progress=progress)
+        ps.Pipeline(mlp(6, 6, 6), (X,), devices=2, progress=progress, replicas=1)

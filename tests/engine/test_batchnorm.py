@@ -229,8 +229,8 @@ def test_a_norm_with_modules_stays_whole() -> None:
     with pytest.raises(
         ps.InputError, match=r"opened '1', .*; capture it with keep_closed=\[\"1\"\]"
     ):
-        ps.Pipeline(model, (X,), program=opened, batchnorm="deferred", **options)
-    with ps.Pipeline(model, (X,), batchnorm="deferred", **options) as pipe:
+        ps.Pipeline(model, (X,), program=opened, batchnorm="deferred", **options, replicas=1)
+    with ps.Pipeline(model, (X,), batchnorm="deferred", **options, replicas=1) as pipe:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
     assert int(model[1].num_batches_tracked) == 1
 
@@ -239,14 +239,14 @@ def test_a_norm_with_modules_stays_whole() -> None:
 def test_what_is_refused() -> None:
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 2}
     with pytest.raises(ps.InputError, match="batchnorm='whole' is unknown; choose \"microbatch\""):
-        ps.Pipeline(norms(), (X,), batchnorm="whole", **options)
+        ps.Pipeline(norms(), (X,), batchnorm="whole", **options, replicas=1)
     synced = nn.SyncBatchNorm.convert_sync_batchnorm(norms())
     for batchnorm in ("microbatch", "deferred"):
         with pytest.raises(ps.InputError, match="'0' is a SyncBatchNorm, which sums"):
-            ps.Pipeline(synced, (X,), batchnorm=batchnorm, **options)
+            ps.Pipeline(synced, (X,), batchnorm=batchnorm, **options, replicas=1)
     compiled = nn.Sequential(nn.Linear(6, 6), torch.compile(nn.BatchNorm1d(6)))
     with pytest.raises(ps.InputError, match="'1' is compiled, so the BatchNorms"):
-        ps.Pipeline(compiled, (X,), batchnorm="deferred", **options)
+        ps.Pipeline(compiled, (X,), batchnorm="deferred", **options, replicas=1)
 
 
 class Checkpointed(nn.Module):
@@ -267,7 +267,9 @@ def test_a_models_own_checkpoints_do_not_count_twice(workers: str) -> None:
     program = ps.capture(model, (X,), keep_closed=["1", "1.layers.1"])
     plan = uniform_plan(program, 2, 3)
     options: dict[str, Any] = {"plan": plan, "devices": ["cpu"] * 2, "workers": workers}
-    with ps.Pipeline(model, (X,), program=program, batchnorm="deferred", **options) as pipe:
+    with ps.Pipeline(
+        model, (X,), program=program, batchnorm="deferred", **options, replicas=1
+    ) as pipe:
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         F.mse_loss(pipe(X), Y).backward()
     assert int(model[1].layers[1].num_batches_tracked) == 2
@@ -323,4 +325,4 @@ def test_a_micro_batch_of_one_row(workers: Any, mode: Any) -> None:
 def test_so_many_micro_batches_that_they_have_one_row() -> None:
     """It is found out when they are measured."""
     with pytest.raises(ps.InputError, match=r"'1\.1' .* with num_microbatches=5 or fewer"):
-        ps.Pipeline(of_rows(8), (X,), devices=["cpu"] * 2, num_microbatches=11)
+        ps.Pipeline(of_rows(8), (X,), devices=["cpu"] * 2, num_microbatches=11, replicas=1)

@@ -201,7 +201,7 @@ def assert_trained_alike(kind: Callable[[], nn.Module], **options: Any) -> None:
     held = attributes(mine)
     twin = copy.deepcopy(mine)
     expected = plain(twin, 2)
-    with ps.Pipeline(mine, (X,), num_microbatches=M, **options) as pipe:
+    with ps.Pipeline(mine, (X,), num_microbatches=M, **options, replicas=1) as pipe:
         for loss in expected:
             assert torch.equal(pipe.train_step(X, target=Y, loss_fn=F.mse_loss), loss)
         ours, theirs = state(mine), state(twin)
@@ -248,7 +248,9 @@ def test_a_loss_that_remembers() -> None:
     other = copy.deepcopy(loss_fn)
     for x, y in zip(X.tensor_split(M), Y.tensor_split(M), strict=True):
         (other(twin(x), y) / M).backward()
-    with ps.Pipeline(mine, (X,), num_microbatches=M, devices=["cpu"] * 2, schedule="gpipe") as pipe:
+    with ps.Pipeline(
+        mine, (X,), num_microbatches=M, devices=["cpu"] * 2, schedule="gpipe", replicas=1
+    ) as pipe:
         pipe.train_step(X, target=Y, loss_fn=loss_fn)
     assert torch.equal(loss_fn.centre, other.centre)
     for ours, theirs in zip(mine.parameters(), twin.parameters(), strict=True):

@@ -26,7 +26,7 @@ def pipeline(kind: Any = "threads", model: nn.Module | None = None, **options: A
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     options = {"schedule": "gpipe", "recompute": "none", "num_microbatches": 2} | options
-    return ps.Pipeline(model, (X,), devices=["cpu", "cpu"], workers=kind, **options)
+    return ps.Pipeline(model, (X,), devices=["cpu", "cpu"], workers=kind, **options, replicas=1)
 
 
 def info_nce(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -60,29 +60,34 @@ def test_modules_that_cannot_be(modules: list[str], message: str) -> None:
 def test_a_plan_recomputes_just_these() -> None:
     labels = [f"{'abcdef'[k // 2]}.{k % 2}" for k in range(12)]
     asked: dict[str, Any] = {"num_microbatches": 4, "schedule": "1f1b", "recompute": ["e", "b"]}
-    plan = ps.plan(hungry(labels=tuple(labels)), **asked)
+    plan = ps.plan(hungry(labels=tuple(labels)), **asked, replicas=1)
     assert [span for s in plan.stages for span in s.recompute] == [(2, 4), (8, 10)]
-    free = ps.plan(hungry(labels=tuple(labels)), **(asked | {"recompute": "none"}))
+    free = ps.plan(hungry(labels=tuple(labels)), **(asked | {"recompute": "none"}), replicas=1)
     assert plan.predicted_step_seconds > free.predicted_step_seconds
 
     # A cut inside a module leaves a part of it to either stage.
-    cut = ps.plan(hungry(labels=tuple(labels)), cuts=[9], **asked)
+    cut = ps.plan(hungry(labels=tuple(labels)), cuts=[9], **asked, replicas=1)
     assert [stage.recompute for stage in cut.stages] == [((2, 4), (8, 9)), ((9, 10),)]
 
     # What is held is known: a limit is kept, or the error says that it is not.
     for names in (["b"], ["a", "b", "c", "d", "e", "f"]):
         again = asked | {"recompute": names}
-        peak = max(s.memory_bytes for s in ps.plan(hungry(labels=tuple(labels)), **again).stages)
-        plan = ps.plan(hungry(labels=tuple(labels)), memory_limit=round(1.1 * peak), **again)
+        peak = max(
+            s.memory_bytes
+            for s in ps.plan(hungry(labels=tuple(labels)), **again, replicas=1).stages
+        )
+        plan = ps.plan(
+            hungry(labels=tuple(labels)), memory_limit=round(1.1 * peak), **again, replicas=1
+        )
         assert max(s.memory_bytes for s in plan.stages) <= 1.1 * peak
         with pytest.raises(ps.PlanError, match="no plan fits the memory"):
-            ps.plan(hungry(labels=tuple(labels)), memory_limit=peak // 4, **again)
+            ps.plan(hungry(labels=tuple(labels)), memory_limit=peak // 4, **again, replicas=1)
 
 
 @pytest.mark.parametrize("recompute", ["some", ["a", 3], 3, {"a"}])
 def test_what_is_no_list_of_modules(recompute: Any) -> None:
     with pytest.raises(ps.InputError, match=r"or a list of modules$|not a list of modules; write"):
-        ps.plan(hungry(), recompute=recompute)
+        ps.plan(hungry(), recompute=recompute, replicas=1)
 
 
 class Counted(nn.Module):
@@ -119,7 +124,7 @@ def test_exact_and_nothing_counts_twice(tmp_path: Path, workers: str) -> None:
     plan.save(tmp_path / "plan.json")
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "plan": tmp_path / "plan.json"}
     options["audit"] = None  # whose forwards would count
-    with ps.Pipeline(mine, (X,), program=program, workers=workers, **options) as pipe:
+    with ps.Pipeline(mine, (X,), program=program, workers=workers, **options, replicas=1) as pipe:
         assert [s.recompute for s in pipe.plan.stages] == [((5, 10),), ((10, 15),)]
         path.write_bytes(b"")
         for _ in range(2):
@@ -186,7 +191,9 @@ def held(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> tuple[float, float]
         asked: dict[str, Any] = {"schedule": "gpipe", "cuts": ["4"], "recompute": recompute}
         asked["audit"] = None
         devices = ["cpu"] * 2
-        with ps.Pipeline(net, (x,), devices=devices, num_microbatches=4, **asked) as pipe:
+        with ps.Pipeline(
+            net, (x,), devices=devices, num_microbatches=4, **asked, replicas=1
+        ) as pipe:
             found.clear()  # what profiling has held
             pipe.train_step(x, loss_fn=lambda output: output.square().mean())
     unit = 512 * 64 * 4  # bytes of an activation of the whole batch
@@ -208,7 +215,7 @@ def test_names_are_checked_before_anything_is_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr("penstock.planning.planner.cached_profile", None)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(ps.PlanError, match="in a module named 'layer1'; there are '0', '1'"):
-        ps.Pipeline(net, (X,), devices=["cpu"] * 2, recompute=["layer1"])
+        ps.Pipeline(net, (X,), devices=["cpu"] * 2, recompute=["layer1"], replicas=1)
 
 
 class Energy(nn.Module):
@@ -241,7 +248,7 @@ def test_a_module_that_computes_gradients_in_its_forward() -> None:
     with ps.Pipeline(
         *(model, (X,)), devices=["cpu", "cpu"], num_microbatches=3, workers="threads",
         recompute=["1"],
-    ) as pipe:  # fmt: skip
+     replicas=1) as pipe:  # fmt: skip
         for _ in range(2):
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
     assert torch.equal(model[1][1].calls, twin[1][1].calls)

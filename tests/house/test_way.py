@@ -91,7 +91,13 @@ def test_no_call_goes_up(kind: str) -> None:
 
 def pipeline(kind: str) -> ps.Pipeline:
     return ps.Pipeline(
-        mlp(6, 6, 6), (X,), devices=["cpu"] * 2, workers=kind, num_microbatches=2, audit=None
+        mlp(6, 6, 6),
+        (X,),
+        devices=["cpu"] * 2,
+        workers=kind,
+        num_microbatches=2,
+        audit=None,
+        replicas=1,
     )
 
 

@@ -107,13 +107,14 @@ def test_it_is_a_part_of_the_plan(tmp_path: Path) -> None:
         schedule="1f1b",
         boundary_dtype=torch.bfloat16,
         **options,
+        replicas=1,
     ) as pipe:
         pipe.plan.save(tmp_path / "plan.json")
     plan = ps.Plan.load(tmp_path / "plan.json")
     assert plan.boundary_dtype == "bfloat16"
     with ps.Pipeline(model, case.args, case.kwargs, plan=plan, **options) as pipe:
         assert pipe.links == ("by reference, in bfloat16",)
-    assert "boundaries" not in str(ps.plan(profile, num_microbatches=2))
+    assert "boundaries" not in str(ps.plan(profile, num_microbatches=2, replicas=1))
     text = (tmp_path / "plan.json").read_text()
     (tmp_path / "plan.json").write_text(text.replace("bfloat16", "int4"))
     with pytest.raises(ps.PlanError, match="boundary_dtype='int4' is none of bfloat16, float16"):
@@ -141,4 +142,4 @@ def test_the_planner_counts_the_bytes_that_travel() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, "half"])
 def test_what_is_wrong_is_said(dtype: Any) -> None:
     with pytest.raises(ps.InputError, match="is not supported; give bfloat16 or float16"):
-        ps.Pipeline(mlp(6, 6, 6), (X,), devices=CPUS, boundary_dtype=dtype)
+        ps.Pipeline(mlp(6, 6, 6), (X,), devices=CPUS, boundary_dtype=dtype, replicas=1)

@@ -188,7 +188,7 @@ def run(name: str, point: Point, **options: Any) -> Bits:
     """Some steps of a pipeline; under torchrun, what this rank has."""
     case, subject = subjects()[name], captured(name)
     chosen = {"plan": plan(name, point), "program": subject.program, **options}
-    with ps.Pipeline(subject.fresh(), case.args, case.kwargs, **chosen) as pipe:
+    with ps.Pipeline(subject.fresh(), case.args, case.kwargs, **chosen, replicas=1) as pipe:
         torch.manual_seed(SEED)
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
         losses = []

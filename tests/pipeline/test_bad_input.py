@@ -18,7 +18,9 @@ X = torch.randn(6, 8)
 
 @pytest.fixture(scope="module")
 def pipe() -> Iterator[ps.Pipeline]:
-    with ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 2, num_microbatches=2) as found:
+    with ps.Pipeline(
+        mlp(8, 8, 8), (X,), devices=["cpu"] * 2, num_microbatches=2, replicas=1
+    ) as found:
         yield found
 
 
@@ -28,7 +30,7 @@ def mean(output: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def test_more_stages_than_calls() -> None:
     with pytest.raises(ps.PlanError, match=r"4 stages.*into 3 at most.*Use at most 3 devices"):
-        ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 4)
+        ps.Pipeline(mlp(8, 8, 8), (X,), devices=["cpu"] * 4, replicas=1)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_more_stages_than_calls() -> None:
 )
 def test_devices_that_do_not_exist(devices: Any, words: str) -> None:
     with pytest.raises(ps.InputError, match=words):
-        ps.Pipeline(mlp(8, 8, 8), (X,), devices=devices)
+        ps.Pipeline(mlp(8, 8, 8), (X,), devices=devices, replicas=1)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,7 @@ def test_options_that_do_not_exist(options: dict[str, Any], words: str) -> None:
             devices=["cpu"] * 2,
             progress=lambda *step: told.append(step),
             **options,
+            replicas=1,
         )
     assert all("recording" in what for _, _, what in told)  # nothing was measured
 
@@ -125,8 +128,8 @@ class Whole(nn.Module):
 
 def test_a_model_that_is_one_closed_call() -> None:
     with pytest.raises(ps.PlanError, match=r"(?s)into 1 at most.*reads a tensor's value"):
-        ps.Pipeline(Whole(), (X,), devices=["cpu"] * 2)
-    with ps.Pipeline(Whole(), (X,), devices=["cpu"], num_microbatches=1) as alone:
+        ps.Pipeline(Whole(), (X,), devices=["cpu"] * 2, replicas=1)
+    with ps.Pipeline(Whole(), (X,), devices=["cpu"], num_microbatches=1, replicas=1) as alone:
         assert torch.equal(alone(X), alone.model(X))
 
 
@@ -139,7 +142,7 @@ def test_a_model_that_is_one_closed_call() -> None:
 )
 def test_a_model_and_arguments_of_another_kind(model: Any, args: Any, words: str) -> None:
     with pytest.raises(ps.InputError, match=words):
-        ps.Pipeline(model, args, devices=["cpu"] * 2)
+        ps.Pipeline(model, args, devices=["cpu"] * 2, replicas=1)
 
 
 def test_a_plan_of_something_else(pipe: ps.Pipeline) -> None:
@@ -201,7 +204,7 @@ class Summary(nn.Module):
 
 
 def test_a_result_without_a_batch_dimension() -> None:
-    with ps.Pipeline(Summary(), (X,), devices=["cpu"] * 2, num_microbatches=2) as pipe:
+    with ps.Pipeline(Summary(), (X,), devices=["cpu"] * 2, num_microbatches=2, replicas=1) as pipe:
         with pytest.raises(ps.InputError, match=r"no batch dimension.*train_step"):
             pipe(X)
         loss = pipe.train_step(X, loss_fn=lambda output: output["loss"])
@@ -281,7 +284,9 @@ FOUR = torch.randn(6, 4)
 def test_lists_and_names_of_another_kind(options: dict[str, Any], words: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ps.InputError, match=words):
-        ps.Pipeline(model, (FOUR,), devices=["cpu", "cpu"], num_microbatches=1, **options)
+        ps.Pipeline(
+            model, (FOUR,), devices=["cpu", "cpu"], num_microbatches=1, **options, replicas=1
+        )
 
 
 def test_examples_without_anything_in_them() -> None:

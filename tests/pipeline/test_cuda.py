@@ -54,7 +54,7 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_on_one_gpu_are_exact(name: str, devices: tuple[str, ...]) -> None:
     case = on_gpu(cases()[name])
     with ps.Pipeline(
-        case.model(), case.args, case.kwargs, devices=devices, num_microbatches=3
+        case.model(), case.args, case.kwargs, devices=devices, num_microbatches=3, replicas=1
     ) as pipe:
         twin = copy.deepcopy(pipe.model)
         reference = one_device(twin, pipe.program, 3, case.args, case.kwargs)
@@ -71,7 +71,9 @@ def test_stages_on_one_gpu_are_exact(name: str, devices: tuple[str, ...]) -> Non
 def test_backward_from_the_outside_does_not_hang(devices: tuple[str, ...]) -> None:
     """Autograd has one thread per GPU: a node that blocked it would block the workers too."""
     case = on_gpu(cases()["vit"])
-    with ps.Pipeline(case.model(), case.args, devices=devices, num_microbatches=3) as pipe:
+    with ps.Pipeline(
+        case.model(), case.args, devices=devices, num_microbatches=3, replicas=1
+    ) as pipe:
         twin = copy.deepcopy(pipe.model)
         case.loss_fn(pipe(*case.args), case.target).backward()
         reference = one_device(twin, pipe.program, 3, case.args, case.kwargs)
@@ -83,7 +85,9 @@ def test_backward_from_the_outside_does_not_hang(devices: tuple[str, ...]) -> No
 def test_cpu_and_gpu_together(devices: tuple[str, ...]) -> None:
     """Kernels of different devices round differently, so this one is compared with a tolerance."""
     case = cases()["unet"]
-    with ps.Pipeline(case.model(), case.args, devices=devices, num_microbatches=3) as pipe:
+    with ps.Pipeline(
+        case.model(), case.args, devices=devices, num_microbatches=3, replicas=1
+    ) as pipe:
         twin = copy.deepcopy(pipe.model).cpu()
         last = torch.device(devices[-1])
         for _ in range(2):
@@ -102,7 +106,12 @@ def test_cpu_and_gpu_together(devices: tuple[str, ...]) -> None:
 def test_an_error_on_a_gpu_leaves_the_pipeline_usable() -> None:
     case = on_gpu(cases()["gpt2"])
     with ps.Pipeline(
-        case.model(), case.args, case.kwargs, devices=["cuda", "cuda"], num_microbatches=3
+        case.model(),
+        case.args,
+        case.kwargs,
+        devices=["cuda", "cuda"],
+        num_microbatches=3,
+        replicas=1,
     ) as pipe:
         with pytest.raises(ps.WorkerError, match="in the loss"):
             pipe.train_step(loss_fn=lambda output: output["nothing"], **case.kwargs)

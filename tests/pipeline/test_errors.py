@@ -42,7 +42,9 @@ def built(**options: Any) -> ps.Pipeline:
     model = Net()
     program = ps.capture(model, (X,))
     plan = uniform_plan(program, 2, 2)
-    return ps.Pipeline(model, (X,), **{"devices": 2, "program": program, "plan": plan, **options})
+    return ps.Pipeline(
+        model, (X,), **{"devices": 2, "program": program, "plan": plan, **options}, replicas=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def test_options_of_a_pipeline(options: dict[str, Any], words: str) -> None:
 )
 def test_an_example_that_is_none(args: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ps.InputError, match=words):
-        ps.Pipeline(Net(), *args, devices=["cpu", "cpu"], **options)
+        ps.Pipeline(Net(), *args, devices=["cpu", "cpu"], **options, replicas=1)
     with pytest.raises(ps.InputError, match=words):
         ps.capture(Net(), *(args or ((),)), **options)
 

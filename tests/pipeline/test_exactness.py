@@ -216,6 +216,7 @@ def test_verify_says_yes() -> None:
         loss_fn=case.loss_fn,
         devices=["cpu"] * 3,
         num_microbatches=4,
+        replicas=1,
     )
     assert report.ok, str(report)
     assert "3 stages" in str(report)
@@ -240,6 +241,7 @@ def test_verify_says_no() -> None:
         loss_fn=lambda output: output.square().mean(),
         devices=["cpu", "cpu"],
         num_microbatches=2,
+        replicas=1,
     )
     assert not report.ok
     assert "NOT exact" in str(report)

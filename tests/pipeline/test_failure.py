@@ -35,7 +35,7 @@ def pipe() -> Iterator[ps.Pipeline]:
     model = build()
     program = ps.capture(model, (X,), keep_closed=["0", "1", "2"])
     costs = ps.profile(program, devices=["cpu"] * 3)
-    plan = ps.plan(costs, num_microbatches=4, schedule="1f1b")
+    plan = ps.plan(costs, num_microbatches=4, schedule="1f1b", replicas=1)
     with ps.Pipeline(model, (X,), devices=["cpu"] * 3, program=program, plan=plan) as found:
         yield found
 
@@ -132,7 +132,7 @@ def test_a_graph_outlives_a_step_that_failed(kind: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 4, "workers": kind}
-    with ps.Pipeline(model, (X,), **options) as pipe:
+    with ps.Pipeline(model, (X,), **options, replicas=1) as pipe:
         LOSS(pipe(X), Y).backward()
         expected = [parameter.grad for parameter in model.parameters()]
         pipe.zero_grad()
@@ -185,7 +185,9 @@ def test_ctrl_c(pipe: ps.Pipeline) -> None:
 
 def test_a_worker_that_does_not_answer() -> None:
     model = build()
-    pipe = ps.Pipeline(model, (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.3)
+    pipe = ps.Pipeline(
+        model, (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.3, replicas=1
+    )
     trap(pipe, 1).arm("forward", partial(time.sleep, 1.0), after=0)
     with pytest.raises(ps.WorkerTimeout, match=r"did not finish within 0 s.*timeout="):
         step(pipe)
@@ -196,7 +198,9 @@ def test_a_worker_that_never_answers_closes_the_pipeline(monkeypatch: pytest.Mon
     from penstock.workers.threads import pool as threads
 
     monkeypatch.setattr(threads, "_GRACE", 0.1)
-    pipe = ps.Pipeline(build(), (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.2)
+    pipe = ps.Pipeline(
+        build(), (X,), devices=["cpu"] * 3, num_microbatches=2, timeout=0.2, replicas=1
+    )
     trap(pipe, 1).arm("forward", partial(time.sleep, 1.5), after=0)
     with pytest.raises(ps.WorkerTimeout):
         step(pipe)
@@ -214,7 +218,9 @@ def test_statistics_are_put_back_whatever_the_example_held(
     model = nn.Sequential(nn.Sequential(copy.deepcopy(norm), nn.Identity()), nn.Linear(6, 6))
     program = ps.capture(model, (torch.zeros(12, 6),), keep_closed=closed)
     before = state(model)
-    with ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=3, program=program) as pipe:
+    with ps.Pipeline(
+        model, (X,), devices=["cpu"] * 2, num_microbatches=3, program=program, replicas=1
+    ) as pipe:
         with pytest.raises(ps.InputError):
             pipe.train_step(X, loss_fn=lambda output: 1.0)
         assert [n for n in before if not torch.equal(before[n], pipe.state_dict()[n])] == []
@@ -258,7 +264,7 @@ def test_closing_leaves_no_thread(pipe: ps.Pipeline) -> None:
 
 
 def test_a_forgotten_pipeline_leaves_no_thread() -> None:
-    pipe = ps.Pipeline(build(), (X,), devices=["cpu"] * 2, num_microbatches=2)
+    pipe = ps.Pipeline(build(), (X,), devices=["cpu"] * 2, num_microbatches=2, replicas=1)
     step(pipe)
     assert len(workers()) == 2
     del pipe

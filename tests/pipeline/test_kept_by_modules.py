@@ -118,7 +118,7 @@ def test_what_a_module_keeps_is_as_on_one_device(
     model = Net(kind())
     plain = copy.deepcopy(model)
     options = {"num_microbatches": 4, "schedule": "1f1b", "recompute": recompute, "cuts": ["b"]}
-    with ps.Pipeline(model, (X,), devices=["cpu"] * 2, audit=None, **options) as pipe:  # type: ignore[arg-type]
+    with ps.Pipeline(model, (X,), devices=["cpu"] * 2, audit=None, **options, replicas=1) as pipe:  # type: ignore[arg-type]
         for _ in range(2):
             pipe.train_step(X, loss_fn=F.mse_loss, target=Y)
             for x, y in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
@@ -140,7 +140,10 @@ def test_a_generator_that_worker_processes_draw_from_raises_no_alarm() -> None:
     model, plain = Net(FromNumpy()), Net(FromNumpy())
     plain.load_state_dict(model.state_dict())
     options = {"num_microbatches": 4, "schedule": "1f1b", "cuts": ["b"], "workers": "processes"}
-    with pooled(), ps.Pipeline(model, (X,), devices=["cpu"] * 2, audit=1, **options) as pipe:  # type: ignore[arg-type]
+    with (
+        pooled(),
+        ps.Pipeline(model, (X,), devices=["cpu"] * 2, audit=1, **options, replicas=1) as pipe,
+    ):  # type: ignore[arg-type]
         for _ in range(3):
             pipe.train_step(X, loss_fn=F.mse_loss, target=Y)
             for x, y in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
@@ -154,7 +157,7 @@ def test_stages_do_not_share_a_generator() -> None:
     model = nn.Sequential(nn.Linear(6, 6), FromPython(), nn.Linear(6, 6), FromPython())
     model[3].numbers = model[1].numbers
     with pytest.raises(ps.InputError, match=r"'1' and '3' .* draw from the same Random"):
-        ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=2, cuts=["2"])
+        ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=2, cuts=["2"], replicas=1)
 
 
 class Recurrent(nn.Module):
@@ -174,7 +177,7 @@ def test_what_refers_to_parameters_stays_theirs_in_worker_processes() -> None:
         torch.manual_seed(0)
         model = Net(Recurrent())
         options = {"devices": ["cpu"] * 2, "num_microbatches": 4, "cuts": ["b"], "audit": None}
-        with pooled(), ps.Pipeline(model, (X,), workers=kind, **options) as pipe:
+        with pooled(), ps.Pipeline(model, (X,), workers=kind, **options, replicas=1) as pipe:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(3):
                 optimizer.zero_grad()

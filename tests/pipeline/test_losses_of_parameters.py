@@ -34,7 +34,7 @@ OUTSIDE = build()  # a worker that imports this module has another one
 def make(model: nn.Module, workers: str = "threads", **asked: Any) -> ps.Pipeline:
     program = ps.capture(model, (X,))
     options: dict[str, Any] = {"program": program, "plan": uniform_plan(program, 2, 4, **asked)}
-    return ps.Pipeline(model, (X,), devices=["cpu", "cpu"], workers=workers, **options)
+    return ps.Pipeline(model, (X,), devices=["cpu", "cpu"], workers=workers, **options, replicas=1)
 
 
 def penalised(weight: nn.Parameter) -> Loss:

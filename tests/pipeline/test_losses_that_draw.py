@@ -59,7 +59,9 @@ def test_a_loss_that_draws_for_some_micro_batches() -> None:
 
 
 def test_verify_with_a_loss_that_draws() -> None:
-    report = ps.verify(mlp(6, 6, 5), (X,), target=Y, loss_fn=dropped, devices=["cpu"] * 2)
+    report = ps.verify(
+        mlp(6, 6, 5), (X,), target=Y, loss_fn=dropped, devices=["cpu"] * 2, replicas=1
+    )
     assert report.ok, str(report)
 
 

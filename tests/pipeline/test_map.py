@@ -138,7 +138,12 @@ def test_a_batch_that_cannot_be_started_leaves_those_before_it_alone(
     with (
         pooled(),
         ps.Pipeline(
-            mlp(6, 6, 6), (X,), devices=["cpu"] * 2, workers="processes", num_microbatches=2
+            mlp(6, 6, 6),
+            (X,),
+            devices=["cpu"] * 2,
+            workers="processes",
+            num_microbatches=2,
+            replicas=1,
         ) as pipe,
     ):
         workers = pipe._runner.workers

@@ -22,7 +22,7 @@ X, Y = torch.randn(10, 8), torch.randn(10, 8)
 
 
 def make(model: nn.Module, p: int = 2, m: int = 3, **options: Any) -> ps.Pipeline:
-    return ps.Pipeline(model, (X,), devices=["cpu"] * p, num_microbatches=m, **options)
+    return ps.Pipeline(model, (X,), devices=["cpu"] * p, num_microbatches=m, **options, replicas=1)
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_state_dicts_are_the_models_own() -> None:
     model = UNet()
     names = list(model.state_dict())
     images = torch.randn(10, 3, 8, 8)
-    with ps.Pipeline(model, (images,), devices=["cpu"] * 3, num_microbatches=2) as pipe:
+    with ps.Pipeline(model, (images,), devices=["cpu"] * 3, num_microbatches=2, replicas=1) as pipe:
         assert list(pipe.state_dict()) == names == list(UNet().state_dict())
         plain = UNet()
         plain.load_state_dict(pipe.state_dict())
@@ -267,18 +267,18 @@ def test_a_memory_limit_is_kept_by_recomputing() -> None:
     x, y = torch.randn(64, 32), torch.randn(64, 32)
     ask: dict[str, Any] = {"devices": ["cpu", "cpu"], "num_microbatches": 4, "schedule": "gpipe"}
     ask["cuts"] = ["8"]
-    with ps.Pipeline(twin, (x,), **ask) as free:
+    with ps.Pipeline(twin, (x,), **ask, replicas=1) as free:
         held = max(stage.held_bytes for stage in free.plan.stages)
         peak = max(stage.memory_bytes for stage in free.plan.stages)
         free.train_step(x, target=y, loss_fn=F.mse_loss)
     limit = peak - held
-    with ps.Pipeline(model, (x,), memory_limit=f"{limit}B", **ask) as pipe:
+    with ps.Pipeline(model, (x,), memory_limit=f"{limit}B", **ask, replicas=1) as pipe:
         assert any(stage.recompute for stage in pipe.plan.stages)
         assert max(stage.memory_bytes for stage in pipe.plan.stages) <= limit
         pipe.train_step(x, target=y, loss_fn=F.mse_loss)
     assert_same_gradients(model, twin)
     with pytest.raises(ps.PlanError, match="no plan fits the memory"):
-        ps.Pipeline(model, (x,), memory_limit=1000, **ask)
+        ps.Pipeline(model, (x,), memory_limit=1000, **ask, replicas=1)
 
 
 def test_a_module_of_a_sequential_used_in_several_stages() -> None:
@@ -294,6 +294,7 @@ def test_a_module_of_a_sequential_used_in_several_stages() -> None:
         devices=["cpu", "cpu"],
         num_microbatches=3,
         cuts=["4"],
+        replicas=1,
     )
     assert report.ok, str(report)
 

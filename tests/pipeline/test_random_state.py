@@ -31,7 +31,9 @@ def make(workers: str = "threads", stages: int = 2) -> ps.Pipeline:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)) for _ in range(4)))
     program = ps.capture(model, (X,))
     options: dict[str, Any] = {"program": program, "plan": uniform_plan(program, stages, 3)}
-    return ps.Pipeline(model, (X,), devices=["cpu"] * stages, workers=workers, **options)
+    return ps.Pipeline(
+        model, (X,), devices=["cpu"] * stages, workers=workers, **options, replicas=1
+    )
 
 
 def step(pipe: ps.Pipeline) -> torch.Tensor:
@@ -213,7 +215,7 @@ def test_a_call_that_is_refused_does_not_count() -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6), Backwards())
         program = ps.capture(model, (X,))
         options: dict[str, Any] = {"program": program, "plan": uniform_plan(program, 2, 3)}
-        with ps.Pipeline(model, (X,), devices=["cpu"] * 2, **options) as pipe:
+        with ps.Pipeline(model, (X,), devices=["cpu"] * 2, **options, replicas=1) as pipe:
             if refused:
                 with pytest.raises(ps.InputError, match="cannot be put together"):
                     pipe(X)

@@ -46,7 +46,7 @@ def pipeline(
     options = {"cuts": ["b"], "schedule": "gpipe", "recompute": "none"} | options
     devices = ["cpu", "cpu"]
     return model, ps.Pipeline(
-        model, (x,), devices=devices, num_microbatches=microbatches, **options
+        model, (x,), devices=devices, num_microbatches=microbatches, **options, replicas=1
     )
 
 
@@ -236,7 +236,7 @@ def test_rows_one_after_the_other_anyway() -> None:
 
 def test_an_unknown_way_to_merge() -> None:
     with pytest.raises(ps.InputError, match="merge='cat' is unknown"):
-        ps.Pipeline(nn.Linear(6, 4), (X,), devices=["cpu"], merge="cat")  # type: ignore[arg-type]
+        ps.Pipeline(nn.Linear(6, 4), (X,), devices=["cpu"], merge="cat", replicas=1)  # type: ignore[arg-type]
 
 
 class Otherwise(nn.Module):

@@ -42,7 +42,7 @@ def check(
     plan = uniform_plan(program, len(cuts) + 1, m, cuts=cuts)
     devices = ["cpu"] * len(plan.stages)
     options = {"devices": devices, "program": program, "plan": plan, "workers": workers}
-    with ps.Pipeline(model, **options) as pipe:
+    with ps.Pipeline(model, **options, replicas=1) as pipe:
         loss = pipe.train_step(*args, target=target, loss_fn=loss_fn)
 
     def accumulate() -> torch.Tensor:

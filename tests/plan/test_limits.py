@@ -31,17 +31,19 @@ def hungry(devices: int = 2, **changes: Any) -> ps.Profile:
 
 
 def test_without_a_limit_nothing_is_recomputed() -> None:
-    assert not any(stage.recompute for stage in ps.plan(hungry()).stages)
+    assert not any(stage.recompute for stage in ps.plan(hungry(), replicas=1).stages)
 
 
 def test_a_limit_is_kept_by_recomputing_what_it_takes() -> None:
-    free = ps.plan(hungry(), num_microbatches=4, schedule="gpipe")
+    free = ps.plan(hungry(), num_microbatches=4, schedule="gpipe", replicas=1)
     peak = max(stage.memory_bytes for stage in free.stages)
     assert peak == pytest.approx(4 * 4 * 6 * 1000, rel=0.2)  # m micro-batches of 4 rows, 6 calls
     last = free.predicted_step_seconds
     for share in (0.8, 0.6, 0.4):
         limit = round(share * peak)
-        plan = ps.plan(hungry(), num_microbatches=4, schedule="gpipe", memory_limit=limit)
+        plan = ps.plan(
+            hungry(), num_microbatches=4, schedule="gpipe", memory_limit=limit, replicas=1
+        )
         assert max(stage.memory_bytes for stage in plan.stages) <= limit
         assert any(stage.recompute for stage in plan.stages)
         assert plan.predicted_step_seconds >= last  # less memory takes no less time
@@ -52,11 +54,11 @@ def test_no_more_is_recomputed_than_needed() -> None:
     """With all of it the step takes longer, without any it does not fit."""
     limit = 80_000
     ask: dict[str, Any] = {"num_microbatches": 4, "schedule": "gpipe"}
-    least = ps.plan(hungry(), memory_limit=limit, **ask)
-    everything = ps.plan(hungry(), recompute="boundaries", memory_limit=limit, **ask)
+    least = ps.plan(hungry(), memory_limit=limit, **ask, replicas=1)
+    everything = ps.plan(hungry(), recompute="boundaries", memory_limit=limit, **ask, replicas=1)
     assert least.predicted_step_seconds < everything.predicted_step_seconds
     with pytest.raises(ps.PlanError, match='What would fit: recompute="auto"'):
-        ps.plan(hungry(), recompute="none", memory_limit=limit, **ask)
+        ps.plan(hungry(), recompute="none", memory_limit=limit, **ask, replicas=1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,7 +72,7 @@ def test_every_plan_keeps_its_limit(schedule: str, m: int, limit: int, devices: 
     """Also by the simulator's own account, which knows nothing of the planner's."""
     costs = hungry(devices)
     try:
-        plan = ps.plan(costs, num_microbatches=m, schedule=schedule, memory_limit=limit)
+        plan = ps.plan(costs, num_microbatches=m, schedule=schedule, memory_limit=limit, replicas=1)
     except ps.PlanError:
         return
     layout = Layout(costs, m)
@@ -85,9 +87,9 @@ def test_every_plan_keeps_its_limit(schedule: str, m: int, limit: int, devices: 
 
 
 def test_what_is_asked_to_be_recomputed_is() -> None:
-    for stage in ps.plan(hungry(), recompute="all").stages:
+    for stage in ps.plan(hungry(), recompute="all", replicas=1).stages:
         assert stage.recompute == (stage.calls,)
-    plan = ps.plan(hungry(), recompute="boundaries", schedule="1f1b")
+    plan = ps.plan(hungry(), recompute="boundaries", schedule="1f1b", replicas=1)
     edges = [[edge for span in stage.recompute for edge in span] for stage in plan.stages]
     assert [(found[0], found[-1]) for found in edges] == [stage.calls for stage in plan.stages]
     inner = {edge for found in edges for edge in found} - {plan.cuts[0], 0, CALLS}
@@ -96,7 +98,10 @@ def test_what_is_asked_to_be_recomputed_is() -> None:
 
 def test_recomputing_costs_a_forward() -> None:
     ask: dict[str, Any] = {"num_microbatches": 4, "schedule": "gpipe", "cuts": (6,)}
-    plain, again = ps.plan(hungry(), **ask), ps.plan(hungry(), recompute="all", **ask)
+    plain, again = (
+        ps.plan(hungry(), **ask, replicas=1),
+        ps.plan(hungry(), recompute="all", **ask, replicas=1),
+    )
     for stage, other in zip(plain.stages, again.stages, strict=True):
         added = other.backward_seconds - stage.backward_seconds
         assert added == pytest.approx(stage.forward_seconds)
@@ -104,7 +109,7 @@ def test_recomputing_costs_a_forward() -> None:
 
 def test_the_devices_own_memory_is_the_default_limit() -> None:
     small = hungry(capacity={"cpu": 60_000})
-    plan = ps.plan(small, num_microbatches=4, schedule="gpipe")
+    plan = ps.plan(small, num_microbatches=4, schedule="gpipe", replicas=1)
     assert max(stage.memory_bytes for stage in plan.stages) <= 60_000
     assert any(stage.recompute for stage in plan.stages)
     assert plan.memory_limit is None
@@ -112,7 +117,7 @@ def test_the_devices_own_memory_is_the_default_limit() -> None:
 
 def test_an_impossible_limit_says_by_how_much_and_what_would_do() -> None:
     with pytest.raises(ps.PlanError) as raised:
-        ps.plan(hungry(), num_microbatches=1, schedule="1f1b", memory_limit=5_000)
+        ps.plan(hungry(), num_microbatches=1, schedule="1f1b", memory_limit=5_000, replicas=1)
     text = str(raised.value)
     assert "no plan fits the memory" in text
     assert "and cpu may hold 5.0 kB" in text
@@ -122,18 +127,25 @@ def test_an_impossible_limit_says_by_how_much_and_what_would_do() -> None:
 def test_weights_that_fit_no_device_need_more_of_them() -> None:
     costs = hungry(weights=(4000,) * CALLS)
     with pytest.raises(ps.PlanError, match="What would fit: 4 devices like these"):
-        ps.plan(costs, memory_limit=60_000)
+        ps.plan(costs, memory_limit=60_000, replicas=1)
     longer = msgspec.structs.replace(costs, devices=("cpu",) * 4)
-    assert ps.plan(longer, memory_limit=60_000).stages
+    assert ps.plan(longer, memory_limit=60_000, replicas=1).stages
 
 
 def test_cuts_that_do_not_fit() -> None:
     with pytest.raises(ps.PlanError, match=r"What would fit:.* cuts that Penstock chooses"):
-        ps.plan(hungry(), cuts=(1,), memory_limit=16_000, num_microbatches=4, schedule="gpipe")
+        ps.plan(
+            hungry(),
+            cuts=(1,),
+            memory_limit=16_000,
+            num_microbatches=4,
+            schedule="gpipe",
+            replicas=1,
+        )
 
 
 def test_a_candidate_that_does_not_fit_says_so() -> None:
-    plan = ps.plan(hungry(), num_microbatches=4, recompute="none", memory_limit=60_000)
+    plan = ps.plan(hungry(), num_microbatches=4, recompute="none", memory_limit=60_000, replicas=1)
     assert plan.schedule != "gpipe"
     (gpipe,) = [c for c in plan.considered if c.schedule == "gpipe"]
     assert gpipe.predicted_step_seconds is None
@@ -142,7 +154,7 @@ def test_a_candidate_that_does_not_fit_says_so() -> None:
 
 
 def test_one_device_and_copies_need_memory_too() -> None:
-    plan = ps.plan(hungry(weights=(2000,) * CALLS), memory_limit=70_000)
+    plan = ps.plan(hungry(weights=(2000,) * CALLS), memory_limit=70_000, replicas=1)
     assert plan.one_device_seconds is None
     assert plan.is_worth_it
     assert "one device does not fit; data parallel does not fit" in plan.summary
@@ -161,7 +173,7 @@ def test_one_device_and_copies_need_memory_too() -> None:
 )
 def test_requests_that_mean_nothing(ask: dict[str, Any], message: str) -> None:
     with pytest.raises(ps.InputError) as raised:
-        ps.plan(hungry(), **ask)
+        ps.plan(hungry(), **ask, replicas=1)
     assert message in str(raised.value)
 
 
@@ -171,7 +183,9 @@ def test_what_is_held_between_pieces_is_counted() -> None:
     # What enters at 2 and at the edges 4 and 6, and what calls 6 and 7 save.
     assert layout.held(stretch) == 4 * (400 + 400 + 50 + 2 * 1000)
     assert layout.standing(stretch, 4.0) == 6 * 10 * 4 + 4 * 2 * 1000
-    assert check(ps.plan(hungry(), num_microbatches=4, schedule="gpipe").schedule_for(4)).in_flight
+    assert check(
+        ps.plan(hungry(), num_microbatches=4, schedule="gpipe", replicas=1).schedule_for(4)
+    ).in_flight
 
 
 def test_an_order_that_fits_is_found() -> None:
@@ -186,17 +200,17 @@ def test_an_order_that_fits_is_found() -> None:
     )
     ask: dict[str, Any] = {"num_microbatches": 8, "schedule": "1f1b", "cuts": (9,)}
     with pytest.raises(ps.PlanError, match=r"and small may hold 60\.0 kB"):
-        ps.plan(mixed, **ask)
-    plan = ps.plan(mixed, any_order=True, **ask)
+        ps.plan(mixed, **ask, replicas=1)
+    plan = ps.plan(mixed, any_order=True, **ask, replicas=1)
     assert plan.devices == ("small", "cpu")
 
 
 def test_a_limit_that_nothing_meets_says_what_would_be_enough() -> None:
     with pytest.raises(ps.PlanError) as raised:
-        ps.plan(hungry(), memory_limit=900)
+        ps.plan(hungry(), memory_limit=900, replicas=1)
     found = re.search(r"What would fit: (\S+) kB more a worker, with recompute", str(raised.value))
     assert found is not None
     enough = 900 + round(1000 * float(found.group(1))) + 50  # it is rounded
-    assert ps.plan(hungry(), memory_limit=enough, num_microbatches=16)
+    assert ps.plan(hungry(), memory_limit=enough, num_microbatches=16, replicas=1)
     with pytest.raises(ps.PlanError):
-        ps.plan(hungry(), memory_limit=enough - 100, num_microbatches=16)
+        ps.plan(hungry(), memory_limit=enough - 100, num_microbatches=16, replicas=1)

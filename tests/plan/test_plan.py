@@ -33,7 +33,7 @@ def profile(calls: list[float], devices: int = 2, batch: int = 16, **changes: An
 
 
 def test_the_choice_is_the_best_that_was_considered() -> None:
-    plan = ps.plan(profile([1, 2, 3, 4, 3, 2, 1]))
+    plan = ps.plan(profile([1, 2, 3, 4, 3, 2, 1]), replicas=1)
     split = [c for c in plan.considered if c.way == "pipeline"]
     assert plan.predicted_step_seconds <= 1.002 * min(c.predicted_step_seconds or 0 for c in split)
     measured = {2, 4, 8, 16}  # of the sizes 1, 2, 4, 8
@@ -46,7 +46,7 @@ def test_the_choice_is_the_best_that_was_considered() -> None:
 
 
 def test_explicit_choices_are_respected() -> None:
-    plan = ps.plan(profile([1.0] * 6), num_microbatches=5, schedule="gpipe", cuts=(1,))
+    plan = ps.plan(profile([1.0] * 6), num_microbatches=5, schedule="gpipe", cuts=(1,), replicas=1)
     assert (plan.num_microbatches, plan.schedule, plan.cuts) == (5, "gpipe", (1,))
     assert plan.microbatch_size == 4
 
@@ -55,30 +55,34 @@ def test_explicit_choices_are_respected() -> None:
 @pytest.mark.parametrize("count", [1, 3, 5, 16])
 def test_the_bound_holds_for_every_cut(devices: int, count: int) -> None:
     costs = profile([1, 5, 2, 2], devices)
-    bound = ps.plan(costs, num_microbatches=count).bound_seconds
+    bound = ps.plan(costs, num_microbatches=count, replicas=1).bound_seconds
     for first in range(1, 4):
         cuts = tuple(range(first, first + devices - 1))
         if not cuts or cuts[-1] < 4:
             for schedule in ("naive", "gpipe", "1f1b", "eager-1f1b"):
-                plan = ps.plan(costs, num_microbatches=count, schedule=schedule, cuts=cuts)
+                plan = ps.plan(
+                    costs, num_microbatches=count, schedule=schedule, cuts=cuts, replicas=1
+                )
                 assert plan.predicted_step_seconds >= bound * (1 - 1e-9)
 
 
 def test_forbidden_cuts_are_avoided() -> None:
     costs = profile([1.0] * 4, forbidden={2: "because", 3: "because"})
-    assert ps.plan(costs).cuts == (1,)
+    assert ps.plan(costs, replicas=1).cuts == (1,)
     with pytest.raises(ps.PlanError, match="only 0 of the 3"):
-        ps.plan(msgspec.structs.replace(costs, forbidden=dict.fromkeys((1, 2, 3), "no")))
+        ps.plan(
+            msgspec.structs.replace(costs, forbidden=dict.fromkeys((1, 2, 3), "no")), replicas=1
+        )
 
 
 def test_more_microbatches_than_rows() -> None:
     with pytest.raises(ps.InputError, match=r"num_microbatches=17.*16 rows"):
-        ps.plan(profile([1.0, 1.0]), num_microbatches=17)
+        ps.plan(profile([1.0, 1.0]), num_microbatches=17, replicas=1)
 
 
 def test_it_says_when_splitting_is_not_worth_it() -> None:
     costs = profile([1.0, 1e-6], batch=1)
-    plan = ps.plan(costs)
+    plan = ps.plan(costs, replicas=1)
     assert not plan.is_worth_it
     assert str(plan).startswith("One device alone is predicted to be faster (")
     assert "splitting is not worth it" in str(plan)
@@ -86,7 +90,7 @@ def test_it_says_when_splitting_is_not_worth_it() -> None:
 
 def test_it_says_when_data_parallelism_is_faster() -> None:
     """One call has nearly all of the work: it cannot be shared out, but its rows can."""
-    plan = ps.plan(profile([1e-3, 1.0, 1e-3]))
+    plan = ps.plan(profile([1e-3, 1.0, 1e-3]), replicas=1)
     assert plan.is_worth_it is (plan.predicted_step_seconds < (plan.one_device_seconds or 0))
     assert plan.data_parallel_seconds is not None
     assert plan.data_parallel_seconds < 0.6 * plan.predicted_step_seconds
@@ -107,7 +111,7 @@ def test_a_profile_survives_a_file() -> None:
 
 
 def test_a_plan_survives_a_file(tmp_path: Path) -> None:
-    plan, path = ps.plan(profile([1, 2, 3])), tmp_path / "plan.json"
+    plan, path = ps.plan(profile([1, 2, 3]), replicas=1), tmp_path / "plan.json"
     path.write_text("old")
     plan.save(path)
     assert ps.Plan.load(path) == plan
@@ -120,13 +124,13 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
     path.write_text('{"stages": 3}')
     with pytest.raises(ps.PlanError, match=r"plan.json is not a plan"):
         ps.Plan.load(path)
-    msgspec.structs.replace(ps.plan(profile([1, 2])), version=99).save(path)
+    msgspec.structs.replace(ps.plan(profile([1, 2]), replicas=1), version=99).save(path)
     with pytest.raises(ps.PlanError, match="version 99, this Penstock reads version 2"):
         ps.Plan.load(path)
 
 
 def test_a_plan_knows_its_model() -> None:
-    plan = ps.plan(profile([1, 2, 3]))
+    plan = ps.plan(profile([1, 2, 3]), replicas=1)
     with pytest.raises(ps.PlanError, match=r"made for another model.*began with call0, call"):
         plan.check_fits("0" * 16, ["cpu", "cpu"], 3)
 
@@ -145,7 +149,7 @@ def test_a_plan_knows_its_model() -> None:
     ],
 )
 def test_a_file_that_was_edited_to_nonsense(change: dict[str, Any], tmp_path: Path) -> None:
-    plan = ps.plan(profile([1.0] * 6))
+    plan = ps.plan(profile([1.0] * 6), replicas=1)
     if change.keys() & {"worker", "calls", "recompute"}:
         last = msgspec.structs.replace(plan.stages[-1], **change)
         change = {"stages": (*plan.stages[:-1], last)}
@@ -155,7 +159,10 @@ def test_a_file_that_was_edited_to_nonsense(change: dict[str, Any], tmp_path: Pa
 
 
 def test_a_plan_whose_stages_were_moved_by_hand(tmp_path: Path) -> None:
-    plan, path = ps.plan(profile([1, 2, 3, 4]), schedule="zero-bubble-v"), tmp_path / "plan.json"
+    plan, path = (
+        ps.plan(profile([1, 2, 3, 4]), schedule="zero-bubble-v", replicas=1),
+        tmp_path / "plan.json",
+    )
     first, second, *others = plan.stages
     moved = [
         msgspec.structs.replace(first, worker=second.worker),

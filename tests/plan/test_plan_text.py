@@ -13,7 +13,7 @@ from tests.plan.test_plan import profile
 
 def plan(alone: float | None, parallel: float | None, devices: int = 2) -> Plan:
     """A plan of one second, and what it is compared with."""
-    found = ps.plan(profile([1, 2, 3, 4], devices))
+    found = ps.plan(profile([1, 2, 3, 4], devices), replicas=1)
     return msgspec.structs.replace(
         found,
         predicted_step_seconds=1.0,
@@ -50,7 +50,7 @@ def test_what_wins_is_said_first(
 
 def test_one_device_has_nothing_to_split() -> None:
     found = plan(0.5, 0.5, devices=1)
-    assert winner(found) == "pipeline"
+    assert winner(found) == "one device"
     assert verdict(found) == "There is one device: nothing to split."
     assert "one device" not in found.summary
 
@@ -72,15 +72,17 @@ def test_the_sentence() -> None:
 
 def test_the_stages_say_what_is_recomputed_only_if_something_is() -> None:
     costs = profile([1.0, 1.0, 1.0, 1.0], saved=(100.0,) * 4)
-    plain = stages(ps.plan(costs, num_microbatches=4, schedule="gpipe"))
+    plain = stages(ps.plan(costs, num_microbatches=4, schedule="gpipe", replicas=1))
     assert plain[0].split()[-1] == "memory"
     assert plain[1].split()[:5] == ["0", "0", "cpu", "call0", "…"]
-    thrifty = stages(ps.plan(costs, num_microbatches=4, schedule="gpipe", recompute="all"))
+    thrifty = stages(
+        ps.plan(costs, num_microbatches=4, schedule="gpipe", recompute="all", replicas=1)
+    )
     assert thrifty[1].endswith("recomputes 2 of 2 calls")
 
 
 def test_the_best_of_every_schedule_with_its_count() -> None:
-    found = ps.plan(profile([1, 2, 3, 4, 3, 2, 1]))
+    found = ps.plan(profile([1, 2, 3, 4, 3, 2, 1]), replicas=1)
     heading, *lines = considered(found)
     assert heading.split()[:3] == ["considered", "replicas", "stages"]
     names = [line.split("  ")[0] for line in lines[:-1]]
@@ -96,7 +98,7 @@ def test_the_best_of_every_schedule_with_its_count() -> None:
 
 def test_what_does_not_fit_says_so() -> None:
     costs = profile([1.0] * 4, saved=(100.0,) * 4)
-    found = ps.plan(costs, num_microbatches=4, memory_limit=1500, recompute="none")
+    found = ps.plan(costs, num_microbatches=4, memory_limit=1500, recompute="none", replicas=1)
     lines = considered(found)
     gpipe = next(line for line in lines if line.startswith("gpipe"))
     assert "does not fit the memory by" in gpipe

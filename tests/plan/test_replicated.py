@@ -58,9 +58,12 @@ def test_auto_is_the_fastest_of_all_numbers() -> None:
     found = plan(profile(), replicas="auto")
     assert found.predicted_step_seconds == min(each.values())
     assert found.replicas == 4  # nothing crosses, and no stage waits for another
+    assert found.way == "data parallel"
     pipelines = [c for c in found.considered if c.way == "pipeline"]
-    assert {c.replicas for c in pipelines} == {1, 2, 4}
-    assert [c.replicas for c in pipelines if c.why == "chosen"] == [4]
+    assert {c.replicas for c in pipelines} == {1, 2}
+    (chosen,) = [c for c in found.considered if c.why == "chosen"]
+    assert (chosen.way, chosen.replicas) == ("data parallel", 4)
+    assert not any(c.only_compared for c in found.considered)
     heavy = plan(profile(weights=1 << 30), replicas="auto")
     assert heavy.replicas == 1  # adding gradients takes longer than all else
     assert plan(profile(3), replicas="auto").replicas in (1, 3)

@@ -53,10 +53,18 @@ def test_a_pipeline_cut_as_asked() -> None:
     model = nn.Sequential(mlp(4, 4, 4), mlp(4, 4, 4))
     x = torch.randn(4, 4)
     with ps.Pipeline(
-        model, (x,), devices=["cpu", "cpu"], cuts=["1.1"], keep_closed=["0"], num_microbatches=1
+        model,
+        (x,),
+        devices=["cpu", "cpu"],
+        cuts=["1.1"],
+        keep_closed=["0"],
+        num_microbatches=1,
+        replicas=1,
     ) as pipe:
         assert [stage.first for stage in pipe.plan.stages] == ["0", "1.1"]
         with pytest.raises(ps.InputError, match="give plan= or cuts="):
             ps.Pipeline(model, (x,), devices=["cpu", "cpu"], cuts=["1"], plan=pipe.plan)
     with pytest.raises(ps.PlanError, match="inside '0'"):
-        ps.Pipeline(model, (x,), devices=["cpu", "cpu"], cuts=["0.2"], keep_closed=["0"])
+        ps.Pipeline(
+            model, (x,), devices=["cpu", "cpu"], cuts=["0.2"], keep_closed=["0"], replicas=1
+        )

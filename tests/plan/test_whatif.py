@@ -134,7 +134,7 @@ def test_what_means_nothing(wrong: dict[str, Any], words: str) -> None:
 
 
 def planned(schedule: str = "1f1b") -> Plan:
-    return ps.plan(profile([1, 2, 3, 4]), num_microbatches=4, schedule=schedule)
+    return ps.plan(profile([1, 2, 3, 4]), num_microbatches=4, schedule=schedule, replicas=1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -60,6 +60,6 @@ def test_it_is_told_at_building_and_not_of_a_plan_that_was_given(
     with caplog.at_level(logging.WARNING, "penstock"):
         ps.Pipeline(mlp(6, 6, 6), (X,), devices=2, plan=fast).close()
         assert not caplog.records
-        ps.Pipeline(mlp(6, 6, 6), (X,), devices=2).close()
+        ps.Pipeline(mlp(6, 6, 6), (X,), devices=2, replicas=1).close()
     (record,) = caplog.records
     assert record.message.startswith("One device alone is predicted to be faster")

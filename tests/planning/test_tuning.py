@@ -31,7 +31,7 @@ def test_every_plan_is_measured_in_every_round() -> None:
     plans = [uniform_plan(program, 2, 4, name) for name in ("1f1b", "zero-bubble", "gpipe")]
     said: list[str] = []
     steps = measured(
-        program, [X], plans, CPU, rounds=3, progress=lambda done, total, what: said.append(what)
+        program, [X], plans, rounds=3, progress=lambda done, total, what: said.append(what)
     )
     assert [len(seconds) for seconds in steps] == [9, 9, 9]
     assert all(second > 0 for seconds in steps for second in seconds)
@@ -45,7 +45,7 @@ def test_the_model_is_left_alone() -> None:
     model[0].weight.grad = torch.ones(6, 6)
     torch.manual_seed(3)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    measured(program, [X], [uniform_plan(program, 2, 4)], CPU, rounds=2)
+    measured(program, [X], [uniform_plan(program, 2, 4)], rounds=2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(6, 6))
     assert model[3].weight.grad is None
@@ -64,14 +64,17 @@ def test_the_fastest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         return [[float(len(plans) - k)] for k in range(len(plans))]
 
     monkeypatch.setattr("penstock.planning.planner.measured", the_last_is_fastest)
-    chosen = plan_for(program, devices=CPU, request=Request(), tune=True)
+    chosen = plan_for(program, choices=[CPU], request=Request(), tune=True)
     assert len(seen) > 1
     assert chosen == seen[-1]
-    assert len({(plan.schedule, plan.num_microbatches) for plan in seen}) == len(seen)
+    kinds = {(plan.way, plan.schedule, plan.num_microbatches) for plan in seen}
+    assert len(kinds) == len(seen)
 
 
 def test_a_tuned_pipeline_trains() -> None:
-    with ps.Pipeline(net(), (X,), devices=["cpu", "cpu"], num_microbatches=4, tune=True) as pipe:
+    with ps.Pipeline(
+        net(), (X,), devices=["cpu", "cpu"], num_microbatches=4, tune=True, replicas=1
+    ) as pipe:
         loss = pipe.train_step(X, loss_fn=lambda output: output.square().mean())
     assert torch.isfinite(loss)
 
@@ -81,4 +84,4 @@ def test_without_weights_there_is_nothing_to_measure() -> None:
         model = net()
     program = ps.capture(model, (X,))
     with pytest.raises(ps.PlanError, match="cannot be measured on a model without weights"):
-        measured(program, [X], [uniform_plan(program, 2, 4)], CPU)
+        measured(program, [X], [uniform_plan(program, 2, 4)])

@@ -251,7 +251,7 @@ def weights_by_index(folder: Path, file: str, at: Path) -> tuple[nn.Module, Any]
 
 def built(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 2, "cuts": ["2"]}
-    with ps.Pipeline(model, (torch.ones(4, 3),), weights=folder, **options) as pipe:
+    with ps.Pipeline(model, (torch.ones(4, 3),), weights=folder, **options, replicas=1) as pipe:
         return dict(pipe.state_dict())
 
 

@@ -185,7 +185,9 @@ def planned(
 ) -> ps.Plan:
     """A plan for the case on CPU workers."""
     profile = msgspec.structs.replace(costs(name), devices=("cpu",) * workers)
-    return ps.plan(profile, num_microbatches=microbatches, schedule=schedule, recompute=recompute)
+    return ps.plan(
+        profile, num_microbatches=microbatches, schedule=schedule, recompute=recompute, replicas=1
+    )
 
 
 def workers_for(schedule: str, stages: int) -> int | None:

@@ -36,7 +36,7 @@ def _own_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def pipeline() -> ps.Pipeline:
     return ps.Pipeline(
-        mlp(4, 4, 4), (X,), devices=["cpu"] * 2, num_microbatches=2, workers="processes"
+        mlp(4, 4, 4), (X,), devices=["cpu"] * 2, num_microbatches=2, workers="processes", replicas=1
     )
 
 

@@ -67,7 +67,9 @@ def pipe(request: pytest.FixtureRequest) -> Iterator[ps.Pipeline]:
     options: dict[str, Any] = {"plan": uniform_plan(program, 2, 2), "devices": ["cpu"] * 2}
     with (
         pooled(),
-        ps.Pipeline(model, (X,), program=program, workers=request.param, **options) as made,
+        ps.Pipeline(
+            model, (X,), program=program, workers=request.param, **options, replicas=1
+        ) as made,
     ):
         yield made
 

@@ -20,7 +20,7 @@ X, Y = torch.randn(9, 6), torch.randn(9, 6)
 @pytest.fixture
 def pipe() -> Iterator[ps.Pipeline]:
     model = mlp(6, 6, 6, 6)
-    with ps.Pipeline(model, (X,), devices=["cpu"] * 3, num_microbatches=2) as found:
+    with ps.Pipeline(model, (X,), devices=["cpu"] * 3, num_microbatches=2, replicas=1) as found:
         yield found
 
 

@@ -26,7 +26,7 @@ def verify(model: nn.Module, **options: Any) -> ps.VerifyReport:
     """Of a model of linear layers, cut before its third part unless told otherwise."""
     chosen: dict[str, Any] = {"target": Y, "loss_fn": F.mse_loss, "devices": ["cpu"] * 2}
     chosen |= {"num_microbatches": 3, "schedule": "1f1b", "cuts": ["2"]}
-    return ps.verify(model, (X,), **{**chosen, **options})
+    return ps.verify(model, (X,), **{**chosen, **options}, replicas=1)
 
 
 def layered(middle: nn.Module, last: nn.Module | None = None) -> nn.Module:
@@ -243,6 +243,7 @@ def test_processes_are_named_and_exact() -> None:
         workers="processes",
         recompute="all",
         optimizer=torch.optim.Adagrad,
+        replicas=1,
     )
     assert report.ok, str(report)
     assert report.workers == "processes"
@@ -269,7 +270,9 @@ def test_mistakes(options: dict[str, Any], words: str) -> None:
 def test_a_misspelt_option_is_one_of_verify() -> None:
     misspelt: Any = {"num_microbatch": 2}
     with pytest.raises(TypeError, match=r"verify\(\) got an unexpected .*'num_micro"):
-        ps.verify(mlp(4, 4), (torch.randn(4, 4),), loss_fn=F.mse_loss, devices=2, **misspelt)
+        ps.verify(
+            mlp(4, 4), (torch.randn(4, 4),), loss_fn=F.mse_loss, devices=2, **misspelt, replicas=1
+        )
 
 
 def test_results_that_are_no_tensors_are_compared() -> None:

@@ -124,7 +124,13 @@ def test_weights_from_everywhere(
     keep = torch.ones(6).bool()
     model = empty()
     pipe = ps.Pipeline(
-        model, (X,), {"keep": keep}, devices=["cpu", "cpu"], num_microbatches=2, weights=weights
+        model,
+        (X,),
+        {"keep": keep},
+        devices=["cpu", "cpu"],
+        num_microbatches=2,
+        weights=weights,
+        replicas=1,
     )
     with pipe:
         assert model.head.weight is model.first.weight
@@ -150,7 +156,7 @@ def _halves(keep: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def seeded(devices: int, seed: int, model: nn.Module, **kwargs: Any) -> dict[str, torch.Tensor]:
     weights = ps.SeededWeights(seed)
     with ps.Pipeline(
-        model, devices=["cpu"] * devices, num_microbatches=1, weights=weights, **kwargs
+        model, devices=["cpu"] * devices, num_microbatches=1, weights=weights, **kwargs, replicas=1
     ) as pipe:
         return {name: t.clone() for name, t in pipe.state_dict().items()}
 
@@ -191,7 +197,9 @@ def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
         if model is None:
             with ps.empty_weights():
                 model = Bare()
-        ps.Pipeline(model, (X,), devices=["cpu", "cpu"], num_microbatches=1, weights=weights)
+        ps.Pipeline(
+            model, (X,), devices=["cpu", "cpu"], num_microbatches=1, weights=weights, replicas=1
+        )
 
     with pytest.raises(ps.InputError, match=r"are on the meta device: give weights="):
         build(None)
@@ -293,6 +301,7 @@ def test_a_module_that_changes_values_of_inputs_by_its_weights_is_closed_without
         program=program,
         num_microbatches=1,
         weights=ps.SeededWeights(1),
+        replicas=1,
     ) as pipe:
         assert torch.equal(pipe(X), model(X))
 
@@ -319,6 +328,7 @@ def test_the_inputs_values_can_be_read_on_the_meta_device() -> None:
         program=program,
         num_microbatches=1,
         weights=ps.SeededWeights(1),
+        replicas=1,
     ) as pipe:
         for x in (X, X + 1000):
             assert torch.equal(pipe(x), model(x))
@@ -346,7 +356,7 @@ def test_a_weight_that_is_registered_twice_stays_one() -> None:
     full.norm.running_mean += 5
     state = {name: t.clone() for name, t in full.state_dict().items()}
     with ps.Pipeline(
-        model, (ids,), devices=["cpu", "cpu"], num_microbatches=1, weights=state
+        model, (ids,), devices=["cpu", "cpu"], num_microbatches=1, weights=state, replicas=1
     ) as pipe:
         assert model.words.weight is model.head.weight
         assert model.norm.running_mean[0] == 5, "buffers come from the state dict as well"
@@ -366,10 +376,14 @@ def test_what_fails_half_way_leaves_the_model_as_it_was() -> None:
         model = Bare()
     for weights in (ps.SeededWeights(), {"weight": torch.ones(8), "inner.weight": torch.ones(8)}):
         with pytest.raises(ps.InputError):
-            ps.Pipeline(model, (X,), devices=["cpu"], num_microbatches=1, weights=weights)
+            ps.Pipeline(
+                model, (X,), devices=["cpu"], num_microbatches=1, weights=weights, replicas=1
+            )
         assert all(p.is_meta for p in model.parameters())
     state = Bare().state_dict()
-    with ps.Pipeline(model, (X,), devices=["cpu"], num_microbatches=1, weights=state) as pipe:
+    with ps.Pipeline(
+        model, (X,), devices=["cpu"], num_microbatches=1, weights=state, replicas=1
+    ) as pipe:
         assert torch.equal(pipe.state_dict()["inner.weight"], state["inner.weight"])
 
 

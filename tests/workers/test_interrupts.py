@@ -30,7 +30,9 @@ def pipe() -> Iterator[ps.Pipeline]:
     torch.manual_seed(0)
     devices = ["cpu"] * 2
     model = mlp(6, 8, 4)
-    with ps.Pipeline(model, (X,), devices=devices, workers="processes", num_microbatches=4) as made:
+    with ps.Pipeline(
+        model, (X,), devices=devices, workers="processes", num_microbatches=4, replicas=1
+    ) as made:
         yield made
 
 
@@ -219,7 +221,9 @@ def test_interrupted_at_many_moments_of_a_step(kind: Any, every: int) -> None:
     """
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "cuts": ["drop"], "workers": kind}
     model, interrupter = Moved(), Interrupter()
-    with ps.Pipeline(model, (X,), num_microbatches=2, audit=None, timeout=20, **options) as pipe:
+    with ps.Pipeline(
+        model, (X,), num_microbatches=2, audit=None, timeout=20, **options, replicas=1
+    ) as pipe:
         start = {name: value.clone() for name, value in model.state_dict().items()}
         random_state = pipe.random_state()
 
@@ -260,7 +264,7 @@ def test_interrupted_at_many_moments_of_a_step(kind: Any, every: int) -> None:
 def test_interrupted_at_many_moments_of_a_map(kind: Any, every: int) -> None:
     interrupter = Interrupter()
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "workers": kind, "timeout": 20}
-    with ps.Pipeline(mlp(6, 8, 4), (X,), num_microbatches=2, **options) as pipe:
+    with ps.Pipeline(mlp(6, 8, 4), (X,), num_microbatches=2, **options, replicas=1) as pipe:
 
         def work() -> torch.Tensor:
             return torch.stack(list(pipe.map([X, X + 1, X + 2])))

@@ -41,7 +41,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_allocator_is_left_alone(elsewhere: pytest.MonkeyPatch) -> None:
     assert keep_freed_memory() is False
     assert "cannot be told" in keep_memory(2)
-    with ps.Pipeline(mlp(4, 4, 4), (X,), devices=["cpu"] * 2, num_microbatches=2) as pipe:
+    with ps.Pipeline(
+        mlp(4, 4, 4), (X,), devices=["cpu"] * 2, num_microbatches=2, replicas=1
+    ) as pipe:
         assert pipe.allocator_kept is False
 
 
@@ -90,7 +92,7 @@ def test_a_dead_worker_is_noticed_without_pidfd(elsewhere: pytest.MonkeyPatch) -
 def test_a_step_of_processes(elsewhere: pytest.MonkeyPatch) -> None:
     model = mlp(4, 4, 4)
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 2}
-    with ps.Pipeline(model, (X,), workers="processes", **options) as pipe:
+    with ps.Pipeline(model, (X,), workers="processes", **options, replicas=1) as pipe:
         loss = pipe.train_step(X, target=X, loss_fn=F.mse_loss)
     torch.set_num_threads(1)
     parts = zip(X.tensor_split(2), X.tensor_split(2), strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.devices.choice import Devices
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.plan import Plan
@@ -17,6 +18,7 @@ from penstock.workers.backend import DrivenBackend, Workers
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import overhead_here, ping, pong
+from penstock.workers.processes.jobs import Modes
 from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.processes.worker_state import CPU, WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
@@ -28,24 +30,29 @@ class ProcessBackend(DrivenBackend):
     """Processes of this machine, on its CPU.
 
     Args:
-        devices: of the workers; they exist.
+        devices, least: as of `DrivenBackend`.
         allocator_kept: whether the processes keep freed memory.
 
     Raises:
+        DeviceError: a device does not exist.
         InputError: a device is no CPU.
     """
 
-    def __init__(self, devices: Sequence[torch.device], allocator_kept: bool) -> None:
-        super().__init__(devices)
+    def __init__(self, devices: Devices | None, least: int = 1, *, allocator_kept: bool) -> None:
+        super().__init__(devices, least)
+        self._allocator_kept = allocator_kept
+        most = len(self.devices)  # if they are left to the plan, links are measured between two
+        self._pool = ProcessPool(most if self._are_given else min(2, most), lambda: None)
+        self.probe = ProcessProbe(self._pool)
+
+    def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
         others = [str(device) for device in devices if device.type != "cpu"]
         if others:
             raise InputError(
                 f'workers="processes" run on the CPU, not on {others[0]}; use workers="threads", '
                 "which copies between GPUs on streams of their own"
             )
-        self._allocator_kept = allocator_kept
-        self._pool = ProcessPool(len(devices), lambda: None)
-        self.probe = ProcessProbe(self._pool)
+        super()._have(devices, threads)
 
     def wait(self, progress: Progress | None) -> None:
         """Until they have started, and imported what they need."""
@@ -60,10 +67,18 @@ class ProcessBackend(DrivenBackend):
         """Any number of them: they share the model's memory."""
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
-        """Move the model to memory that they share, and send them their stages."""
+        """Move the model to memory that they share, and send them their stages.
+
+        If the plan has chosen how many workers there are, so many are started instead of those that
+        links were measured with.
+        """
         check_separate(model)
-        seconds, kept = self.timeout(plan, timeout), self._allocator_kept
-        return ProcessWorkers(plan, model, self._pool, self.in_order(plan), seconds, kept)
+        if len(self._pool) != len(plan.devices):
+            self._pool.close()
+            self._pool = ProcessPool(len(plan.devices), lambda: None)
+        modes = Modes.here(self.threads, len(plan.devices), self._allocator_kept)
+        seconds = self.timeout(plan, timeout)
+        return ProcessWorkers(plan, model, self._pool, self.in_order(plan), seconds, modes)
 
     def close(self) -> None:
         """End the worker processes."""

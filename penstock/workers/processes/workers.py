@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture.trees import flatten
-from penstock.devices.choice import threads_per_worker
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
@@ -74,7 +73,7 @@ class ProcessWorkers(Workers):
         pool: who runs them; they are dismissed by `close`.
         devices: of every worker; all are the CPU.
         timeout: seconds that a pass may take.
-        allocator_kept: whether the workers keep freed memory.
+        modes: of every process.
     """
 
     role = Role(calls_loss=False)
@@ -86,7 +85,7 @@ class ProcessWorkers(Workers):
         pool: ProcessPool,
         devices: Sequence[torch.device],
         timeout: float,
-        allocator_kept: bool,
+        modes: Modes,
     ) -> None:
         self._places = range(plan.workers_per_replica)
         self.ownership = Ownership(plan.placement, plan.replicas)
@@ -110,7 +109,7 @@ class ProcessWorkers(Workers):
         self._closer: int | None = None  # the one that closes
         self._parts: weakref.WeakSet[_RemoteParts] = weakref.WeakSet()
         try:
-            self._build(Modes.here(threads_per_worker(devices), len(devices), allocator_kept))
+            self._build(modes)
         except BaseException:
             self.close()
             raise

@@ -33,6 +33,11 @@ class RankBackend(Backend):
         WorkerError: they did not find each other.
     """
 
+    why_one_replica = (
+        "There is one replica, as all replicas need the whole batch on ranks of their own; "
+        "replicas= asks for several."
+    )
+
     def __init__(self, devices: Devices | None) -> None:
         self._launch = rendezvous(devices)
         entries = self._launch.entries

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
@@ -24,11 +25,11 @@ class ThreadBackend(DrivenBackend):
     """Threads of this process, which start when there is a plan.
 
     Args:
-        devices: of the workers; they exist.
+        devices, least: as of `DrivenBackend`.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        super().__init__(devices)
+    def __init__(self, devices: Devices | None, least: int = 1) -> None:
+        super().__init__(devices, least)
         self.probe = ThreadProbe()
 
     def check_replicas(self, replicas: int) -> None:

@@ -68,7 +68,13 @@ def test_what_worker_processes_have(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     model, x = Odd().to(dtype), X.to(dtype)
     with ps.Pipeline(
-        model, (x,), devices=["cpu"] * 2, workers="processes", num_microbatches=2, cuts=["b"]
+        model,
+        (x,),
+        devices=["cpu"] * 2,
+        workers="processes",
+        num_microbatches=2,
+        cuts=["b"],
+        replicas=1,
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1, eps=1e-3, amsgrad=True)
         for _ in range(2):
@@ -90,7 +96,13 @@ def test_gradients_of_one_worker_may_be_kept_apart() -> None:
     torch.manual_seed(1)
     model = Odd()
     with ps.Pipeline(
-        model, (X,), devices=["cpu"] * 2, workers="processes", num_microbatches=2, cuts=["b"]
+        model,
+        (X,),
+        devices=["cpu"] * 2,
+        workers="processes",
+        num_microbatches=2,
+        cuts=["b"],
+        replicas=1,
     ) as pipe:
         step: dict[str, Any] = {"target": X[:, :1], "loss_fn": lambda o, y: F.mse_loss(o["y"], y)}
         pipe.train_step(X, **step)

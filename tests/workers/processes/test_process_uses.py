@@ -31,7 +31,14 @@ pytestmark = pytest.mark.usefixtures("pool")
 def make(model: nn.Module, kind: Any, m: int = 2, **options: Any) -> ps.Pipeline:
     devices = ["cpu"] * 2
     return ps.Pipeline(
-        model, (X,), devices=devices, workers=kind, num_microbatches=m, schedule="1f1b", **options
+        model,
+        (X,),
+        devices=devices,
+        workers=kind,
+        num_microbatches=m,
+        schedule="1f1b",
+        **options,
+        replicas=1,
     )
 
 

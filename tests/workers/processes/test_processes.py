@@ -28,7 +28,7 @@ def both(model: nn.Module, **options: Any) -> list[ps.Pipeline]:
     found = []
     for kind in ("threads", "processes"):
         twin = copy.deepcopy(model)
-        pipe = ps.Pipeline(twin, (X,), devices=["cpu"] * 2, workers=kind, **options)
+        pipe = ps.Pipeline(twin, (X,), devices=["cpu"] * 2, workers=kind, **options, replicas=1)
         options["plan"] = pipe.plan
         options = {"plan": pipe.plan}
         found.append(pipe)
@@ -259,7 +259,9 @@ def test_what_cannot_be_sent_is_refused() -> None:
     model = mlp(6, 6, 6)
     model[0].lock = threading.Lock()
     with pytest.raises(ps.InputError, match=r'cannot be sent.*workers="threads"'):
-        ps.Pipeline(model, (X,), devices=["cpu"] * 2, workers="processes", num_microbatches=2)
+        ps.Pipeline(
+            model, (X,), devices=["cpu"] * 2, workers="processes", num_microbatches=2, replicas=1
+        )
 
 
 def test_a_loss_with_parameters_is_refused(pipes: list[ps.Pipeline]) -> None:
@@ -280,7 +282,12 @@ def test_sparse_gradients_are_refused() -> None:
     tokens = torch.randint(10, (12,))
     with (
         ps.Pipeline(
-            model, (tokens,), devices=["cpu"] * 2, workers="processes", num_microbatches=2
+            model,
+            (tokens,),
+            devices=["cpu"] * 2,
+            workers="processes",
+            num_microbatches=2,
+            replicas=1,
         ) as pipe,
         pytest.raises(ps.InputError, match="sparse gradient"),
     ):
@@ -317,7 +324,13 @@ def steps_dtype(pipe: ps.Pipeline) -> torch.dtype:
 def test_verify() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Linear(6, 6))
     report = ps.verify(
-        model, (X,), target=Y, loss_fn=F.mse_loss, devices=["cpu"] * 2, workers="processes"
+        model,
+        (X,),
+        target=Y,
+        loss_fn=F.mse_loss,
+        devices=["cpu"] * 2,
+        workers="processes",
+        replicas=1,
     )
     assert report.ok, str(report)
 
@@ -354,7 +367,9 @@ def test_each_stage_is_given_away_before_the_next_is_read() -> None:
     with ps.empty_weights():
         model, twin = mlp(6, 6, 6, 6), mlp(6, 6, 6, 6)
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 2, "schedule": "1f1b"}
-    with ps.Pipeline(model, (X,), weights=Watched(), workers="processes", **options) as pipe:
+    with ps.Pipeline(
+        model, (X,), weights=Watched(), workers="processes", **options, replicas=1
+    ) as pipe:
         ours = step(pipe)
     with ps.Pipeline(twin, (X,), weights=seeded, plan=pipe.plan, devices=["cpu"] * 2) as other:
         assert torch.equal(step(other), ours)

@@ -1,0 +1,52 @@
+"""What keeps a model from being run by several replicas at the same time, or makes that useless.
+
+What a forward changes and a later one finds again has to be changed by one micro-batch after the
+other. Modules that do so wait for one another among replicas. Where these are BatchNorms, which
+take little of the time, everything else runs at the same time; others may take nearly all of it,
+and what is not in a buffer, replicas in other processes do not see at all.
+"""
+
+from __future__ import annotations
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from penstock.capture.attributes import owner_of
+from penstock.capture.preserve import own_generators
+from penstock.capture.program import Program
+
+
+def why_one_replica(program: Program) -> str:
+    """Why a model should have one replica only: a sentence; empty if it can have several."""
+    reason = _reason(program)
+    return reason and f"There is one replica, as {reason}, so its forwards come one after another."
+
+
+def why_no_recomputing(program: Program) -> str:
+    """Why replicas of a model cannot recompute; empty if they can."""
+    changed = program.train.changed
+    return f"a forward changes {changed[0]!r}, which others may be using" if changed else ""
+
+
+def _reason(program: Program) -> str:
+    modules = dict(program.model.named_modules())
+    for name in sorted(program.remembering):
+        return f"a forward changes attributes of {_named(name)}"
+    for name, module in modules.items():
+        for attribute, _ in own_generators(module):
+            return f"{_named(name)} has a random generator of its own, {attribute!r}"
+    for name, _ in program.train.shared:
+        return f"a forward changes {name}, which several modules have"
+    for name in sorted(program.written):
+        return f"a forward changes the parameter {name!r}"
+    called = {call.target for call in program.train.calls if call.is_module}
+    alone = {id(modules[name]) for name in called if name in modules}
+    for name in program.train.changed:
+        path, _ = owner_of(program.model, name)
+        owner = modules[path]
+        if not (isinstance(owner, _BatchNorm) and id(owner) in alone):
+            return f"a forward changes {name!r}, a buffer of {type(owner).__name__}"
+    return ""
+
+
+def _named(path: str) -> str:
+    return repr(path) if path else "the model"
