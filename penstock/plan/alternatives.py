@@ -28,7 +28,8 @@ def alternatives(profile: Profile, memory: Memory) -> list[Candidate]:
     devices = len(profile.devices)
     found = [one_device(profile, memory), data_parallel(profile, memory)]
     for replicas in range(2, devices // 2 + 1):
-        if devices % replicas == 0 and profile.batch_size >= replicas:
+        is_possible = profile.batch_size >= replicas and devices // replicas <= profile.num_calls
+        if devices % replicas == 0 and is_possible:
             found.append(_replicated_pipelines(profile, memory, replicas))
     return found
 

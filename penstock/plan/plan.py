@@ -483,10 +483,10 @@ def advice(plan: Plan) -> list[str]:
         here = show_seconds(plan.predicted_step_seconds)
         found.append(f"{verdict(plan)} The pipeline is predicted to take {here} a step.")
     if left_out := _left_out(plan):
-        ways = ["replicas=1 splits the model over all of them"]
-        most = max(candidate.replicas for candidate in left_out)
-        if most > 1:
-            ways.append(f"replicas={most} runs {most} replicas")
+        numbers = {candidate.replicas for candidate in left_out}
+        ways = ["replicas=1 splits the model over all of them"] if 1 in numbers else []
+        if max(numbers) > 1:
+            ways.append(f"replicas={max(numbers)} runs {max(numbers)} replicas")
         found.append(
             f"{verdict(plan).rstrip('.')}, so the other devices are not used; {', '.join(ways)}."
         )

@@ -1,0 +1,119 @@
+"""The kinds of plans, of which the fastest is taken: stages, replicas, both, or one device."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+import penstock as ps
+from penstock.plan.plan import WORTH_FEWER, advice
+from penstock.plan.request import Limits, Request
+from penstock.plan.search import plans, plans_on_any
+from penstock.profile import DeviceProfile
+from tests.plan.test_replicated import CALLS, plan, profile
+
+
+def with_threads(workers: int, threads: int, a_row: float) -> ps.Profile:
+    """So many workers, each of which takes so long for a row of a call."""
+    rows = (1, 2, 4, 8)
+    forward = tuple((a_row * r,) * CALLS for r in rows)
+    backward = tuple((2 * a_row * r,) * CALLS for r in rows)
+    kind = DeviceProfile(kind="cpu", rows=rows, forward=forward, backward=backward, spread=0.0)
+    return msgspec.structs.replace(profile(workers), kinds={"cpu": kind}, threads=threads)
+
+
+def test_the_fastest_of_all_kinds_is_the_default() -> None:
+    assert ps.plan(profile()).way == "data parallel"
+    costs = msgspec.structs.replace(profile(4, weights=10**7), batch_size=64)
+    found = ps.plan(costs)
+    each = {r: ps.plan(costs, replicas=r).predicted_step_seconds for r in (1, 2, 4)}
+    assert found.predicted_step_seconds == min(each.values())
+
+
+def test_one_device_where_more_do_not_pay() -> None:
+    found = ps.plan(profile(2, weights=10**10))  # gradients take seconds to be added
+    split = ps.plan(profile(2, weights=10**10), replicas=1)
+    assert split.way == "pipeline"
+    assert found.way != "data parallel"
+    never = msgspec.structs.replace(
+        profile(2, weights=10**10), overhead_seconds=0.0, forbidden=dict.fromkeys(range(1, 8), "no")
+    )
+    alone = ps.plan(never)
+    assert (alone.way, alone.devices) == ("one device", ("cpu",))
+    (said,) = [line for line in advice(alone) if "not used" in line]
+    assert "not used; replicas=2 runs 2 replicas." in said
+    with pytest.raises(ps.PlanError, match="need 1 cuts"):
+        ps.plan(never, replicas=1)
+
+
+def test_fewer_devices_have_to_be_clearly_faster() -> None:
+    """A little of it may be noise of the profile."""
+    costs = profile(2)
+    alone = plans(msgspec.structs.replace(costs, devices=("cpu",)), Request())[0]
+    gain = alone.predicted_step_seconds * (WORTH_FEWER - 1)
+
+    def bytes_for(extra: float) -> int:
+        """Weights with which two replicas take so much longer than one device."""
+        free = ps.plan(costs, replicas=2).predicted_step_seconds
+        missing = alone.predicted_step_seconds + extra - free
+        return int(missing * 4e9 / CALLS)
+
+    no_cuts = dict.fromkeys(range(1, CALLS), "no")
+    for extra, kind in ((0.5 * gain, "data parallel"), (1.5 * gain, "one device")):
+        weights = (bytes_for(extra),) * CALLS
+        found = ps.plan(msgspec.structs.replace(costs, weights=weights, forbidden=no_cuts))
+        assert found.way == kind
+
+
+@pytest.mark.parametrize("asked", [{"schedule": "1f1b"}, {"cuts": (4,)}, {"stages_per_worker": 1}])
+def test_who_asks_for_stages_gets_them(asked: dict[str, object]) -> None:
+    found = plan(profile(2), **asked)
+    assert (found.way, found.replicas, len(found.stages)) == ("pipeline", 1, 2)
+    assert {c.way for c in found.considered if not c.only_compared} == {"pipeline"}
+
+
+def test_limits_of_workers_and_of_models() -> None:
+    """They leave one replica, and the plan says why."""
+    why = "There is one replica, as nobody can have two."
+    found = plans(profile(2), Request(), limits=Limits(one_replica=why))[0]
+    assert (found.replicas, found.note) == (1, why)
+    assert why in str(found)
+    of_model = msgspec.structs.replace(profile(2), one_replica=why)
+    assert plans(of_model, Request())[0].note == why
+    assert plans(of_model, Request(replicas=2))[0].replicas == 2  # who asks for two gets them
+    everywhere = msgspec.structs.replace(
+        profile(2, weights=10**10), forbidden=dict.fromkeys(range(1, CALLS), "no")
+    )
+    assert plans(everywhere, Request(), limits=Limits(all_devices=True))[0].replicas == 2
+
+
+def test_how_many_workers_share_the_cores() -> None:
+    """One worker with both cores, or two with one each: whichever is faster."""
+    for a_row, kind, threads in ((0.6e-3, "data parallel", 1), (0.4e-3, "one device", 2)):
+        costs = [with_threads(1, 2, a_row), with_threads(2, 1, 1e-3)]
+        found = plans_on_any(costs, Request())[0]
+        assert (found.way, found.threads) == (kind, threads)
+        ways = {(c.way, c.threads) for c in found.considered if not c.only_compared}
+        assert ways >= {("one device", 2), ("data parallel", 1), ("pipeline", 1)}
+        assert "threads" in str(found)
+
+
+def test_more_devices_than_calls() -> None:
+    """The tutorial of nn.DataParallel: a model of one layer on eight devices."""
+    costs = profile(8)
+    one = msgspec.structs.replace(
+        costs,
+        labels=("layer",),
+        weights=(4,),
+        boundary=(0.0, 0.0),
+        saved=(1.0,),
+        kinds={
+            "cpu": msgspec.structs.replace(
+                costs.kinds["cpu"],
+                forward=tuple(line[:1] for line in costs.kinds["cpu"].forward),
+                backward=tuple(line[:1] for line in costs.kinds["cpu"].backward),
+            )
+        },
+    )
+    assert plan(one, replicas=8).replicas == 8
+    assert plan(one).way == "data parallel"
