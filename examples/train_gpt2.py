@@ -1,9 +1,9 @@
 """Trains GPT-2 on the sources of Python's standard library, on all devices of this machine.
 
-    python examples/train_gpt2.py [--steps 100] [--devices cpu,cpu] [--workers processes]
+    python examples/train_gpt2.py [--steps 50] [--devices cpu,cpu] [--workers processes]
                                   [--plan FILE] [--out out/demo]
                                   [--save DIR [--every 20] [--resume]]
-    torchrun --nproc-per-node 2 examples/train_gpt2.py [--steps 100] [--plan FILE]
+    torchrun --nproc-per-node 2 examples/train_gpt2.py [--steps 50] [--plan FILE]
 
 A byte-level language model of 10.7 million parameters from transformers' own configuration class,
 cut, planned and trained by Penstock. It ends with what was measured: the step beside one device's,
@@ -230,7 +230,7 @@ def _range(seconds: list[float]) -> str:
 def main() -> None:
     """The demo."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--devices", default=",".join(all_devices()))
     parser.add_argument("--workers", default="auto", choices=("auto", "threads", "processes"))
@@ -276,7 +276,7 @@ def main() -> None:
             kwargs={"input_ids": tokens},
             target=target,
             loss_fn=language_loss,
-            devices=options.devices.split(","),
+            devices=pipe.plan.devices,
             plan=pipe.plan,
             workers="processes" if options.workers == "processes" else "threads",
         )
