@@ -79,8 +79,6 @@ def test_processes_that_are_alone(
         monkeypatch.setenv(name, value)
     with ps.Pipeline(mlp(4, 4, 4), (X,), **CPUS) as pipe:
         assert set(pipe.links) <= {"by reference"}
-    with pytest.raises(ps.InputError, match=r"devices= is missing: give .*\"cpu\", \"cpu\""):
-        ps.Pipeline(mlp(4, 4, 4), (X,))
 
 
 def test_each_rank_may_have_a_pipeline_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
