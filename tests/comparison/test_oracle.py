@@ -70,9 +70,9 @@ def test_results_that_nobody_can_put_together_are_never_exact(name: str) -> None
     end, loss = ENDS[name]
     if name in ("a count", "pairs of rows"):
         with pytest.raises(ps.InputError, match="cannot be put together"):
-            verify(end, loss, num_microbatches=4, replicas=1)
+            verify(end, loss, num_microbatches=4)
         return
-    report = verify(end, loss, num_microbatches=4, replicas=1)
+    report = verify(end, loss, num_microbatches=4)
     assert not report.ok, str(report)
     assert "result of a call (" in str(report)
 
@@ -107,9 +107,9 @@ def test_a_pipeline_that_merges_in_another_order_is_not_exact(
     def turned(passes: Passes, args: Any, kwargs: Any) -> Any:
         return call(passes, args, kwargs).roll(3, 0)
 
-    assert verify(num_microbatches=3, replicas=1).ok
+    assert verify(num_microbatches=3).ok
     monkeypatch.setattr(Passes, "call", turned)
-    report = verify(num_microbatches=3, replicas=1)
+    report = verify(num_microbatches=3)
     assert not report.ok
     assert "result of a call: 1 of 1 differ" in str(report)
 
@@ -134,11 +134,11 @@ def test_three_micro_batches_at_least_and_a_batch_that_does_not_divide(
     assert "3 micro-batches" in report.subject
     assert steps == [8, 8, 8]  # 3, 3 and 2 rows
     steps.clear()
-    report = verify(num_microbatches=4, replicas=1)
+    report = verify(num_microbatches=4)
     assert report.ok, str(report)
     assert "4 micro-batches" in report.subject
     assert steps == [8, 8, 7]
-    assert "1 micro-batches" in verify(num_microbatches=1, replicas=1).subject
+    assert "1 micro-batches" in verify(num_microbatches=1).subject
 
 
 def test_nothing_of_penstock_runs_around_what_does_not_draw(
