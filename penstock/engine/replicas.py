@@ -14,7 +14,6 @@ micro-batch after the other (`Turns`). Everything else runs at the same time.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from torch import fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from penstock.capture.history import history, nests
 from penstock.capture.preserve import own_generators
 from penstock.engine.batchnorm import Norms
 from penstock.engine.ends import Outlet
@@ -332,25 +332,12 @@ def _leaves_of(
         those of reversible networks and of reentrant checkpoints do.
     """
     nested = False
-    waiting = [root.node for root, _ in pairs]
-    seen = set(waiting)
     leaves = []
-    while waiting:
-        node = waiting.pop()
+    for node in history(root.node for root, _ in pairs):
         if node.name().endswith("AccumulateGrad"):
             leaves.append(node.variable)  # type: ignore[attr-defined]
-        nested = nested or _runs_backward(getattr(node, "_forward_cls", None))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+        nested = nested or nests(node)
     return leaves, nested
-
-
-def _runs_backward(function: Any) -> bool:
-    """Whether the backward of an autograd Function calls something named so."""
-    code = getattr(inspect.unwrap(function.backward), "__code__", None) if function else None
-    return code is not None and "backward" in code.co_names
 
 
 class SummedStage(Stage):

@@ -123,7 +123,8 @@ def cached_profile(
     if found is not None:
         if progress:
             progress(1, 1, "profiled before, kept in the cache")
-        return msgspec.structs.replace(found, **not_measured(program, devices, threads)), True
+        known = not_measured(program, devices, threads, found.one_replica)
+        return msgspec.structs.replace(found, **known), True
     costs = profile(
         program,
         args,

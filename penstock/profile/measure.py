@@ -29,6 +29,10 @@ SECONDS = 30.0
 
 _QUICK = 0.4  # seconds of a forward and backward that can be repeated often
 _ON_HALVES = 0.2  # of the time, for what halving costs
+_NESTS = (
+    "There is one replica, as the backward of an autograd Function runs another backward, which "
+    "adds to gradients by itself."
+)
 _MANY = 64  # rows, so many that what does not depend on them does not matter
 
 
@@ -100,7 +104,8 @@ def profile(
         }
         if progress:
             progress(agenda.expected, agenda.expected, "profiled")
-        most = max(timings[devices[0]])
+        least, most = min(timings[devices[0]]), max(timings[devices[0]])
+        nests = teams[devices[0]].nests(*batch_of(least))
         saved = teams[devices[0]].saved_bytes(*batch_of(most))
     return Profile(
         fingerprint=program.fingerprint,
@@ -114,7 +119,7 @@ def profile(
         saved=tuple(count / most for count in saved),
         outputs=_outputs(program),
         capacity=_capacity(teams),
-        **not_measured(program, devices, threads),
+        **not_measured(program, devices, threads, _NESTS if nests else ""),
     )
 
 
@@ -126,11 +131,18 @@ class NotMeasured(TypedDict):
     no_recomputing: str
 
 
-def not_measured(program: Program, devices: Sequence[str], threads: int) -> NotMeasured:
-    """What a profile of a program says besides; the arguments are those of `profile`."""
+def not_measured(
+    program: Program, devices: Sequence[str], threads: int, nests: str = ""
+) -> NotMeasured:
+    """What a profile of a program says besides.
+
+    Args:
+        program, devices, threads: as of `profile`.
+        nests: why there can be one replica only, as far as that had to be tried.
+    """
     return {
         "threads": threads if any(torch.device(name).type == "cpu" for name in devices) else 0,
-        "one_replica": why_one_replica(program),
+        "one_replica": why_one_replica(program) or nests,
         "no_recomputing": why_no_recomputing(program),
     }
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.capture import Program, Sizes
 from penstock.capture.halves import run_pending
+from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
 from penstock.devices.cores import use_threads
 from penstock.profile.sampling import Sampler
@@ -103,6 +104,11 @@ class Team:
             raise
         if errors:
             raise errors[0]
+
+    def nests(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
+        """Whether the backward runs another one in it; not known with made-up weights."""
+        member = self.members[0]
+        return isinstance(member, _Member) and member.nests(leaves, sizes)
 
     def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
         """The bytes that every call is the first to hold for its backward."""
@@ -204,6 +210,11 @@ class _Member:
         start = now(self.device)
         run_pending(self.steps.deferral.take())
         return forward + backward + now(self.device) - start
+
+    def nests(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
+        """Whether the backward runs another one in it."""
+        with torch.enable_grad():
+            return any_nests(self.steps.module(sizes, KEY, *self.steps.values(leaves)))
 
     def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
         """The bytes that every call is the first to hold for its backward."""
