@@ -160,6 +160,9 @@ def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
         def halving(self, *given: object) -> float:
             return 0.0
 
+        def nests(self, leaves: object, sizes: object) -> bool:
+            return False
+
         def saved_bytes(self, leaves: object, sizes: object) -> list[int]:
             return [0] * len(program)
 
