@@ -6,7 +6,7 @@ import contextlib
 import copy
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -96,20 +96,22 @@ class Batch:
     Attributes:
         inputs: all of them.
         rows: how many.
-        dims: of every leaf, or `None`.
+        dims: of every leaf, and how many entries it has there for each row; or `None`.
     """
 
     inputs: Inputs
     rows: int
-    dims: tuple[int | None, ...]
+    dims: tuple[tuple[int, int] | None, ...]
 
     def parts(self, count: int) -> list[tuple[Inputs, int]]:
         """The micro-batches, and how many rows they have."""
         leaves, structure = flatten(self.inputs)
         sizes = [len(part) for part in torch.arange(self.rows).tensor_split(count)]
         split = [
-            [leaf] * len(sizes) if dim is None else leaf.tensor_split(len(sizes), dim)
-            for leaf, dim in zip(leaves, self.dims, strict=True)
+            [leaf] * len(sizes)
+            if place is None
+            else leaf.split([size * place[1] for size in sizes], place[0])
+            for leaf, place in zip(leaves, self.dims, strict=True)
         ]
         each = [unflatten(structure, list(part)) for part in zip(*split, strict=True)]
         return list(zip(each, sizes, strict=True))
@@ -162,7 +164,9 @@ def _check(entry: Entry, result: Result, everything: bool) -> None:
     args, kwargs = batches[0].inputs
     before = _Snapshot(model)
     start = time.perf_counter()
-    program = ps.capture(model, args, kwargs, keep_closed=entry.keep_closed)
+    program = ps.capture(
+        model, args, kwargs, keep_closed=entry.keep_closed, batch_dim=entry.batch_dim or 0
+    )
     result.capture_seconds = time.perf_counter() - start
     before.check(model)
     modules = dict(model.named_modules())
@@ -235,7 +239,7 @@ def _built(entry: Entry) -> tuple[nn.Module, list[Batch]]:
         raise NotRunError("cannot be built", error) from error
     try:
         given = [entry.inputs(rows) for rows in sizes]
-        dims = _dims(*given, *sizes)
+        dims = _dims(*given, *sizes, {1, *(times for _, times in entry.batch_dim.values())})
         batches = [Batch(x, rows, dims) for x, rows in zip(given, sizes, strict=True)]
         outputs = [twin(*copy.deepcopy(x[0]), **copy.deepcopy(x[1])) for x in given]
     except Exception as error:
@@ -254,12 +258,21 @@ def _built(entry: Entry) -> tuple[nn.Module, list[Batch]]:
     return model, batches
 
 
-def _dims(one: Inputs, other: Inputs, rows: int, others: int) -> tuple[int | None, ...]:
-    """Where each leaf has rows: the dimension that is as large as the batch in both."""
-    found: list[int | None] = []
+def _dims(
+    one: Inputs, other: Inputs, rows: int, others: int, entries: Collection[int]
+) -> tuple[tuple[int, int] | None, ...]:
+    """Where each leaf has rows: the dimension that is as large as the batch in both, or so often.
+
+    Args:
+        one, other: batches.
+        rows, others: how many they have.
+        entries: how many entries a leaf may have for each row.
+    """
+    found: list[tuple[int, int] | None] = []
     for a, b in zip(flatten(one)[0], flatten(other)[0], strict=True):
         shapes = zip(a.shape, b.shape, strict=True) if isinstance(a, torch.Tensor) else ()
-        fits = [k for k, pair in enumerate(shapes) if pair == (rows, others)]
+        sizes = {times: (times * rows, times * others) for times in sorted(entries)}
+        fits = [(k, t) for k, pair in enumerate(shapes) for t, s in sizes.items() if pair == s]
         found.append(fits[0] if fits else None)
     return tuple(found)
 

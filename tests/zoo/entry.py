@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,8 @@ class Entry:
         inputs: a batch of this many rows, random.
         rows: of the example.
         keep_closed: given to `capture`.
+        batch_dim: given to `capture`, where an input has several entries for each row: the name or
+            the position of the argument, with the dimension and how many there are.
         model: what is counted, if several entries are the same model with other inputs.
     """
 
@@ -33,6 +35,7 @@ class Entry:
     rows: int = 2
     keep_closed: tuple[str, ...] = ()
     model: str = ""
+    batch_dim: Mapping[str | int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def counted(self) -> str:

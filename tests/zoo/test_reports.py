@@ -187,3 +187,16 @@ def test_the_exit_code(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zoo, "run", run)
     monkeypatch.setattr("sys.argv", ["zoo"])
     assert zoo.main() == 1
+
+
+class Pairs(Small):
+    """Takes two entries for each row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(-1, 2, 4).sum(1))
+
+
+def test_several_entries_for_each_row() -> None:
+    several = Entry("Pairs", "plain", Pairs, lambda rows: inputs(2 * rows), batch_dim={0: (0, 2)})
+    result = check(several, everything=False)
+    assert (result.status, result.stages) == ("exact", [2, 4])

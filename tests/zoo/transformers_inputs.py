@@ -37,6 +37,11 @@ Form = Callable[[Any, int], dict[str, Any]]
 _CODEBOOKS = {"MusicgenForCausalLM": 4, "MusicgenMelodyForCausalLM": 4}
 
 
+def several_for_each_row(kind: str) -> dict[str | int, tuple[int, int]]:
+    """The arguments of `tokens` that have several entries for each row, see `Entry.batch_dim`."""
+    return {"input_ids": (0, _CODEBOOKS[kind])} if kind in _CODEBOOKS else {}
+
+
 def words(rows: int, length: int = LENGTH) -> torch.Tensor:
     """Text without special tokens."""
     return torch.randint(FIRST_WORD, VOCABULARY, (rows, length))

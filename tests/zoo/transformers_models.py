@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -11,7 +12,13 @@ from torch import nn
 from penstock.loading import tolerate_missing_torchvision_operators
 from tests.zoo.entry import Entry
 from tests.zoo.transformers_configs import small
-from tests.zoo.transformers_inputs import PatchesInRows, chosen, takes, tokens
+from tests.zoo.transformers_inputs import (
+    PatchesInRows,
+    chosen,
+    several_for_each_row,
+    takes,
+    tokens,
+)
 
 _TOKENS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 # A task, what its models take, and whether with labels.
@@ -59,7 +66,8 @@ def entries() -> list[Entry]:
             for labels, name in ((True, kind), (False, f"{kind} without labels")):
                 inputs = partial(tokens, kind, labels)
                 entry = Entry(name, "transformers", build, inputs, rows=3, model=kind)
-                found.setdefault(name, entry)
+                several = several_for_each_row(kind)
+                found.setdefault(name, replace(entry, batch_dim=several))
     return list(found.values())
 
 
