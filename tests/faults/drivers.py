@@ -46,6 +46,12 @@ def _(session: Session) -> None:
     _interrupted(session)
 
 
+@kind("Ctrl-C, with replicas", deed="ctrl-c")
+def _(session: Session) -> None:
+    session.build(replicas=2)
+    _interrupted(session)
+
+
 @kind("Ctrl-C in a stage that takes long", deed="ctrl-c")
 def _(session: Session) -> None:
     session.build()
@@ -86,6 +92,11 @@ def _trains(session: Session) -> None:
     session.go(10 * ROUNDS)
 
 
+def _trains_replicas(session: Session) -> None:
+    session.build(replicas=2)
+    session.go(10 * ROUNDS)
+
+
 def _starts(session: Session) -> None:
     session.build()
     time.sleep(20)
@@ -96,6 +107,13 @@ KINDS["SIGKILL to the driver"] = Kind(
 )
 KINDS["SIGTERM to the driver"] = Kind(
     "SIGTERM to the driver", _trains, "terminate", survives=False, exit_code=-signal.SIGTERM
+)
+KINDS["SIGTERM to the driver, with replicas"] = Kind(
+    "SIGTERM to the driver, with replicas",
+    _trains_replicas,
+    "terminate",
+    survives=False,
+    exit_code=-signal.SIGTERM,
 )
 KINDS["SIGKILL to the driver, a worker stopped"] = Kind(
     "SIGKILL to the driver, a worker stopped",

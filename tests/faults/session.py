@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 
@@ -102,22 +103,23 @@ class Session:
 
     # -- the script -----------------------------------------------------------------------
 
-    def build(self, timeout: float | None = None) -> None:
-        """Have a pipeline of two workers, and a reference."""
+    def build(self, timeout: float | None = None, replicas: int = 1) -> None:
+        """Have a pipeline of two workers in each replica, and a reference."""
         model = build()
         self.microbatches = self.rng.choice([2, 4])
         self.reference = Reference(model, self.microbatches)
         program = ps.capture(model, (X,))
         assert len(program) == 12, len(program)
-        schedule, cuts = self.rng.choice(
-            [("gpipe", [6]), ("1f1b", [6]), ("interleaved", [3, 6, 9]), ("zero-bubble", [6])]
-        )
-        self.plan = uniform_plan(program, 2, self.microbatches, schedule, cuts)
+        schedules = [("gpipe", [6]), ("1f1b", [6]), ("interleaved", [3, 6, 9])]
+        halving = [("zero-bubble", [6])] if replicas == 1 else []
+        schedule, cuts = self.rng.choice(schedules + halving)
+        plan = uniform_plan(program, 2, self.microbatches, schedule, cuts)
+        self.plan = replace(plan, other_replicas=(plan.devices,) * (replicas - 1))
         self.tell("building")
         self.pipe = ps.Pipeline(
             model,
             (X,),
-            devices=["cpu"] * 2,
+            devices=["cpu"] * 2 * replicas,
             workers="processes",
             plan=self.plan,
             program=program,
