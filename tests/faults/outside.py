@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from tests.faults.kinds import KINDS, Kind
 from tests.faults.session import SOON, Session, children, command_of
 
-_HANGS = 60.0  # seconds after which a driver hangs
+_HANGS = 120.0  # seconds after which a driver hangs; four workers take long to start
 _PR_SET_CHILD_SUBREAPER = 36
 
 
