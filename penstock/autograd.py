@@ -292,7 +292,7 @@ class _Seeing:
     """A hook of `register_hook`, called only where there is a gradient."""
 
     def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
-        self._hook = hook
+        self._hook = self.__wrapped__ = hook
 
     def __call__(self, gradient: torch.Tensor | None) -> Any:
         return None if gradient is None else self._hook(gradient)

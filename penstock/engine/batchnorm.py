@@ -14,7 +14,7 @@ instead, and at the end of the pass they are used in one of two ways:
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
@@ -64,6 +65,48 @@ class _Lent(NamedTuple):
     buffers: dict[str, torch.Tensor | None]
 
 
+class _Watched(torch.Tensor):
+    """A buffer that only `batch_norm` in training may use: its values are not those to be read."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Called with every function of PyTorch that gets one.
+
+        Raises:
+            InputError: it would read or change the values.
+        """
+        kwargs = kwargs or {}
+        if func in (F.batch_norm, torch.batch_norm):
+            may = kwargs.get("training", args[5] if len(args) > 5 else False)
+        else:
+            may = func in _METADATA
+        if not may:
+            raise InputError(
+                "a forward or a hook reads or changes the running statistics of a BatchNorm in "
+                "training, which replicas with a model each only update at the end of a pass. Use "
+                'workers="threads", or replicas=1'
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def plain(self) -> torch.Tensor:
+        """The same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+
+_METADATA = {
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel),
+    *(getattr(torch.Tensor, n).__get__ for n in ("shape", "dtype", "device", "ndim", "is_cuda")),
+}
+
+
 class Current(threading.local):
     """Of one thread.
 
@@ -88,14 +131,16 @@ class Norms:
 
     Attributes:
         current: what this thread runs.
+        replayed: as given. Then nothing but `batch_norm` may use the buffers during a pass.
     """
 
     def __init__(self, replayed: bool = False) -> None:
         self.current = Current()
-        self._replayed = replayed
+        self.replayed = replayed
         self._modules: dict[_BatchNorm, None] = {}
         self._handles: dict[_BatchNorm, list[RemovableHandle]] = {}
         self._lent: dict[_BatchNorm, _Lent] = {}
+        self._hidden: dict[_BatchNorm, dict[str, torch.Tensor]] = {}
         self._seen: dict[_BatchNorm, dict[int, list[Statistics]]] = {}
 
     def add(self, modules: Iterable[nn.Module]) -> None:
@@ -134,6 +179,13 @@ class Norms:
             before = module.register_forward_pre_hook(self._before, with_kwargs=True)
             after = module.register_forward_hook(self._after, prepend=True, always_call=True)
             self._handles[module] = [before, after]
+            if self.replayed and module.training:
+                self._hidden[module] = own = {
+                    name: buffer
+                    for name in _RUNNING
+                    if (buffer := module._buffers.get(name)) is not None
+                }
+                module._buffers |= {k: buffer.as_subclass(_Watched) for k, buffer in own.items()}
 
     def fold(self) -> None:
         """The pass is over: move the running statistics."""
@@ -155,28 +207,37 @@ class Norms:
             handle.remove()
         for module in list(self._lent):
             self._give_back(module)
+        for module, buffers in self._hidden.items():
+            module._buffers |= buffers
+        self._hidden = {}
         self._handles, self._seen, self.current.microbatch = {}, {}, None
 
     def _before(self, module: _BatchNorm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called with the arguments of a forward: lend the module other buffers."""
         buffers = {name: module._buffers.get(name) for name in _RUNNING}
-        mean, variance = buffers["running_mean"], buffers["running_var"]
+        own = {**buffers, **self._hidden.get(module, {})}
+        mean, variance = own["running_mean"], own["running_var"]
         if not module.training or mean is None or variance is None:
             return
         values = args[0] if args else kwargs["input"]
         count = values.numel() // max(1, values.shape[1])
-        if self._replayed:
-            self._check_replay(module, values)
+        if self.replayed:
+            self._check_replay(module, mean.dtype, values)
         self._lent[module] = _Lent(count, values.dtype, module.momentum, buffers)
-        fresh = torch.zeros_like(mean), torch.zeros_like(variance), None
-        module._buffers.update(zip(_RUNNING, fresh, strict=True))
+        fresh = [torch.zeros_like(mean), torch.zeros_like(variance)]
+        if self.replayed:
+            fresh = [buffer.as_subclass(_Watched) for buffer in fresh]
+        module._buffers.update(zip(_RUNNING, [*fresh, None], strict=True))
         module.momentum = 1.0
 
     def _after(self, module: _BatchNorm, args: object, result: object) -> None:
         """Called when the forward is over: note what it has left there."""
         if module not in self._lent:
             return
-        mean, variance = (module._buffers[name] for name in _RUNNING[:2])
+        mean, variance = (
+            buffer.plain() if isinstance(buffer := module._buffers[name], _Watched) else buffer
+            for name in _RUNNING[:2]
+        )
         number = self.current.microbatch
         if number is not None and mean is not None and variance is not None:
             lent = self._lent[module]
@@ -188,7 +249,7 @@ class Norms:
         *_, module.momentum, buffers = self._lent.pop(module)
         module._buffers.update(buffers)
 
-    def _check_replay(self, module: _BatchNorm, values: torch.Tensor) -> None:
+    def _check_replay(self, module: _BatchNorm, mean: torch.dtype, values: torch.Tensor) -> None:
         """Raise if what this forward does to the running statistics cannot be done again later.
 
         Raises:
@@ -200,8 +261,7 @@ class Norms:
                 "updates its running statistics there once more, in an order that replicas with a "
                 'model each do not see. Use batchnorm="deferred", workers="threads", or replicas=1'
             )
-        assert module.running_mean is not None
-        mean, dtype = module.running_mean.dtype, values.dtype
+        dtype = values.dtype
         if not _is_replayed_exactly(values.device.type, dtype, mean, values.dim(), _layout(values)):
             raise InputError(
                 f"a {module} gets {_layout(values)} inputs of {dtype} with statistics of {mean} on "

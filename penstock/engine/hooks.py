@@ -22,7 +22,7 @@ from penstock.capture.opening import check_no_global_hooks
 from penstock.capture.watching import with_owners
 from penstock.errors import InputError
 
-_REGISTRIES = itemgetter(
+HOOKS_OF_MODULES = itemgetter(
     *("_forward_pre_hooks", "_forward_hooks"),
     *("_backward_pre_hooks", "_backward_hooks"),
 )
@@ -30,7 +30,7 @@ _REGISTRIES = itemgetter(
 
 def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:
     """The numbers of the hooks of modules, given by their `vars`; none is ever used twice."""
-    registries = chain.from_iterable(map(_REGISTRIES, modules))
+    registries = chain.from_iterable(map(HOOKS_OF_MODULES, modules))
     return list(chain.from_iterable(filter(None, registries)))  # most are empty
 
 
@@ -44,7 +44,7 @@ def silenced(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
         registry
         for module in modules
         if not isinstance(module, torch.jit.ScriptModule)
-        for registry in _REGISTRIES(vars(module))
+        for registry in HOOKS_OF_MODULES(vars(module))
     ]
     contents = [dict(registry) for registry in registries]
     silent = [

@@ -100,6 +100,7 @@ class Outcome:
         statistics: of BatchNorms that replicas in other processes have seen, by the number of the
             module there and by micro-batch.
         targets: a checksum of all targets, where several processes have to have the same.
+        weights_before: a checksum of the stages' parameters and buffers, likewise, if looked at.
         mismatch: the loss of a micro-batch, and what its pieces make, where that was looked at and
             is something else.
     """
@@ -114,6 +115,7 @@ class Outcome:
     buffers: Sequence[torch.Tensor] = ()
     statistics: Mapping[int, Mapping[int, list[Statistics]]] = field(default_factory=dict)
     targets: int | None = None
+    weights_before: int | None = None
     mismatch: tuple[float, float] | None = None
 
     @classmethod

@@ -6,20 +6,26 @@ micro-batch to the next, each would remember other micro-batches than one device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.capture.equality import same_tensor
 from penstock.capture.preserve import own_generators
 from penstock.engine.ends import Loss
+from penstock.engine.hooks import HOOKS_OF_MODULES
 from penstock.engine.span import Span
 from penstock.errors import InputError
 from penstock.links.pickling import pack
 from penstock.workers.ways import modules_of
+
+_HOOKS_OF_PARAMETERS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # or None
 
 
 def check_memories(
@@ -86,22 +92,85 @@ def check_buffers(
 
 
 @contextmanager
-def unchanged(loss: Loss | None) -> Iterator[None]:
-    """Around a pass of a replica that calls a loss function of its own.
+def unchanged(loss: Loss | None, modules: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Around a pass of a replica that calls functions of its own: the loss function, and hooks.
+
+    Hooks that cannot be pickled are not looked at.
+
+    Args:
+        loss: with the loss function and the metrics function.
+        modules: whose hooks are looked at, and those of their parameters.
 
     Raises:
-        InputError: it is another one afterwards, or the metrics function is.
+        InputError: one of them is another one afterwards, or the metrics function is; or the loss
+            function cannot be pickled, so that this is not known.
     """
-    if loss is None:
-        yield
-        return
-    functions = loss.function, loss.metrics
-    data, tensors = pack(functions)
-    before = [tensor.detach().clone() for tensor in tensors]
+    own = {id(tensor) for m in modules for tensor in (*m.parameters(False), *m.buffers(False))}
+    functions = _State((loss.function, loss.metrics) if loss else (), own)
+    if functions.problem is not None:
+        raise InputError(
+            "whether the loss function or the metrics function remembers anything, which other "
+            f"replicas would not see, cannot be known, as pickling it fails: {functions.problem}. "
+            'Use a function without such attributes, workers="threads", or replicas=1'
+        )
+    hooks = [_State(hook, own) for hook in _hooks_of(modules)]
     yield
-    now, others = pack(functions)
-    if now != data or not all(map(same_tensor, before, others)):
+    if functions.has_changed():
         raise InputError(
             "the loss function or the metrics function has changed when it was called, and every "
             'replica is a process with functions of its own; use workers="threads", or replicas=1'
         )
+    for hook in hooks:
+        if hook.problem is None and hook.has_changed():
+            raise InputError(
+                f"the hook {_name_of(hook.function)} has changed when it was called: it remembers "
+                "something from micro-batch to micro-batch, and every replica is a process with "
+                'hooks of its own; use workers="threads", or replicas=1'
+            )
+
+
+class _State:
+    """What functions remember, as it is now.
+
+    Args:
+        function: one, or several.
+        known: tensors, by id, that are not compared.
+
+    Attributes:
+        function: as given.
+        problem: why it cannot be known.
+    """
+
+    def __init__(self, function: object, known: Collection[int]) -> None:
+        self.function = function
+        self.problem: Exception | None = None
+        self._known = known
+        try:
+            self._data, tensors = self._packed()
+        except Exception as error:  # objects of the user's, which may raise anything
+            self.problem = error
+        else:
+            self._tensors = [tensor.detach().clone() for tensor in tensors]
+
+    def has_changed(self) -> bool:
+        """Whether it is another one now."""
+        data, tensors = self._packed()
+        return data != self._data or not all(map(same_tensor, self._tensors, tensors))
+
+    def _packed(self) -> tuple[bytes, list[torch.Tensor]]:
+        data, tensors = pack(self.function)
+        return data, [tensor for tensor in tensors if id(tensor) not in self._known]
+
+
+def _name_of(hook: object) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def _hooks_of(modules: Iterable[nn.Module]) -> Iterator[Callable[..., object]]:
+    """The hooks of modules and of their parameters."""
+    modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    parameters = {id(p): p for m in modules for p in m.parameters(recurse=False)}
+    registries = [registry for m in modules for registry in HOOKS_OF_MODULES(vars(m))]
+    registries += [r for p in parameters.values() for r in _HOOKS_OF_PARAMETERS(p)]
+    for registry in filter(None, registries):
+        yield from map(inspect.unwrap, list(registry.values()))

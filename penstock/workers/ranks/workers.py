@@ -7,6 +7,7 @@ the others alone, and calls the same methods of the pipeline.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -23,8 +24,8 @@ from penstock.capture.trees import map_leaves
 from penstock.devices.streams import on
 from penstock.engine.batch import digest
 from penstock.engine.batchnorm import move, replay
-from penstock.engine.ends import Loss, to_device
-from penstock.engine.orders import Order, Outcome
+from penstock.engine.ends import to_device
+from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
 from penstock.engine.state import Backups
 from penstock.errors import InputError
@@ -129,7 +130,7 @@ class RankWorkers(Workers):
         self._writer: Thread | None = None
         self._ends: dict[int, Any] = {}
         self._deferred = False
-        self._trained = 0
+        self._passes: Counter[Pass] = Counter()
         self._thread = RankThread(launch.device, threads, self._reset, self._doing)
         self._backups = Backups()
         with self._ranks.operation("the building of links"):
@@ -223,6 +224,8 @@ class RankWorkers(Workers):
             spans = [span for stage in way.stages.values() for span in stage.spans]
             check_memories(spans, self._plan.replicas, self._name_of)
             check_buffers(spans, self._plan.replicas, self._name_of)
+            for stage in self._assemblies[way.training].stages.values():
+                stage.norms.replayed = not way.deferred
             way = replace(way, deferred=True)  # until the statistics of all replicas are there
         self._assemblies[way.training].add(way)
 
@@ -257,6 +260,7 @@ class RankWorkers(Workers):
         if order.training or order.what in ("train", "backward"):
             self._copy.trained()
         number = self._ranks.number
+        self._passes[order.what] += 1
         run = partial(self._run, order, number, self._ranks.timeout)
         return _Ticket(order, number, self._thread.start([run]))
 
@@ -267,6 +271,7 @@ class RankWorkers(Workers):
                 own = self._own(ticket.dispatch)
                 parts = self._ranks.end(_for_others(own, self._ring is not None))
                 _check_targets(parts)
+                self._check_weights(parts)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -316,8 +321,14 @@ class RankWorkers(Workers):
             with own_casts():
                 return assembly.run(self._place, part, self._position)
         self._total.begin()
-        with own_casts(), self._keeping(part.loss):
+        # now and then, as most that is wrong is so from the first time on
+        times = self._passes[order.what]
+        is_time = not times & (times - 1)  # the 1st, 2nd, 4th, 8th, ... pass of this kind
+        found = digest(self._owned()) if is_time else None
+        keeping = unchanged(part.loss, [*self._model.modules()]) if is_time else nullcontext()
+        with own_casts(), keeping:
             outcome = assembly.run(self._place, part, self._position)
+        outcome.weights_before = found
         if part.loss is not None:
             outcome.targets = digest(list(part.loss.targets))
         self._position[0] = EXCHANGING
@@ -335,16 +346,23 @@ class RankWorkers(Workers):
         share = self._here.share(len(order.microbatches))
         return [order.microbatches[k] for k in share]
 
-    def _keeping(self, loss: Loss | None) -> AbstractContextManager[None]:
-        """Around a pass of one of several replicas: now and then the loss function is looked at.
+    def _check_weights(self, parts: Sequence[Outcome]) -> None:
+        """Raise if replicas have begun this pass with different weights.
 
-        It must not remember anything. Most that do, do so in every call.
+        Raises:
+            InputError: they have.
         """
-        if loss is None:
-            return nullcontext()
-        self._trained += 1
-        is_time = not self._trained & (self._trained - 1)  # the 1st, 2nd, 4th, 8th, ... time
-        return unchanged(loss if is_time else None)
+        each = self._plan.workers_per_replica
+        for place in range(each):
+            there = [parts[rank].weights_before for rank in self._order[place::each]]
+            if len({found for found in there if found is not None}) > 1:
+                self._passes.clear()  # look again next time
+                raise InputError(
+                    "the replicas have different weights or buffers: the model was not built or "
+                    "changed in the same way on every rank (for instance with other random "
+                    "seeds), or optimizer.step() has failed on some of them. Give all ranks the "
+                    "same with load_state_dict or restore"
+                )
 
     def _update_norms(self, assembly: Assembly) -> None:
         """Update running statistics with those that BatchNorms of all replicas have seen."""
@@ -397,11 +415,15 @@ class RankWorkers(Workers):
             with self.at_work():
                 yield
             return
-        with self.operation("optimizer.step"):
-            with self.at_work():
-                yield
-            share = partial(self._share_weights, owned, self._ranks.number, self._ranks.timeout)
-            self._own(self._thread.start([share]))
+        try:
+            with self.operation("optimizer.step"):
+                with self.at_work():
+                    yield
+                share = partial(self._share_weights, owned, self._ranks.number, self._ranks.timeout)
+                self._own(self._thread.start([share]))
+        except BaseException:
+            self._passes.clear()  # some may have new weights, so the next pass looks at them
+            raise
 
     @torch.no_grad()
     def _share_weights(self, owned: Sequence[nn.Parameter], number: int, timeout: float) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,47 @@ class Centred(nn.Module):
         return F.mse_loss(output - self.centre, target)
 
 
+class Locked:
+    """A loss that cannot be pickled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            return F.mse_loss(output, target)
+
+
+class Growing:
+    """A hook that remembers how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return value * self.calls
+
+
+def hooked(hook: Callable[[torch.Tensor], torch.Tensor], layer: nn.Module | None = None) -> Any:
+    """A layer whose result goes through a hook; of a BatchNorm, its running mean is added."""
+    layer = layer or nn.Tanh()
+    mean = "running_mean" if isinstance(layer, nn.BatchNorm1d) else None
+    layer.register_forward_hook(
+        lambda own, args, result: hook(result) + (getattr(own, mean) if mean else 0)
+    )
+    return layer
+
+
+class Shifted(nn.BatchNorm1d):
+    """Adds the running mean, as it was before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.running_mean is not None
+        before = self.running_mean.clone()
+        return super().forward(x) + before
+
+
 class Scaled(nn.Module):
     """A loss with a parameter."""
 
@@ -265,10 +307,15 @@ def refused(rank: int) -> dict[str, str]:
         loss: Any = F.mse_loss,
         x: torch.Tensor = X,
         y: torch.Tensor = Y,
+        hook: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        **options: Any,
     ) -> None:
         try:
+            torch.manual_seed(rank if name == "other weights" else 0)
             model = nn.Sequential(nn.Linear(6, 6), layer)
-            with with_plan(model, 1, 2, keep_closed=["1"]) as pipe:
+            if hook is not None:
+                model[0].weight.register_hook(hook)
+            with with_plan(model, 1, 2, keep_closed=["1"], **options) as pipe:
                 pipe.train_step(x, target=y, loss_fn=loss)
                 pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         except ps.PenstockError as error:
@@ -284,5 +331,46 @@ def refused(rank: int) -> dict[str, str]:
     attempt("loss with a parameter", nn.Tanh(), Scaled())
     attempt("other inputs", nn.Tanh(), x=X + rank)
     attempt("other targets", nn.Tanh(), y=Y + rank)
-    attempt("nothing", nn.Tanh())
+    attempt("other weights", nn.Tanh())
+    attempt("loss that cannot be pickled", nn.Tanh(), Locked())
+    attempt("hook that remembers", nn.Tanh(), hook=Growing())
+    attempt("module hook that remembers", hooked(Growing()))
+    attempt("hook that reads statistics", hooked(lambda x: x, nn.BatchNorm1d(6)))
+    attempt("forward that reads statistics", Shifted(6))
+    attempt("strided, deferred", Strided(), batchnorm="deferred")
+    attempt("nothing", nn.Tanh(), hook=torch.Tensor.clone)
+    return found
+
+
+class Failing(torch.optim.SGD):
+    """Updates the weights, and then fails on one rank, if it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        if self.fails:
+            raise RuntimeError("the step has failed")
+        return found
+
+
+def failed_step(rank: int) -> dict[str, Any]:
+    """What training says after `optimizer.step` has failed on one rank, and after that."""
+    found: dict[str, Any] = {}
+    with with_plan(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), 1, 2) as pipe:
+        optimizer = pipe.optimizer(Failing, lr=0.1)
+        for _ in range(3):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        state = copy.deepcopy(pipe.state_dict())
+        Failing.fails = rank == 1
+        for name in ("step", "after", "again"):
+            try:
+                if name == "step":
+                    optimizer.step()
+                pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+        Failing.fails = False
+        pipe.load_state_dict(state)
+        found["loss"] = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
     return found

@@ -262,6 +262,11 @@ def refused(rank: int) -> Any:
     return replicated.refused(rank)
 
 
+def failed_step(rank: int) -> Any:
+    """What follows an optimizer's step that fails on one rank."""
+    return replicated.failed_step(rank)
+
+
 def trapped(stages: int, **options: Any) -> ps.Pipeline:
     """A pipeline with a trap in every stage."""
     torch.manual_seed(3)

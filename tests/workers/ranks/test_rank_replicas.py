@@ -79,6 +79,13 @@ def test_what_cannot_be(launcher: Launcher, tmp_path: Path) -> None:
         "loss with a parameter": "no parameter of the model",
         "other inputs": "has other inputs than the rank",
         "other targets": "given different targets",
+        "other weights": "different weights or buffers",
+        "loss that cannot be pickled": "cannot be known, as pickling it fails: .*_thread.lock",
+        "hook that remembers": "the hook Growing has changed",
+        "module hook that remembers": "the hook hooked.<locals>.<lambda> has changed",
+        "hook that reads statistics": "reads or changes the running statistics",
+        "forward that reads statistics": "reads or changes the running statistics",
+        "strided, deferred": "",
         "nothing": "",
     }
     assert found.keys() == texts.keys()
@@ -87,3 +94,12 @@ def test_what_cannot_be(launcher: Launcher, tmp_path: Path) -> None:
             assert bool(said) == bool(text), (name, said)
             assert re.search(text, said, re.IGNORECASE), (name, said)
             assert not said or said.startswith("InputError"), said
+
+
+def test_a_failed_step_leaves_no_different_weights(launcher: Launcher, tmp_path: Path) -> None:
+    ranks = launcher.run("failed_step", tmp_path)
+    for found in ranks:
+        assert found["step"] == "RuntimeError: the step has failed"
+        for name in ("after", "again"):
+            assert re.match("InputError: the replicas have different weights", found[name])
+    assert torch.equal(ranks[0]["loss"], ranks[1]["loss"])
