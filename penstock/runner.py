@@ -97,13 +97,15 @@ class Runner:
     def changes_buffers(self) -> bool:
         """Whether forwards of the model in its mode of now change buffers, as far as is known."""
         ways = self._ways[self._program.model.training]
-        return any(ways[number].trace.changed for number in range(len(ways)))
+        changed = [bool(ways[number].trace.changed) for number in range(len(ways))]
+        return any(changed)  # of a list: a Ctrl-C as a generator is closed would be lost
 
     def draws_here(self) -> bool:
         """Whether forwards of the model in its mode of now draw from this process's generators."""
         ways = self._ways[self._program.model.training]
-        known = (ways[number].trace.calls for number in range(len(ways)))
-        return self.workers.role.calls_loss and any(c.random for calls in known for c in calls)
+        known = [ways[number].trace.calls for number in range(len(ways))]
+        draws = [call.random for calls in known for call in calls]
+        return self.workers.role.calls_loss and any(draws)
 
     def ways(self, training: bool) -> Ways:
         """The ways through the model in this mode."""
@@ -433,4 +435,4 @@ def _common(
 ) -> bool:
     """Whether workers have a tensor among these that others have among those."""
     ids = {id(tensor) for tensors in some for tensor in tensors}
-    return any(id(tensor) in ids for tensors in others for tensor in tensors)
+    return not ids.isdisjoint([id(tensor) for tensors in others for tensor in tensors])

@@ -45,7 +45,7 @@ def test_links_are_reported(kind: str, link: str) -> None:
     with (
         pooled(),
         ps.Pipeline(
-            mlp(4, 4, 4), (X,), devices=["cpu"] * 2, workers=kind, num_microbatches=2
+            mlp(4, 4, 4), (X,), devices=["cpu"] * 2, workers=kind, num_microbatches=2, replicas=1
         ) as pipe,
     ):
         assert len(pipe.links) == len(pipe.plan.stages) - 1
