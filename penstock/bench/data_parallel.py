@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from penstock.bench.charts import save_bars, save_memory
 from penstock.bench.compare import IN_TURNS
-from penstock.bench.cores import cores
 from penstock.bench.data_parallel_report import DataParallelReport
 from penstock.bench.peers.data_parallel import Buckets
 from penstock.bench.peers.workload import Build, Data, Loss, Workload
@@ -35,6 +34,7 @@ from penstock.bench.subjects import (
     tokens,
 )
 from penstock.devices.allocator import keep_freed_memory
+from penstock.devices.cores import cores
 from penstock.display.figures import require_matplotlib
 from penstock.display.terminal import Progress
 from penstock.workers.backend import Kind

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.bench.cores import only_cores
 from penstock.bench.footprint import Held
 from penstock.bench.peers.gathering import gathering
 from penstock.bench.peers.peer import Peer, Place, Reading
@@ -27,6 +26,7 @@ from penstock.bench.subjects import numbers
 from penstock.bench.turns import timed
 from penstock.bench.uniform import replicated_plan
 from penstock.capture import capture
+from penstock.devices.cores import only_cores
 from penstock.display.tables import Row, aligned
 from penstock.pipeline import Pipeline
 from penstock.units import show_bytes

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.bench.compare import IN_TURNS, Scouted, fastest, scout
-from penstock.bench.cores import only_cores
 from penstock.bench.peers.data_parallel import Buckets, data_parallel
 from penstock.bench.peers.peer import Peer
 from penstock.bench.peers.workload import Workload
 from penstock.bench.turns import Contestant, Ticker, take_turns
 from penstock.comparison.reference import run_with_threads
+from penstock.devices.cores import only_cores
 from penstock.display.tables import Row, aligned
 from penstock.display.terminal import Progress
 from penstock.errors import PenstockError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
+from penstock.devices.cores import cores
 from penstock.errors import DeviceError, InputError
 
 Devices = Sequence[str | torch.device] | int
@@ -33,7 +33,7 @@ def device_choices(devices: Devices | None, least: int = 1) -> list[list[torch.d
     if torch.cuda.is_available():
         return [existing_devices(torch.cuda.device_count())]
     numbers = [least]
-    while 2 * numbers[-1] <= len(os.sched_getaffinity(0)):
+    while 2 * numbers[-1] <= cores():
         numbers.append(2 * numbers[-1])
     return [[torch.device("cpu")] * number for number in numbers]
 
@@ -76,4 +76,4 @@ def _known_devices() -> str:
 def threads_per_worker(devices: Sequence[torch.device | str]) -> int:
     """A CPU worker's share of the cores that this process may use, at least one."""
     workers = sum(torch.device(device).type == "cpu" for device in devices)
-    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+    return max(1, cores() // max(1, workers))

@@ -126,17 +126,15 @@ class Norms:
 
     Several threads may run forwards, if no two of them run the same module at once.
 
-    Args:
-        replayed: whether the statistics are for `replay`.
-
     Attributes:
         current: what this thread runs.
-        replayed: as given. Then nothing but `batch_norm` may use the buffers during a pass.
+        replayed: whether the statistics are for `replay`. Then nothing but `batch_norm` may use the
+            buffers during a pass.
     """
 
-    def __init__(self, replayed: bool = False) -> None:
+    def __init__(self) -> None:
         self.current = Current()
-        self.replayed = replayed
+        self.replayed = False
         self._modules: dict[_BatchNorm, None] = {}
         self._handles: dict[_BatchNorm, list[RemovableHandle]] = {}
         self._lent: dict[_BatchNorm, _Lent] = {}

@@ -44,6 +44,13 @@ Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class Sum(Protocol):
     """Adds the gradients of a replica's micro-batches to those of all replicas, in order."""
 
+    @property
+    def has_come(self) -> bool:
+        """Whether `.grad` has the sum of all micro-batches before those of this replica.
+
+        Then backwards may add to it themselves, as on one device.
+        """
+
     def add(self, number: int, gradients: Sequence[Terms]) -> None:
         """Add the gradients of a micro-batch, or keep them if it is not its turn yet."""
 
@@ -72,6 +79,11 @@ class OrderedSum:
         self.turns = turns
         self.adding = adding
         self._early: deque[tuple[int, Sequence[Terms]]] = deque()
+
+    @property
+    def has_come(self) -> bool:
+        """Never: micro-batches of other replicas come in between."""
+        return False
 
     def add(self, number: int, gradients: Sequence[Terms]) -> None:
         """Add the gradients of a micro-batch, or keep them if it is not its turn yet.
@@ -344,19 +356,12 @@ class SummedStage(Stage):
     """A stage of a replica: the gradients of its micro-batches are added to those of all replicas.
 
     Args:
-        index, ways, source, sink: as of `Stage`.
+        index, source, sink: as of `Stage`.
         total: the sum that they are added to.
     """
 
-    def __init__(
-        self,
-        index: int,
-        ways: Sequence[Sequence[Span]],
-        source: Source,
-        sink: Sink,
-        total: Sum,
-    ) -> None:
-        super().__init__(index, ways, source, sink)
+    def __init__(self, index: int, source: Source, sink: Sink, total: Sum) -> None:
+        super().__init__(index, (), source, sink)
         self._total = total
         self._first_back = 0
         self._number = 0
@@ -376,6 +381,9 @@ class SummedStage(Stage):
         is added. So then this waits until it is this micro-batch's turn, and adds as any backward
         does. So it does where a Function runs a backward of its own, which adds to `.grad`.
         """
+        if self._total.has_come:
+            super()._backward_of(roots, gradients, entry)
+            return
         pairs = [
             (root, gradient)
             for root, gradient in zip(roots, gradients, strict=True)
@@ -421,22 +429,16 @@ class ReplicaStage(SummedStage):
     """One of several stages that run the same modules; see the module.
 
     Args:
-        index, ways, source, sink: as of `Stage`.
+        index, source, sink: as of `Stage`.
         common: what it has in common with the others.
         replica: whose stage it is.
     """
 
     def __init__(
-        self,
-        index: int,
-        ways: Sequence[Sequence[Span]],
-        source: Source,
-        sink: Sink,
-        common: InOrder,
-        replica: Replica,
+        self, index: int, source: Source, sink: Sink, common: InOrder, replica: Replica
     ) -> None:
         self._sum = OrderedSum(common.sums, common.adding)
-        super().__init__(index, ways, source, sink, self._sum)
+        super().__init__(index, source, sink, self._sum)
         self.norms = common.norms
         self._common = common
         self._replica = replica
@@ -524,7 +526,7 @@ class Replica:
         common = self.common[index]
         if isinstance(sink, Outlet):
             sink = _LossInOrder(sink, common)
-        return ReplicaStage(index, (), source, sink, common, self)
+        return ReplicaStage(index, source, sink, common, self)
 
 
 ONLY = Replica()

@@ -74,7 +74,7 @@ def _replicated(profile: Profile, memory: Memory, way: Way, devices: Sequence[st
     return Candidate(
         way=way,
         schedule="",
-        num_microbatches=count,
+        num_microbatches=min(count * len(devices), profile.batch_size),
         replicas=len(devices),
         predicted_step_seconds=seconds + _reduced(profile, sum(profile.weights), devices),
         threads=profile.threads,
@@ -105,7 +105,7 @@ def _replicated_pipelines(profile: Profile, memory: Memory, replicas: int) -> Ca
     return Candidate(
         way="data parallel",
         schedule=_SCHEDULE,
-        num_microbatches=best[1] if best else 1,
+        num_microbatches=min(best[1] * replicas, profile.batch_size) if best else 1,
         replicas=replicas,
         stages=stages,
         predicted_step_seconds=best[0] if best else None,

@@ -275,14 +275,15 @@ def _replicated(profile: Profile, request: Request, replicas: int, most: int) ->
     others = alternatives(profile, request.memory)
     found = []
     asked = replace(request, replicas=1, num_microbatches=share, recompute=recompute)
+    largest = profile.batch_size if count == "auto" else min(count, profile.batch_size)
     for plan in _Search(own, asked, halves=False).plans(most):
-        total = plan.num_microbatches * replicas if count == "auto" else count
-        mine = [_of_replicas(c, replicas, adding) for c in plan.considered if not c.only_compared]
+        own_plans = [c for c in plan.considered if not c.only_compared]
+        mine = [_of_replicas(c, replicas, largest, adding) for c in own_plans]
         found.append(
             replace_fields(
                 plan,
                 batch_size=profile.batch_size,
-                num_microbatches=min(total, profile.batch_size),
+                num_microbatches=min(plan.num_microbatches * replicas, largest),
                 predicted_step_seconds=plan.predicted_step_seconds + adding,
                 one_device_seconds=others[0].predicted_step_seconds,
                 data_parallel_seconds=others[1].predicted_step_seconds,
@@ -293,13 +294,14 @@ def _replicated(profile: Profile, request: Request, replicas: int, most: int) ->
     return found
 
 
-def _of_replicas(found: Candidate, replicas: int, adding: float) -> Candidate:
-    """A replica's pipeline as so many of them."""
+def _of_replicas(found: Candidate, replicas: int, most: int, adding: float) -> Candidate:
+    """A replica's pipeline as so many of them, which share `most` micro-batches at the most."""
     seconds = found.predicted_step_seconds
     return replace_fields(
         found,
         way="pipeline" if found.stages > 1 else "data parallel",
         replicas=replicas,
+        num_microbatches=min(found.num_microbatches * replicas, most),
         predicted_step_seconds=None if seconds is None else seconds + adding,
     )
 

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace as replace_fields
 
 from penstock.capture import Program
-from penstock.capture.memories import why_one_replica
+from penstock.capture.one_replica import why_one_replica
 from penstock.devices.choice import threads_per_worker
 from penstock.display.terminal import Progress
 from penstock.errors import InputError, PlanError

@@ -12,7 +12,7 @@ import torch
 from penstock.capture import ROWS, Program, Sizes, TensorInfo
 from penstock.capture.blame import lone_row
 from penstock.capture.explain import weight_bytes
-from penstock.capture.memories import why_no_recomputing, why_one_replica
+from penstock.capture.one_replica import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.display.terminal import Progress

@@ -28,15 +28,13 @@ from penstock.workers.ways import modules_of
 _HOOKS_OF_PARAMETERS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # or None
 
 
-def check_memories(
-    spans: Iterable[Span], replicas: int, name_of: Callable[[nn.Module], str]
-) -> None:
+def check_memories(spans: Iterable[Span], replicas: int, model: nn.Module) -> None:
     """Raise if forwards remember something in attributes or generators.
 
     Args:
         spans: what they run.
         replicas: how many there are.
-        name_of: the name of a module, for messages.
+        model: which they are parts of.
 
     Raises:
         InputError: they do.
@@ -47,19 +45,17 @@ def check_memories(
     module = next(chain(generators, attributes), None)
     if module is not None:
         raise InputError(
-            f"replicas={replicas}: {name_of(module)} remembers something from forward to forward "
-            "in an attribute or a random generator of its own, which replicas in other processes "
-            'do not see; use workers="threads", or replicas=1'
+            f"replicas={replicas}: {_named(module, model)} remembers something from forward to "
+            "forward in an attribute or a random generator of its own, which replicas in other "
+            'processes do not see; use workers="threads", or replicas=1'
         )
 
 
-def check_buffers(
-    spans: Iterable[Span], replicas: int, name_of: Callable[[nn.Module], str]
-) -> None:
+def check_buffers(spans: Iterable[Span], replicas: int, model: nn.Module) -> None:
     """Raise if forwards change buffers, except for the running statistics of BatchNorms.
 
     Args:
-        spans, replicas, name_of: as of `check_memories`.
+        spans, replicas, model: as of `check_memories`.
 
     Raises:
         InputError: they do, or they change those of a BatchNorm that the program has opened.
@@ -84,10 +80,10 @@ def check_buffers(
         for module in inside:
             if any(id(buffer) in changing for buffer in module.buffers(recurse=False)):
                 raise InputError(
-                    f"replicas={replicas}: a forward changes buffers of {name_of(module)}, and "
-                    "replicas that have a model each would change them in another order than one "
-                    "device (only the running statistics of BatchNorms can be put in order). Use "
-                    'workers="threads" or "processes", or replicas=1'
+                    f"replicas={replicas}: a forward changes buffers of {_named(module, model)}, "
+                    "and replicas that have a model each would change them in another order than "
+                    "one device (only the running statistics of BatchNorms can be put in order). "
+                    'Use workers="threads" or "processes", or replicas=1'
                 )
 
 
@@ -127,6 +123,10 @@ def unchanged(loss: Loss | None, modules: Sequence[nn.Module] = ()) -> Iterator[
                 "something from micro-batch to micro-batch, and every replica is a process with "
                 'hooks of its own; use workers="threads", or replicas=1'
             )
+
+
+def _named(module: nn.Module, model: nn.Module) -> str:
+    return next((repr(n) for n, m in model.named_modules() if m is module), "a module")
 
 
 class _State:

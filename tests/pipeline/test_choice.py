@@ -15,6 +15,7 @@ import penstock as ps
 from penstock.bench.uniform import uniform_plan
 from penstock.comparison.reference import run_with_threads
 from penstock.planning import planner
+from tests.support.models import Remembers
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -25,19 +26,6 @@ Y = torch.randn(12, 6, generator=torch.Generator().manual_seed(2))
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6))
-
-
-class Remembers(nn.Module):
-    """Reads a buffer that it changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
-        return x - self.mean
 
 
 def assert_exact(pipe: ps.Pipeline, before: nn.Module) -> None:

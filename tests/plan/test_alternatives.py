@@ -26,7 +26,7 @@ def test_replicas_share_the_rows_and_sum_their_gradients() -> None:
     )
     _, free = alternatives(costs, Memory())
     _, parallel = alternatives(slow, Memory())
-    assert (parallel.way, parallel.replicas, parallel.num_microbatches) == ("data parallel", 2, 1)
+    assert (parallel.way, parallel.replicas, parallel.num_microbatches) == ("data parallel", 2, 2)
     assert free.predicted_step_seconds == pytest.approx(3 * 3 * 8.1, rel=1e-6)
     # Around a ring of two: half of the bytes there and back, each with its latency.
     assert parallel.predicted_step_seconds == pytest.approx(3 * 3 * 8.1 + 2 * (500 / 1000 + 0.25))

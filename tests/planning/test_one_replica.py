@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.capture.memories import why_no_recomputing, why_one_replica
+from penstock.capture.one_replica import why_no_recomputing, why_one_replica
+from tests.support.models import AddsItself
 
 X = torch.randn(8, 6)
 
@@ -63,29 +62,13 @@ class Moves(nn.Module):
         return x - self.mean
 
 
-class Scaled(torch.autograd.Function):
-    """Its backward runs another one, as those of reversible networks do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        with torch.enable_grad():
-            torch.autograd.backward((x.detach() * weight,), (gradient,))
-        return gradient * weight, None
-
-
 class Reversible(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Scaled.apply(x, self.weight)  # type: ignore[no-any-return]
+        return AddsItself.apply(x, self.weight)  # type: ignore[no-any-return]
 
 
 class Checkpointed(nn.Module):

@@ -213,3 +213,32 @@ def own_forward(
 def replicated(plan: ps.Plan, replicas: int) -> ps.Plan:
     """The same stages, so many times."""
     return msgspec.structs.replace(plan, other_replicas=(plan.devices,) * (replicas - 1))
+
+
+class Remembers(nn.Module):
+    """What it gives depends on what it has seen before, as code books and spectral norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        return x - self.mean
+
+
+class AddsItself(torch.autograd.Function):
+    """Its backward is one of its own, as those of reversible networks are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            torch.autograd.backward((x.detach() * weight,), (gradient,))
+        return gradient * weight, None

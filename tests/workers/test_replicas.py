@@ -20,7 +20,7 @@ from penstock.engine.replicas import OrderedSum
 from penstock.engine.state import State
 from penstock.engine.turns import LocalTurns
 from penstock.links.local import Aborted
-from tests.support.models import replicated, uniform_plan
+from tests.support.models import AddsItself, Remembers, replicated, uniform_plan
 from tests.support.training import USES, assert_same, used_plainly
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -90,19 +90,6 @@ class Delayed(nn.Module):
         if result.requires_grad:
             result.register_hook(lambda gradient: time.sleep(delay))
         return result  # type: ignore[no-any-return]
-
-
-class Remembers(nn.Module):
-    """What it gives depends on what it has seen before, as code books and spectral norms do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
-        return x - self.mean
 
 
 def trained(pipe: Any, steps: int = 4) -> dict[str, torch.Tensor]:
@@ -264,22 +251,6 @@ def drop_large(parameter: torch.Tensor) -> None:
     """Drop a gradient that has become large."""
     if parameter.grad is not None and parameter.grad.abs().max() > 0.05:
         parameter.grad = None
-
-
-class AddsItself(torch.autograd.Function):
-    """Its backward is one of its own, as those of reversible networks are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        with torch.enable_grad():
-            torch.autograd.backward((x.detach() * weight,), (gradient,))
-        return gradient * weight, None
 
 
 class Reversible(nn.Module):

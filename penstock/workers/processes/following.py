@@ -274,10 +274,6 @@ class Remote:
         self._unchanged.check()
         self._shared.check(self._place)
 
-    def name_of(self, module: nn.Module) -> str:
-        """A module's name in the model, for messages."""
-        return next((repr(n) for n, m in self._model.named_modules() if m is module), "a module")
-
     def move_norms(self, seen: Sequence[Mapping[int, Mapping[int, list[Statistics]]]]) -> None:
         """Move running statistics by those that replicas have seen, see `Outcome.statistics`."""
         every: dict[Any, dict[int, list[Statistics]]] = {}

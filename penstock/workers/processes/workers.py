@@ -87,6 +87,7 @@ class ProcessWorkers(Workers):
         timeout: float,
         modes: Modes,
     ) -> None:
+        self._model = model
         self._places = range(plan.workers_per_replica)
         self.ownership = Ownership(plan.placement, plan.replicas)
         self._plan = plan
@@ -196,7 +197,7 @@ class ProcessWorkers(Workers):
         turns = None
         if self._plan.replicas > 1:
             for stage in stages.values():
-                check_memories(stage.spans, self._plan.replicas, remote.name_of)
+                check_memories(stage.spans, self._plan.replicas, self._model)
             turns = self._memory_for_turns(place, len(every))
         modules = remote.add(every)
         part = replace(way, stages=stages)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from threading import Thread
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -54,7 +54,14 @@ from penstock.workers.ownership import Ownership, conflict
 from penstock.workers.pool import Dispatch
 from penstock.workers.ranks.process_groups import LinkGroups
 from penstock.workers.ranks.rendezvous import Launch
-from penstock.workers.ranks.replicas import ChainedSum, RankReplica, Ring, RingStage
+from penstock.workers.ranks.ring import (
+    ChainedSum,
+    RankReplica,
+    Ring,
+    RingStage,
+    share_weights,
+    update_norms,
+)
 from penstock.workers.ranks.stale import StaleCopy
 from penstock.workers.ranks.thread import RankThread
 from penstock.workers.saving import SaveOrder
@@ -222,15 +229,12 @@ class RankWorkers(Workers):
         if self._ring is not None:
             self._deferred = way.deferred
             spans = [span for stage in way.stages.values() for span in stage.spans]
-            check_memories(spans, self._plan.replicas, self._name_of)
-            check_buffers(spans, self._plan.replicas, self._name_of)
+            check_memories(spans, self._plan.replicas, self._model)
+            check_buffers(spans, self._plan.replicas, self._model)
             for stage in self._assemblies[way.training].stages.values():
                 stage.norms.replayed = not way.deferred
             way = replace(way, deferred=True)  # until the statistics of all replicas are there
         self._assemblies[way.training].add(way)
-
-    def _name_of(self, module: nn.Module) -> str:
-        return next((repr(n) for n, m in self._model.named_modules() if m is module), "a module")
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -317,7 +321,7 @@ class RankWorkers(Workers):
         part = order.part(self.role.has_inputs, self.role.has_loss)
         part = replace(part, wanted=self.ownership.own(self._place, order.wanted))
         assembly = self._assemblies[order.training]
-        if self._total is None:
+        if self._ring is None or self._total is None:
             with own_casts():
                 return assembly.run(self._place, part, self._position)
         self._total.begin()
@@ -331,14 +335,12 @@ class RankWorkers(Workers):
         outcome.weights_before = found
         if part.loss is not None:
             outcome.targets = digest(list(part.loss.targets))
-        self._position[0] = EXCHANGING
-        try:
+        with self._exchanging():
             if backward:
                 self._total.finish()
             if order.what != "backward":
-                self._update_norms(assembly)
-        finally:
-            self._position[0] = 0
+                stages = [s for s in assembly.stages.values() if isinstance(s, RingStage)]
+                update_norms(self._ring, stages, move if self._deferred else replay)
         return outcome
 
     def _mine(self, order: Order) -> Sequence[MicroBatch]:
@@ -363,23 +365,6 @@ class RankWorkers(Workers):
                     "seeds), or optimizer.step() has failed on some of them. Give all ranks the "
                     "same with load_state_dict or restore"
                 )
-
-    def _update_norms(self, assembly: Assembly) -> None:
-        """Update running statistics with those that BatchNorms of all replicas have seen."""
-        stages = [stage for stage in assembly.stages.values() if isinstance(stage, RingStage)]
-        if self._ring is None or not any(stage.norms.are_training() for stage in stages):
-            return
-        modules = [module for stage in stages for module in stage.norms]
-        found = [
-            [*stage.seen.get(module, {}).items()] for stage in stages for module in stage.norms
-        ]
-        every = self._ring.all_gather("statistics", [found])
-        seen = {
-            module: dict(chain.from_iterable(of_replica[0][k] for of_replica in every))
-            for k, module in enumerate(modules)
-        }
-        update = move if self._deferred else replay
-        update({module: of_module for module, of_module in seen.items() if of_module})
 
     def status(self) -> Mapping[int, Activity]:
         """What this rank is doing."""
@@ -419,30 +404,28 @@ class RankWorkers(Workers):
             with self.operation("optimizer.step"):
                 with self.at_work():
                     yield
-                share = partial(self._share_weights, owned, self._ranks.number, self._ranks.timeout)
+                share = partial(self._share, owned, self._ranks.number, self._ranks.timeout)
                 self._own(self._thread.start([share]))
         except BaseException:
             self._passes.clear()  # some may have new weights, so the next pass looks at them
             raise
 
-    @torch.no_grad()
-    def _share_weights(self, owned: Sequence[nn.Parameter], number: int, timeout: float) -> Outcome:
-        """Send these to the other replicas, and have theirs; in the thread."""
+    def _share(self, owned: Sequence[nn.Parameter], number: int, timeout: float) -> Outcome:
+        """Send new weights to the other replicas, and have theirs; in the thread."""
         self._thread.begin(number, timeout)
+        if self._ring is not None:
+            with self._exchanging():
+                share_weights(self._ring, self._own_parameters(), owned)
+        return Outcome()
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Meanwhile, this rank's activity is an exchange with other replicas."""
         self._position[0] = EXCHANGING
         try:
-            every = self._own_parameters()
-            numbers = {id(parameter): k for k, parameter in enumerate(every)}
-            mine = [p for p in owned if id(p) in numbers]
-            values = [[numbers[id(p)] for p in mine], *(p.detach() for p in mine)]
-            assert self._ring is not None
-            for replica, (places, *weights) in enumerate(self._ring.all_gather("weights", values)):
-                if replica != self._replica:
-                    for k, weight in zip(places, weights, strict=True):
-                        every[k].copy_(weight)
+            yield
         finally:
             self._position[0] = 0
-        return Outcome()
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""

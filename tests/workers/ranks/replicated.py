@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from tests.support.models import replicated, uniform_plan
+from tests.support.models import Remembers, replicated, uniform_plan
 from tests.support.training import USES, used
 from tests.workers.ranks.norms import norms
 from tests.workers.ranks.steps import SMALL, Found, X, Y, small_pipe
@@ -183,19 +183,6 @@ MORE: dict[str, Callable[[int, int, dict[str, Any]], Found]] = {
 
 
 # -- what they cannot -------------------------------------------------------------------------
-
-
-class Remembers(nn.Module):
-    """Reads a buffer that it changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
-        return x - self.mean
 
 
 class Counts(nn.Module):

@@ -22,17 +22,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.engine.batchnorm import Norms, Seen
+from penstock.engine.batchnorm import Seen
 from penstock.engine.replicas import Replica, SummedStage, Terms, accumulate
-from penstock.engine.span import Entry
 from penstock.engine.stage import Before, MicroBatch, Stage
 from penstock.errors import InputError
-from penstock.links.link import Gradients, Roots, Sink, Source, Values
+from penstock.links.link import Sink, Source, Values
 from penstock.links.process_group import Line
 from penstock.links.shared_memory import Giver, Taker
 
@@ -217,9 +217,7 @@ class RingStage(SummedStage):
     """A stage of a replica on a rank. Its BatchNorms' statistics are left in `seen`."""
 
     def __init__(self, index: int, source: Source, sink: Sink, total: ChainedSum) -> None:
-        super().__init__(index, (), source, sink, total)
-        self._ring_total = total
-        self.norms = Norms(replayed=True)
+        super().__init__(index, source, sink, total)
         self.seen: Seen = {}
 
     def begin(
@@ -232,16 +230,49 @@ class RingStage(SummedStage):
         super().begin(microbatches, wanted, before)
         self.seen = {}
 
-    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
-        """As of `SummedStage`; as of `Stage` where the sum is in `.grad` already."""
-        if self._ring_total.has_come:
-            Stage._backward_of(self, roots, gradients, entry)
-        else:
-            super()._backward_of(roots, gradients, entry)
-
     def end(self) -> None:
         """It has ended well: note what BatchNorms have seen, which are not moved yet."""
         self.seen = self.norms.take(range(len(self.microbatches)))
+
+
+def update_norms(ring: Ring, stages: Sequence[RingStage], update: Callable[[Seen], None]) -> None:
+    """Update running statistics with those that BatchNorms of all replicas have seen in a pass.
+
+    Args:
+        ring: the replicas.
+        stages: of this rank.
+        update: `move` or `replay` of `penstock.engine.batchnorm`.
+    """
+    if not any(stage.norms.are_training() for stage in stages):
+        return
+    modules = [(stage, module) for stage in stages for module in stage.norms]
+    found = [[*stage.seen.get(module, {}).items()] for stage, module in modules]
+    every = ring.all_gather("statistics", [found])
+    seen = {
+        module: dict(chain.from_iterable(of_replica[0][k] for of_replica in every))
+        for k, (_, module) in enumerate(modules)
+    }
+    update({module: of_module for module, of_module in seen.items() if of_module})
+
+
+@torch.no_grad()
+def share_weights(
+    ring: Ring, parameters: Sequence[nn.Parameter], owned: Sequence[nn.Parameter]
+) -> None:
+    """Let all replicas have the weights that each of them has updated.
+
+    Args:
+        ring: the replicas.
+        parameters: of this rank's stages; the same on all replicas.
+        owned: those that this rank has updated.
+    """
+    numbers = {id(parameter): k for k, parameter in enumerate(parameters)}
+    mine = [p for p in owned if id(p) in numbers]
+    values = [[numbers[id(p)] for p in mine], *(p.detach() for p in mine)]
+    for replica, (places, *weights) in enumerate(ring.all_gather("weights", values)):
+        if replica != ring.replica:
+            for k, weight in zip(places, weights, strict=True):
+                parameters[k].copy_(weight)
 
 
 @dataclass(frozen=True)
