@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,21 +30,25 @@ from penstock.runner import Runner
 from penstock.workers.ways import Ways
 
 
-def _left_elsewhere(program: Program, plan: Plan, calls_loss: bool) -> Left:
+def _left_elsewhere(
+    names: Collection[str], program: Program, plan: Plan, calls_loss: bool
+) -> Left:
     """What a forward leaves in attributes and the loss cannot read.
 
-    It can where the module runs right before it, in the last stage, and is not cut off from it by
-    being recomputed.
+    It can where the module runs right before it, in the last stage of the only replica, and is not
+    cut off from it by being recomputed.
 
     Args:
+        names: the qualified names of these attributes.
         program: the captured program.
         plan: how it is cut.
         calls_loss: whether the loss is called where the user's own modules run.
     """
     start, end, recomputed = plan.stages[-1].spans[-1]
-    calls = program.train.calls[start:end] if calls_loss and not recomputed else ()
+    is_near = calls_loss and not recomputed and plan.replicas == 1
+    calls = program.train.calls[start:end] if is_near else ()
     near = {call.target for call in calls if isinstance(call.target, str)}
-    places = sorted({owner_of(program.model, name) for name in program.left})
+    places = sorted({owner_of(program.model, name) for name in names})
     return Left(program.model, [p for p in places if near.isdisjoint(with_owners(p[0]))])
 
 
@@ -95,7 +99,9 @@ class Passes:
         self._mixing = Mixing()
         self._opened = Opened(program)
         calls_loss = runner.workers.role.calls_loss
-        self._left = _left_elsewhere(program, plan, calls_loss)
+        self._left = _left_elsewhere(program.left, program, plan, calls_loss)
+        self._changed = _left_elsewhere(program.train.changed, program, plan, calls_loss)
+        self._reads_no_buffers: set[tuple[Any, ...]] = set()  # identities of losses
         apart = Apart(program.model, runner.workers.ownership.apart, plan.splits_backward)
         self._apart = apart if calls_loss else None
 
@@ -198,10 +204,17 @@ class Passes:
         """The loss for the last stage; `None` in a process that does not have it."""
         if not self._workers.role.has_loss:
             return None
-        check_reads("loss", objective.loss_fn, self._left)
-        check_reads("metrics function", objective.metrics, self._left)
+        self._check_reads(objective, self._left)
+        if objective.identity not in self._reads_no_buffers and self._runner.changes_buffers():
+            self._check_reads(objective, self._changed)
+            self._reads_no_buffers.add(objective.identity)
         is_new = self._mixing.is_new(objective.identity)
         return objective.loss(batch.rows, self._runner.loss_device, is_new, self._apart)
+
+    def _check_reads(self, objective: Objective, left: Left) -> None:
+        """Raise if the loss or the metrics read what is out of their reach."""
+        check_reads("loss", objective.loss_fn, left)
+        check_reads("metrics function", objective.metrics, left)
 
     def _note_joins(self, order: Order) -> None:
         """Warn once if results of the model depend on which rows are together."""

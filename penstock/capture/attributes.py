@@ -6,7 +6,7 @@ dictionaries, whose places are parts of the name: `anchors.0`, `tables.user`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,9 +32,23 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{prefix}{name}.{key}", held
 
 
-def with_history(model: nn.Module) -> frozenset[str]:
-    """The names of the tensors that a forward has left, and that a backward could start from."""
-    return frozenset(name for name, held in named_tensors(model) if held.grad_fn is not None)
+def left_behind(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """The qualified names of attributes in which a forward has left a tensor or a float.
+
+    What it has added to a list or a dictionary counts if a backward could start from it.
+
+    Args:
+        model: after the forward.
+        before: what `attributes_of_all` gave before it.
+    """
+    with_history = {name for name, held in named_tensors(model) if held.grad_fn is not None}
+    return frozenset(with_history).union(
+        f"{path}.{name}".lstrip(".")
+        for path, own in attributes_of_all(model).items()
+        for name, value in own.items()
+        if value is not before.get(path, {}).get(name)
+        and (isinstance(value, (torch.Tensor, float)) or held_tensors(value))
+    )
 
 
 def attributes_of_all(model: nn.Module) -> dict[str, dict[str, Any]]:

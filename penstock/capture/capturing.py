@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from penstock.capture.attributes import attributes_of_all, with_history
+from penstock.capture.attributes import attributes_of_all, left_behind
 from penstock.capture.blame import hint, where
 from penstock.capture.calls import (
     ROWS,
@@ -553,7 +553,7 @@ class _Capturer:
                 before = attributes_of_all(self.model)
                 result = self._replaying(trace)(leaves)
                 trace.shared = (*self.program.train.shared, *shared(self.model, objects))
-                self.program.left |= with_history(self.model)
+                self.program.left |= left_behind(self.model, before)
                 self.program.remembering |= remembering(self.model, before, objects)
                 return [_without_history(leaf) for leaf in flatten(result)[0]]
 

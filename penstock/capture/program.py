@@ -63,7 +63,7 @@ class Program:
         written: names of parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
         signatures: the signatures of the calls so far.
         recordings: the recordings of all ways taken so far.
-        left: qualified names of attributes in which a forward leaves tensors with autograd history.
+        left: qualified names of attributes in which a forward leaves tensors or floats.
         remembering: names of modules whose attributes are others after a forward, or hold others.
     """
 

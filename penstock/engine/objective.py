@@ -132,7 +132,7 @@ class Objective:
         """What is the same for a loss that is given again, as a new lambda for instance."""
         return tuple(
             getattr(getattr(given, "func", given), "__code__", None) or id(given)
-            for given in (self.loss_fn, self.weight)
+            for given in (self.loss_fn, self.weight, self.metrics)
         )
 
     def _pieces(

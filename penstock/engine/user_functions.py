@@ -109,8 +109,9 @@ def _cannot(function: Callable[..., Any], count: int, more: Mapping[str, Any]) -
 # -- what they read --------------------------------------------------------------------------
 
 # It matters where a forward leaves a tensor in an attribute of its module (the balance loss of a
-# mixture of experts, say) for the loss to find. With several stages the module is micro-batches
-# ahead of the loss, or in another process, so the loss would find that of another, or none.
+# mixture of experts, say) for the loss to find, or changes a buffer. With several stages the module
+# is micro-batches ahead of the loss, or in another process, so the loss would find that of another,
+# or none.
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def check_reads(what: str, function: object, left: Left) -> None:
                 f"{what}, so it would be that of another micro-batch, without gradients. Return "
                 "it from the model's forward as a part of the output: loss_fn=lambda output, "
                 f"target: criterion(output[0], target) + output[1], with {name!r} as output[1]. "
-                f"If it is returned already, set only {name}.detach() in the module"
+                "If that is not what is read, give a function that does not have the model at hand"
             )
 
 

@@ -276,18 +276,63 @@ def test_what_the_last_stage_leaves_is_the_micro_batchs_own(stages: int, places:
     assert_same(gradients(pipe), gradients(Plain(twin)))
 
 
-def test_a_detached_copy_may_stay_in_the_module() -> None:
-    class Keeping(Leaving):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = super().forward(x)
-            self.balance = self.balance.detach()
-            return x
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "detached": lambda balance: balance.detach(),
+    "a number": lambda balance: balance.item(),
+    "in a list": lambda balance: [balance.detach()],
+}
 
-    model = nn.Sequential(Keeping(), nn.Linear(6, 6))
-    seen: Any = Trainer(nn.Sequential(model[1], model[0]))
+
+class Keeping(Leaving):
+    """A layer that leaves its balance behind as something that has no gradients."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.kept = KEPT[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.balance = self.kept(self.balance)
+        return x
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_left_without_gradients_is_not_for_the_loss_either(name: str) -> None:
+    model = nn.Sequential(Keeping(name), nn.Linear(6, 6))
+
+    def weighted(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        balance: Any = model[0].balance
+        return F.mse_loss(out, y) * (balance[0] if isinstance(balance, list) else balance)
+
     with make(model) as pipe:
-        assert pipe.program.left == frozenset()
-        pipe.train_step(X, target=X, loss_fn=seen.loss)
+        with pytest.raises(ps.InputError, match="the loss reads 'balance' of the module '0'"):
+            pipe.train_step(X, target=X, loss_fn=weighted)
+        pipe.train_step(X, target=X, loss_fn=F.mse_loss)
+    twin = copy.deepcopy(model)
+    with make(model, stages=1) as pipe:  # where it is the micro-batch's own
+        loss = pipe.train_step(X, target=X, loss_fn=weighted)
+    model = twin
+    assert torch.equal(loss, Plain(twin).train_step(X, target=X, loss_fn=weighted))
+
+
+def test_running_statistics_of_an_earlier_stage_are_not_for_the_loss() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+    def penalised(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mean: Any = model[1].running_mean
+        return F.mse_loss(out, y) + mean.square().sum()
+
+    with make(model) as pipe:
+        with pytest.raises(ps.InputError, match="the loss reads 'running_mean' of the module '1'"):
+            pipe.train_step(X, target=X, loss_fn=penalised)
+        model.eval()
+        pipe.train_step(X, target=X, loss_fn=penalised)
+
+
+def test_a_copy_may_stay_in_the_module_if_the_loss_reads_the_output() -> None:
+    model = nn.Sequential(Keeping("detached"), nn.Linear(6, 6))
+    with make(model) as pipe:
+        pipe.train_step(X, target=X, loss_fn=lambda out, y: F.mse_loss(out, y) + model.training)
 
 
 def test_a_loss_may_read_other_things_of_the_model() -> None:
