@@ -30,9 +30,7 @@ from penstock.runner import Runner
 from penstock.workers.ways import Ways
 
 
-def _left_elsewhere(
-    names: Collection[str], program: Program, plan: Plan, calls_loss: bool
-) -> Left:
+def _left_elsewhere(names: Collection[str], program: Program, plan: Plan, calls_loss: bool) -> Left:
     """What a forward leaves in attributes and the loss cannot read.
 
     It can where the module runs right before it, in the last stage of the only replica, and is not

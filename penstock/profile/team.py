@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from penstock.capture import Program, Sizes
 from penstock.capture.halves import run_pending
 from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
+from penstock.capture.preserve import untouched
 from penstock.devices.cores import use_threads
 from penstock.profile.sampling import Sampler
 from penstock.profile.shadow import shadow
@@ -73,7 +75,22 @@ class Team:
         start: Callable[[Any], Generator[T]],
         pace: _Pace,
     ) -> None:
-        """Let every member give one result after the other, all at the same time."""
+        """Let every member give one result after the other, all at the same time.
+
+        What forwards change in their modules is put back then, as a model that counts its forwards
+        may not be able to count all of a profile.
+        """
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(untouched(member.model))
+            self._run_together(results, start, pace)
+
+    def _run_together(
+        self,
+        results: Sequence[list[T]],
+        start: Callable[[Any], Generator[T]],
+        pace: _Pace,
+    ) -> None:
         errors: list[BaseException] = []
         barrier = threading.Barrier(len(self.members), action=pace.next)
 
@@ -162,6 +179,7 @@ class _Member:
         if not model.training:
             model.train()
         self.device = device
+        self.model = model
         self.steps = Steps(program, model, device)
 
     def passes(self, leaves: Sequence[Any], sizes: Sizes) -> Generator[Timing]:

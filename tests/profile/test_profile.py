@@ -44,6 +44,30 @@ def test_every_call_has_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[-1][0] == seen[-1][1] >= 5
 
 
+class Scheduled(nn.Module):
+    """Takes a rate of its own at every forward, and has no more of them than training takes."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.rates, self.where = [0.1] * 120, where
+        self.step, self.shared = 0, bytearray(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "attribute":
+            self.step += 1
+            return x * self.rates[self.step]
+        self.shared[0] += 1
+        return x * self.rates[self.shared[0]]
+
+
+@pytest.mark.parametrize("where", ["attribute", "plain object"])
+def test_no_forward_of_a_profile_is_out_of_bounds(where: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Scheduled(where), nn.Linear(4, 4))
+    program = ps.capture(model, (torch.randn(8, 4),))
+    ps.profile(program, devices=["cpu", "cpu"])
+    assert model[1].step == model[1].shared[0] == 0
+
+
 def test_profiling_touches_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     fired = []
