@@ -18,7 +18,6 @@ from click.testing import CliRunner
 from torch.nn import functional as F
 
 from penstock.bench import replica_training
-from penstock.bench.cores import cores, only_cores
 from penstock.bench.data_parallel import DataParallelSettings, Trained, up_to
 from penstock.bench.footprint import Held
 from penstock.bench.peers.data_parallel import Buckets
@@ -31,6 +30,7 @@ from penstock.bench.replica_training import Bits, Measured, Ratio, Training, che
 from penstock.bench.subjects import classifier, gpt2_logits, labelled, language_loss, tokens
 from penstock.bench.turns import Contestant
 from penstock.cli import main
+from penstock.devices.cores import cores, only_cores
 from penstock.errors import PenstockError
 from tests.bench.test_bench import png_size
 from tests.support.pool import pooled
