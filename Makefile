@@ -46,8 +46,7 @@ bench: $(READY)
 	$(BIN)/penstock bench
 	$(BIN)/penstock bench rpc
 	$(BIN)/penstock bench data-parallel
-	$(BIN)/python -m penstock.bench compare --json out/compare.json
-	$(BIN)/python -W ignore -m penstock.bench processes --json out/processes.json
+	$(BIN)/python -W ignore -m penstock.bench compare --json out/compare.json
 	$(BIN)/python -W ignore -m penstock.bench links --json out/links.json
 	$(BIN)/python -W ignore -m penstock.bench sleeping --json out/sleeping.json
 	$(BIN)/python -W ignore -m penstock.bench capture_time --json out/capture.json
@@ -64,8 +63,7 @@ figures: $(READY)
 	cp out/figures/bars.png out/figures/sweep.png docs/images/
 	$(BIN)/penstock bench rpc --quick --output out/figures
 	$(BIN)/python -m penstock.bench record out/figures/rpc.json rpc
-	$(BIN)/python -m penstock.bench compare --record
-	$(BIN)/python -W ignore -m penstock.bench processes --record
+	$(BIN)/python -W ignore -m penstock.bench compare --record
 	$(BIN)/python -W ignore -m penstock.bench capture_time --record
 	$(BIN)/python -m penstock.bench tables
 

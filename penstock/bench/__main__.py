@@ -7,7 +7,6 @@ import sys
 
 NAMES = (
     "compare",
-    "processes",
     "links",
     "sleeping",
     "capture_time",

@@ -1,15 +1,19 @@
-"""Penstock beside its peers on ResNet-50, on two CPU workers, in one run.
+"""Penstock beside its peers, on two CPU cores, in one run.
 
-    python -m penstock.bench compare [--batch 32] [--image 128] [--rounds 9] [--quick] [--record]
+    python -m penstock.bench compare [--models resnet,vit,gpt,unet,wide,tiny] [--rounds 9]
+        [--quick] [--record]
 
-First every configuration of `torch.distributed.pipelining` (all its schedules, 2 to 16
-micro-batches, cut by hand as in PyTorch's tutorial and again with Penstock's own cut) and of the
-others runs alone for a few steps, to find each peer's best. Then the best of each take turns with
-Penstock, one step each, round after round, in an order that is drawn anew for every round. A step
-is forward, loss, backward and the optimizer, for all. All have the same conditions: one intra-op
-thread a worker (as many as cores for the process that has them all), an allocator that keeps freed
-memory, OpenMP as it comes (whether its threads sleep or spin when they wait is tried for the
-process that has several).
+For every model, first each configuration of the peers runs alone for a step, and the fastest third
+for a few more, to find each peer's best: `torch.distributed.pipelining` (all its schedules, 2 to 16
+micro-batches, cut by hand and again where Penstock cuts for as many micro-batches),
+`DistributedDataParallel` (micro-batches, sizes of buckets), FSDP2 (micro-batches, what is gathered
+at a time), and one process with all cores (micro-batches, whether threads that wait sleep). Then
+the best of each take turns with Penstock: with what it chooses itself (`devices=` left out), and
+with stages where it chooses something else, each in threads and in processes. A turn is a step, or
+half a second of steps, round after round, in an order that is drawn anew for every round. A step is
+forward, loss, backward and the optimizer, for all. All have the same conditions: one intra-op
+thread a worker, or as many as cores for the process that has them all, and an allocator that keeps
+freed memory. Penstock's first twenty steps, which it audits, do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,16 +32,16 @@ from torch import nn
 
 import penstock as ps
 from penstock.bench import record
-from penstock.bench.peers.data_parallel import data_parallel
+from penstock.bench.peers.data_parallel import Buckets, data_parallel, sharded
 from penstock.bench.peers.one_process import one_process
-from penstock.bench.peers.peer import Peer
-from penstock.bench.peers.rpc_pipeline import rpc_pipeline
+from penstock.bench.peers.peer import Peer, Recipe
 from penstock.bench.peers.torch_pipelining import torch_pipelining
-from penstock.bench.peers.workload import Workload
-from penstock.bench.subjects import COUNTS, LOOPED, SINGLE, Stages, Subject, resnet
-from penstock.bench.turns import Ticker, take_turns
+from penstock.bench.scouting import Make, Scouted, fastest, scout, tries
+from penstock.bench.subjects import LOOPED, Stages, Subject, subjects
+from penstock.bench.turns import AUDITED, Ticker, take_turns
 from penstock.capture import ROWS
 from penstock.devices.allocator import keep_freed_memory
+from penstock.devices.cores import use_threads
 from penstock.display.progress import callback
 from penstock.display.tables import aligned
 from penstock.plan.request import Request
@@ -50,16 +54,23 @@ WAITS: dict[str, dict[str, str]] = {
     "": {},
     ", OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
 }
-WARM_UP = 2  # steps that do not count where a configuration is tried alone
-IN_TURNS = 20  # rounds that do not: Penstock audits its first twenty steps
-
-Start = Callable[[], Peer]
-Scouted = dict[str, list[float] | str]
-"""Of every configuration the seconds of its steps, or why it does not run."""
+SHARDS: dict[str, dict[str, bool]] = {
+    "whole": {},
+    "by child": {"by_child": True},
+    "by child, freed after forwards": {"by_child": True, "frees": True},
+}
+KINDS: tuple[Kind, ...] = ("threads", "processes")
+WARM_UP = 3  # rounds that do not count
+TURN = 0.5  # seconds: steps that take milliseconds are slow after those of others
 
 
 class Penstock:
     """Penstock as a contestant, with the plan that it makes for its kind of workers.
+
+    Args:
+        subject: what it trains.
+        workers: on which kind of workers.
+        options: of the pipeline, besides.
 
     Attributes:
         name: what it is called.
@@ -68,15 +79,13 @@ class Penstock:
         train_steps: seconds of every `train_step`, without the optimizer.
     """
 
-    def __init__(self, subject: Subject, workers: Kind) -> None:
+    def __init__(self, subject: Subject, workers: Kind, **options: Any) -> None:
         self._inputs, self._target = subject.data()
         self._loss_fn = subject.loss
         model = subject.build().train()
-        self._pipe = ps.Pipeline(
-            model, (self._inputs,), devices=DEVICES, workers=workers, replicas=1
-        )
+        self._pipe = ps.Pipeline(model, (self._inputs,), workers=workers, **options)
         self._optimizer = self._pipe.optimizer(torch.optim.SGD, lr=RATE)
-        self.name = f"Penstock, {workers}"
+        self.name = f"Penstock, {workers}{', stages' if options else ''}"
         self.plan = self._pipe.plan
         self.loss = float("nan")
         self.train_steps: list[float] = []
@@ -92,10 +101,11 @@ class Penstock:
         self.loss = loss.item()
         return seconds
 
-    def beside_its_bound(self, warm_up: int) -> dict[str, float]:
-        """The median `train_step` after this many of them, as predicted, and its bound."""
-        taken = statistics.median(self.train_steps[warm_up:])
+    def facts(self, steps: int) -> dict[str, Any]:
+        """Its plan, and the median of this many last `train_step`s beside its prediction."""
+        taken = statistics.median(self.train_steps[-steps:])
         return {
+            "plan": self.plan.summary,
             "train_step_seconds": taken,
             "predicted_step_seconds": self.plan.predicted_step_seconds,
             "bound_seconds": self.plan.bound_seconds,
@@ -105,6 +115,24 @@ class Penstock:
     def close(self) -> None:
         """Dismiss the workers."""
         self._pipe.close()
+
+
+def penstocks(subject: Subject, stack: ExitStack) -> list[Penstock]:
+    """What Penstock chooses on either kind of workers, and stages where it chooses something else.
+
+    Args:
+        subject: what they train.
+        stack: closes them.
+    """
+    found = []
+    for workers in KINDS:
+        found.append(Penstock(subject, workers))
+        if found[-1].plan.replicas > 1 or len(found[-1].plan.stages) < len(DEVICES):
+            found.append(Penstock(subject, workers, devices=DEVICES, replicas=1))
+    for one in found:
+        stack.callback(one.close)
+        print(f"{subject.name}, {one.name}: {one.plan.summary}", file=sys.stderr)
+    return found
 
 
 class Cut(nn.Module):
@@ -152,12 +180,12 @@ def penstock_cut(subject: Subject, costs: ps.Profile, count: int, schedule: str)
     return [Cut(stage.module, rows) for stage in program.stages(cuts, training=True)]
 
 
-def torch_starts(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Start], dict[str, Start]]:
+def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], dict[str, Make]]:
     """torch's configurations, by name: those cut by hand, and the same as Penstock cuts."""
-    by_hand: dict[str, Start] = {}
-    ours: dict[str, Start] = {}
+    by_hand: dict[str, Make] = {}
+    ours: dict[str, Make] = {}
 
-    def start(count: int, schedule: str, cut: Stages) -> Peer:
+    def make(count: int, schedule: str, cut: Stages) -> Recipe:
         return torch_pipelining(subject.workload(count), cut(), schedule)
 
     for schedule in subject.schedules:
@@ -168,29 +196,30 @@ def torch_starts(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Start],
         for count in subject.counts:
             like = "interleaved" if looped else "1f1b"
             same = partial(penstock_cut, subject, costs, count, like)
-            by_hand[f"{schedule}, m={count}"] = partial(start, count, schedule, cut)
-            ours[f"{schedule}, m={count}"] = partial(start, count, schedule, same)
+            by_hand[f"{schedule}, m={count}"] = partial(make, count, schedule, cut)
+            ours[f"{schedule}, m={count}"] = partial(make, count, schedule, same)
     return by_hand, ours
 
 
-def candidates(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Start]]:
+def candidates(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Make]]:
     """For each kind of peer its configurations, by name."""
-    by_hand, same_cut = torch_starts(subject, costs)
-    single = {n: start for n, start in by_hand.items() if n.partition(",")[0] in SINGLE}
+    by_hand, same_cut = torch_makes(subject, costs)
     work = {count: subject.workload(count) for count in (1, *subject.counts)}
     cores = len(os.sched_getaffinity(0))
-
-    def rpc(workload: Workload) -> Peer:
-        return rpc_pipeline(workload, subject.by_hand())
-
+    shared = {count: own for count, own in work.items() if count >= len(DEVICES)}
     return {
-        "torch pipelining, tutorial's cut": single,
-        "torch pipelining, two stages each, cut by hand": {
-            name: start for name, start in by_hand.items() if name not in single
-        },
+        "torch pipelining, cut by hand": by_hand,
         "torch pipelining, Penstock's cut": same_cut,
-        "RPC pipeline": {f"m={m}": partial(rpc, own) for m, own in work.items()},
-        "DistributedDataParallel": {"": partial(data_parallel, work[1])},
+        "DistributedDataParallel": {
+            f"m={m}, {buckets}": partial(data_parallel, own, buckets=buckets)
+            for m, own in shared.items()
+            for buckets in (Buckets(), Buckets(1.0), Buckets(1000.0))
+        },
+        "FSDP2": {
+            f"m={m}, {said}": partial(sharded, own, **how)
+            for m, own in shared.items()
+            for said, how in SHARDS.items()
+        },
         "one process, all cores": {
             f"m={m}{said}": partial(one_process, own, threads=cores, environment=waits)
             for m, own in work.items()
@@ -200,34 +229,14 @@ def candidates(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Start
     }
 
 
-def scout(start: Start, steps: int) -> list[float] | str:
-    """The seconds of a peer's steps, alone and warm; or why it does not run."""
-    try:
-        peer = start()
-    except (RuntimeError, TypeError, ValueError, ps.PenstockError) as error:
-        return f"does not run: {str(error).splitlines()[-1]}"
-    try:
-        return [peer.step() for _ in range(steps + WARM_UP)][WARM_UP:]
-    except RuntimeError as error:
-        return f"failed: {str(error).splitlines()[-1]}"
-    finally:
-        peer.close()
-
-
-def fastest(scouted: Mapping[str, list[float] | str]) -> str | None:
-    """The configuration with the smallest median; `None` if none ran."""
-    medians = {n: statistics.median(s) for n, s in scouted.items() if not isinstance(s, str)}
-    return min(medians, key=medians.__getitem__, default=None)
-
-
 def find_best(
-    kinds: Mapping[str, Mapping[str, Start]], steps: int, stack: ExitStack
+    kinds: Mapping[str, Mapping[str, Make]], steps: int, stack: ExitStack
 ) -> tuple[list[Peer], dict[str, Scouted]]:
     """Try all configurations, each alone.
 
     Args:
         kinds: of peers, and the configurations of each, by name.
-        steps: that are measured of each.
+        steps: that are measured of the fastest third of each.
         stack: closes the peers.
 
     Returns:
@@ -235,83 +244,87 @@ def find_best(
     """
     scouted: dict[str, Scouted] = {}
     with callback("finding each peer's best") as progress:
-        tick = Ticker(sum(map(len, kinds.values())), progress)
-        for kind, starts in kinds.items():
-            scouted[kind] = {}
-            for name, start in starts.items():
-                tick(f"trying {kind}, {name}")
-                scouted[kind][name] = scout(start, steps)
+        tick = Ticker(sum(map(tries, kinds.values())), progress)
+        for kind, makes in kinds.items():
+            scouted[kind] = scout(makes, steps, partial(_named, tick, kind))
     found = []
-    for kind, starts in kinds.items():
+    for kind, makes in kinds.items():
         best = fastest(scouted[kind])
         if best is not None:
-            found.append(starts[best]())
+            found.append(makes[best]().start())
             stack.callback(found[-1].close)
-            found[-1].name = f"{kind}, {best}" if best else kind
+            found[-1].name = f"{kind}: {best}"
     return found, scouted
 
 
-def results(
-    contestants: Sequence[Any], rounds: int, steps: int = 1, seed: int = 0
-) -> list[dict[str, Any]]:
-    """Let them take turns; a row for each, and by how much the first one is faster.
+def _named(tick: Ticker, kind: str, name: str) -> None:
+    tick(f"{kind}, {name}")
+
+
+def measure(subject: Subject, options: Any) -> dict[str, Any]:
+    """Everything that was measured of one model."""
+    costs = profiled(subject)
+    with ExitStack() as stack:
+        best, scouted = find_best(candidates(subject, costs), options.scout, stack)
+        ours = penstocks(subject, stack)
+        contestants: list[Any] = [*ours, *best]
+        first = []
+        for contestant in contestants:
+            contestant.step()
+            first.append(contestant.loss)
+        for _ in range(AUDITED):
+            for own in ours:
+                own.step()
+        steps = max(1, round(TURN / statistics.median(ours[0].train_steps[-5:])))
+        with callback("taking turns") as progress:
+            tick = Ticker((options.rounds + WARM_UP) * len(contestants), progress)
+            how: dict[str, int] = {"steps": steps, "warm_up": WARM_UP, "seed": options.seed}
+            taken = take_turns(contestants, options.rounds, tick, **how)
+    rows = [row(*each, taken[0]) for each in zip(contestants, taken, first, strict=True)]
+    for found, own in zip(rows, ours, strict=False):
+        found |= own.facts(steps * options.rounds)
+    return {"model": subject.name, "steps": steps, "rows": rows, "scouted": scouted}
+
+
+def row(contestant: Any, seconds: list[float], loss: float, ours: list[float]) -> dict[str, Any]:
+    """A contestant's result.
 
     Args:
-        contestants: `turns.Timed`, with the `loss` of the last step.
-        rounds: that count, after `IN_TURNS` that do not.
-        steps: of each in a round.
-        seed: of the order of turns.
+        contestant: who it is.
+        seconds: of its steps, a mean for every round.
+        loss: of its first step.
+        ours: the seconds of Penstock's first contestant.
     """
-    with callback("taking turns") as progress:
-        tick = Ticker((rounds + IN_TURNS) * len(contestants), progress)
-        taken = take_turns(contestants, rounds, tick, steps=steps, warm_up=IN_TURNS, seed=seed)
-    found = []
-    for contestant, seconds in zip(contestants, taken, strict=True):
-        low, median, high = statistics.quantiles(seconds, n=4)
-        row = {
-            "name": contestant.name,
-            "seconds": seconds,
-            "median": median,
-            "spread": (high - low) / 2,
-            "slower": median / statistics.median(taken[0]),
-            "loss": contestant.loss,
-        }
-        found.append(row)
-    return found
-
-
-def settings(options: Any, threads: str) -> dict[str, Any]:
-    """How it is measured, for the record; from now on this process keeps freed memory."""
-    kept = keep_freed_memory()
+    low, median, high = statistics.quantiles(seconds, n=4)
+    ratios = [own / other for own, other in zip(seconds, ours, strict=True)]
     return {
-        "rounds": options.rounds,
-        "warm_up": IN_TURNS,
-        "scout": options.scout,
-        "seed": options.seed,
-        "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",
-        "threads": threads,
+        "name": contestant.name,
+        "seconds": seconds,
+        "median": median,
+        "spread": (high - low) / 2,
+        "slower": statistics.median(ratios),
+        "loss": loss,
     }
 
 
-def show(title: str, ratio: str, rows: Iterable[dict[str, Any]]) -> list[str]:
+def show(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
     """A table of results, the fastest first.
 
     Args:
         title: over the names.
-        ratio: over by how much the first contestant is faster.
-        rows: the results; some have their percent of the bound.
+        rows: the results; those of Penstock have their percent of the bound.
     """
-    cells = [(title, "s/step", "±", ratio, "of bound", "loss")]
-    for row in sorted(rows, key=lambda row: float(row["median"])):
-        share = row.get("percent_of_bound")
+    cells = [(title, "s/step", "±", "of Penstock's", "of bound", "first loss")]
+    for found in sorted(rows, key=lambda row: float(row["median"])):
+        share = found.get("percent_of_bound")
         cells.append(
             (
-                row["name"],
-                f"{row['median']:.4g}",
-                f"{row['spread']:.2g}",
-                f"{row['slower']:.2f}x",
+                found["name"],
+                f"{found['median']:.4g}",
+                f"{found['spread']:.2g}",
+                f"{found['slower']:.2f}x",
                 f"{share:.1f} %" if share else "",
-                f"{row['loss']:.6f}",
+                f"{found['loss']:.6f}",
             )
         )
     return aligned(cells)
@@ -320,41 +333,32 @@ def show(title: str, ratio: str, rows: Iterable[dict[str, Any]]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the comparison and print it."""
     parser = record.parser("compare", __doc__)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--image", type=int, default=128)
+    parser.add_argument("--models", default=",".join(subjects(quick=True)))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--scout", type=int, default=5, help="steps to find a peer's best")
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
-    parser.add_argument("--quick", action="store_true", help="small images, few rounds")
+    parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.batch, options.image, options.rounds, options.scout = 8, 64, 3, 1
-    how = settings(options, "one a worker; the process with all cores has as many as cores")
-    counts = [m for m in COUNTS if options.batch % m == 0 and options.batch // m > 1]
-    subject = resnet(options.batch, options.image, counts)
-    costs = profiled(subject)
-    with ExitStack() as stack:
-        ours = Penstock(subject, "threads")
-        stack.callback(ours.close)
-        ours.name = f"Penstock, m={ours.plan.num_microbatches}"
-        print(ours.plan, file=sys.stderr)
-        best, scouted = find_best(candidates(subject, costs), options.scout, stack)
-        rows = results([ours, *best], options.rounds, seed=options.seed)
-    report = {
-        "batch": options.batch,
-        "image": options.image,
-        "settings": how,
-        "plan": ours.plan.summary,
-        "rows": sorted(rows, key=lambda row: float(row["median"])),
-        "scouted": scouted,
-        **ours.beside_its_bound(IN_TURNS),
+        options.rounds, options.scout = 2, 1
+    known = subjects(options.quick)
+    chosen = options.models.split(",")
+    if unknown := [name for name in chosen if name not in known]:
+        parser.error(f"--models: there is no {unknown[0]!r}; there are {', '.join(known)}")
+    kept = keep_freed_memory()
+    use_threads(1)  # the unsplit model too, while it is captured and profiled
+    measured = []
+    for name in chosen:
+        measured.append(measure(known[name], options))
+        print(*show(known[name].name, measured[-1]["rows"]), "", sep="\n", flush=True)
+    settings = {
+        "rounds": options.rounds,
+        "warm_up": WARM_UP,
+        "scout": options.scout,
+        "seed": options.seed,
+        "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",
+        "threads": "one a worker, and as many as cores for a process that has them all",
     }
-    report = record.save("compare", report, options)
-    print(*show(subject.name, "Penstock is faster by", rows), sep="\n")
-    print(
-        f"train_step without the optimizer: {report['train_step_seconds']:.3f} s measured, "
-        f"{report['predicted_step_seconds']:.3f} s predicted, "
-        f"{report['percent_of_bound']:.1f} % of the bound"
-    )
-    print(report["machine"])
+    report = {"models": measured, "settings": settings}
+    print(record.save("compare", report, options)["machine"])
     return 0

@@ -18,7 +18,6 @@ from typing import Any
 from torch.nn import functional as F
 
 from penstock.bench.charts import save_bars, save_memory
-from penstock.bench.compare import IN_TURNS
 from penstock.bench.data_parallel_report import DataParallelReport
 from penstock.bench.peers.data_parallel import Buckets
 from penstock.bench.peers.workload import Build, Data, Loss, Workload
@@ -33,6 +32,7 @@ from penstock.bench.subjects import (
     language_loss,
     tokens,
 )
+from penstock.bench.turns import AUDITED
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import cores
 from penstock.display.figures import require_matplotlib
@@ -166,7 +166,7 @@ class DataParallelSettings:
             "tried": [str(each) for each in self.buckets],
             "steps_of_each_try": self.tries,
             "rounds": self.rounds,
-            "rounds_before": IN_TURNS,
+            "rounds_before": AUDITED,
             "threads": "one for each replica, device and rank",
         }
 
@@ -212,7 +212,7 @@ def run_data_parallel(
                 kinds=settings.kinds,
                 buckets=settings.buckets,
                 rounds=settings.rounds,
-                tries=settings.tries,
+                steps=settings.tries,
                 progress=progress,
             )
         )

@@ -242,7 +242,7 @@ def pipeline(stages: int, workers: Kind, stack: ExitStack) -> Callable[[], float
 def torchs(stages: int, stack: ExitStack) -> Callable[[], float]:
     """A step of `torch.distributed.pipelining`."""
     workload = Workload(partial(tiny, stages), tiny_data, F.mse_loss, MICROBATCHES)
-    peer = torch_pipelining(workload, list(tiny(stages)), processes=stages)
+    peer = torch_pipelining(workload, list(tiny(stages)), processes=stages).start()
     stack.callback(peer.close)
     return peer.step
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.bench.compare import IN_TURNS, Scouted, fastest, scout
 from penstock.bench.peers.data_parallel import Buckets, data_parallel
 from penstock.bench.peers.peer import Peer
 from penstock.bench.peers.workload import Workload
-from penstock.bench.turns import Contestant, Ticker, take_turns
+from penstock.bench.scouting import Make, Scouted, fastest, scout, tries
+from penstock.bench.turns import AUDITED, Contestant, Ticker, take_turns
 from penstock.comparison.reference import run_with_threads
 from penstock.devices.cores import only_cores
 from penstock.display.tables import Row, aligned
@@ -292,7 +292,7 @@ def train(
     kinds: Sequence[Kind],
     buckets: Sequence[Buckets],
     rounds: int,
-    tries: int,
+    steps: int,
     progress: Progress,
 ) -> Training:
     """Let replicas and the best of `DistributedDataParallel` take turns.
@@ -303,8 +303,8 @@ def train(
         counts: of replicas, in ascending order; the last is also the number of ranks.
         kinds: of workers that replicas run on.
         buckets: of `DistributedDataParallel`, those that are tried.
-        rounds: that are measured, after `IN_TURNS` that are not.
-        tries: steps to try each of the buckets.
+        rounds: that are measured, after `AUDITED` that are not.
+        steps: to try each of the buckets.
         progress: called as it goes on.
 
     Raises:
@@ -313,11 +313,11 @@ def train(
             `DistributedDataParallel` runs.
     """
     expected = on_one_device(workload)
-    starts = {
+    makes = {
         str(each): partial(data_parallel, workload, processes=counts[-1], buckets=each)
         for each in buckets
     }
-    scouted = _scouted(model, starts, tries, progress)
+    scouted = _scouted(model, makes, steps, progress)
     with ExitStack() as stack:
         ours: list[Replicated] = []
         for kind in kinds:
@@ -331,34 +331,28 @@ def train(
         ]
         for one in measured:
             one.bits.check(f"{model}, {one.contestant.name}")
-        best, peer = _best(starts, scouted)
+        best, peer = _best(makes, scouted)
         stack.callback(peer.close)
         theirs = [torch.from_numpy(each) for each in peer.call("gradients")[0]]
         facts = {"replicas": counts[-1], "workers": "ddp"}
         ddp = Contestant(f"{_DDP}, {best}", peer.step, facts)
         measured.append(Measured(ddp, Bits.of(theirs, expected)))
         contestants = [one.contestant for one in measured]
-        tick = Ticker((rounds + IN_TURNS) * len(contestants), progress, f"{model}: ")
-        taken = take_turns(contestants, rounds, tick, warm_up=IN_TURNS)
+        tick = Ticker((rounds + AUDITED) * len(contestants), progress, f"{model}: ")
+        taken = take_turns(contestants, rounds, tick, warm_up=AUDITED)
         for contestant, seconds in zip(contestants, taken, strict=True):
             contestant.seconds = seconds
         check_same_weights(model, {one.name: one.weights for one in ours})
     return Training(model, workload.num_microbatches, tuple(measured), scouted)
 
 
-def _scouted(
-    model: str, starts: Mapping[str, Callable[[], Peer]], tries: int, progress: Progress
-) -> Scouted:
+def _scouted(model: str, makes: Mapping[str, Make], steps: int, progress: Progress) -> Scouted:
     """The seconds of every configuration, each alone."""
-    tick = Ticker(len(starts), progress, f"{model}: trying {_DDP}, ")
-    found: Scouted = {}
-    for name, start in starts.items():
-        tick(name)
-        found[name] = scout(start, tries)
-    return found
+    tick = Ticker(tries(makes), progress, f"{model}: trying {_DDP}, ")
+    return scout(makes, steps, tick)
 
 
-def _best(starts: Mapping[str, Callable[[], Peer]], scouted: Scouted) -> tuple[str, Peer]:
+def _best(makes: Mapping[str, Make], scouted: Scouted) -> tuple[str, Peer]:
     """The fastest configuration, started.
 
     Raises:
@@ -367,7 +361,7 @@ def _best(starts: Mapping[str, Callable[[], Peer]], scouted: Scouted) -> tuple[s
     best = fastest(scouted)
     if best is None:
         raise PenstockError(f"{_DDP} ran in no configuration: {next(iter(scouted.values()))}")
-    return best, starts[best]()
+    return best, makes[best]().start()
 
 
 def check_same_weights(model: str, weights: dict[str, list[Tensor]]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,6 @@ class Subject:
         by_hand: its two stages, cut where a user would cut.
         in_four: its four stages, for schedules of two stages per worker; `None` if it has fewer.
         counts: of micro-batches that the peers try.
-        rpc: whether the RPC pipeline is measured as well.
         schedules: of torch's pipelining that are tried.
     """
 
@@ -50,7 +50,6 @@ class Subject:
     by_hand: Stages
     in_four: Stages | None
     counts: tuple[int, ...] = COUNTS
-    rpc: bool = False
     schedules: tuple[str, ...] = SCHEDULES
 
     def workload(self, count: int) -> Workload:
@@ -99,6 +98,12 @@ def images(rows: int, image: int) -> tuple[Tensor, Tensor]:
     return found, F.one_hot(labels, CLASSES).float()
 
 
+def labelled_images(rows: int, image: int) -> tuple[Tensor, Tensor]:
+    """Images (rows, 3, image, image), and a class for each."""
+    found, labels = images(rows, image)
+    return found, labels.argmax(1)
+
+
 def resnet(rows: int, image: int, counts: Sequence[int] = COUNTS) -> Subject:
     """ResNet-50 on images of so many pixels in height and width, as in PyTorch's tutorials."""
     return Subject(
@@ -109,16 +114,15 @@ def resnet(rows: int, image: int, counts: Sequence[int] = COUNTS) -> Subject:
         tutorial_cut,
         quarter_cut,
         tuple(counts),
-        rpc=True,
     )
 
 
 class Block(nn.Module):
-    """A transformer block: causal attention and an MLP, each on normalised values."""
+    """A transformer block: attention and an MLP, each on normalised values."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(
@@ -130,10 +134,119 @@ class Block(nn.Module):
         rows, length, width = x.shape
         split = self.attention(self.norm1(x)).view(rows, length, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.projection(mixed.transpose(1, 2).reshape(rows, length, width))
         result: Tensor = x + self.mlp(self.norm2(x))
         return result
+
+
+class Patches(nn.Module):
+    """Patches of images and their positions, with a token for the class."""
+
+    def __init__(self, image: int, patch: int, width: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (image // patch) ** 2 + 1, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (rows, 3, image, image) as values (rows, 1 + patches, width)."""
+        found = self.patches(images).flatten(2).transpose(1, 2)
+        token = self.token.expand(len(found), -1, -1)
+        result: Tensor = torch.cat([token, found], 1) + self.positions
+        return result
+
+
+class FirstToken(nn.Module):
+    """What stands in the place of the class's token."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Values (rows, length, width) as (rows, width)."""
+        return values[:, 0]
+
+
+def vit(layers: int, width: int, heads: int, image: int) -> nn.Sequential:
+    """A vision transformer with patches of 8x8."""
+    torch.manual_seed(0)
+    blocks = [Block(width, heads, causal=False) for _ in range(layers)]
+    head = nn.Sequential(FirstToken(), nn.LayerNorm(width), nn.Linear(width, CLASSES))
+    return nn.Sequential(Patches(image, 8, width), *blocks, head)
+
+
+class Convolutions(nn.Sequential):
+    """Two convolutions, each normalised in groups."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.GroupNorm(8, outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.GroupNorm(8, outputs),
+            nn.ReLU(),
+        )
+
+
+class Down(nn.Module):
+    """A level on the way down, which keeps what it takes for the way up."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.pool, self.convolutions = nn.MaxPool2d(2), Convolutions(inputs, outputs)
+
+    def forward(self, x: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+        """`x` is (rows, inputs, height, width); the result is half as high and wide."""
+        return self.convolutions(self.pool(x)), x, *kept
+
+
+class Up(nn.Module):
+    """A level on the way up, which takes what was kept last."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.enlarged = nn.ConvTranspose2d(inputs, outputs, 2, 2)
+        self.convolutions = Convolutions(2 * outputs, outputs)
+
+    def forward(self, x: Tensor, skipped: Tensor, *kept: Tensor) -> Any:
+        """`x` is (rows, inputs, height, width), `skipped` twice as high and wide."""
+        found = self.convolutions(torch.cat([self.enlarged(x), skipped], 1))
+        return (found, *kept) if kept else found
+
+
+class Levels(nn.Sequential):
+    """Modules one after the other, each of which gives what the next one takes."""
+
+    def forward(self, *values: Tensor) -> Any:
+        """The result of the last, which may be a tuple."""
+        found: Any = values
+        for level in self:
+            found = level(*(found if isinstance(found, tuple) else (found,)))
+        return found
+
+
+def unet(channels: int) -> Levels:
+    """A U-Net with four levels, from images to images, whose sides are multiples of eight."""
+    c = channels
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Levels(
+            *(Convolutions(3, c), Down(c, 2 * c), Down(2 * c, 4 * c), Down(4 * c, 8 * c)),
+            *(Up(8 * c, 4 * c), Up(4 * c, 2 * c), Up(2 * c, c), nn.Conv2d(c, 3, 1)),
+        )
+
+
+def unet_cut(channels: int, count: int) -> list[nn.Module]:
+    """The U-Net in so many stages of as many levels."""
+    levels = list(unet(channels))
+    size = len(levels) // count
+    return [Levels(*levels[k : k + size]) for k in range(0, len(levels), size)]
+
+
+def pictures(rows: int, image: int) -> tuple[Tensor, Tensor]:
+    """Images (rows, 3, image, image), and others to make of them."""
+    generator = torch.Generator().manual_seed(0)
+    given, wanted = (torch.randn(rows, 3, image, image, generator=generator) for _ in range(2))
+    return given, wanted
 
 
 class Embedding(nn.Module):
@@ -271,8 +384,9 @@ def _sequence(
 
 
 def subjects(quick: bool) -> dict[str, Subject]:
-    """The four models, by a short name; with `quick` so small that a step takes milliseconds."""
+    """The six models, by a short name; with `quick` so small that a step takes milliseconds."""
     rows, image = (8, 32) if quick else (32, 128)
+    channels, side = (8, 16) if quick else (16, 64)
     counts = (2,) if quick else COUNTS
     layers, width, length, texts = (4, 32, 16, 8) if quick else (12, 384, 256, 8)
     gpt = partial(gpt2_like, layers, width, 2 if quick else 6, length)
@@ -282,6 +396,22 @@ def subjects(quick: bool) -> dict[str, Subject]:
     tiny = partial(tiny_calls, 20 if quick else 200, 16)
     found = {
         "resnet": resnet(rows, image, counts),
+        "vit": _sequence(
+            f"{layers} layers like ViT, width {width}, {rows} images of {side}x{side}",
+            partial(vit, layers, width, 2 if quick else 6, side),
+            partial(labelled_images, rows, side),
+            F.cross_entropy,
+            counts,
+        ),
+        "unet": Subject(
+            f"U-Net of {channels} to {8 * channels} channels, {rows} images of {side}x{side}",
+            partial(unet, channels),
+            partial(pictures, rows, side),
+            F.mse_loss,
+            partial(unet_cut, channels, 2),
+            partial(unet_cut, channels, 4),
+            counts,
+        ),
         "gpt": _sequence(
             f"{layers} layers like GPT-2, width {width}, {texts} rows of {length} tokens",
             gpt,

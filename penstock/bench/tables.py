@@ -23,42 +23,48 @@ PAGES = ("README.md", "docs/design.md")
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
+COLUMNS = {
+    "Penstock": ("Penstock, threads",),
+    "in processes": ("Penstock, processes",),
+    "stages": ("Penstock, threads, stages",),
+    "stages in processes": ("Penstock, processes, stages",),
+    "torch pipelining": ("torch pipelining, cut by hand", "torch pipelining, Penstock's cut"),
+    "DDP": ("DistributedDataParallel",),
+    "FSDP2": ("FSDP2",),
+    "all cores": ("one process, all cores",),
+    "one core": ("one device",),
+}
+"""What the table shows, and the first words of the names in the rows that it comes from."""
+
+
 def compare(report: dict[str, Any]) -> str:
-    """Penstock and its peers, fastest first."""
-    ours = next(row for row in report["rows"] if row["name"].startswith("Penstock"))
-    lines = ["| | seconds a step | Penstock is faster by |", "|---|---|---|"]
-    for row in report["rows"]:
-        seconds = f"{row['median']:.3f} ± {row['spread']:.3f}"
-        name, times = row["name"], f"{row['slower']:.2f}x"
-        if row is ours:
-            name, times = f"**Penstock** ({report['plan']})", ""
-        lines.append(f"| {name} | {seconds} | {times} |")
-    predicted, taken = report["predicted_step_seconds"], report["train_step_seconds"]
-    lines += [
-        "",
-        f"Penstock predicted {predicted:.3f} s for its `train_step` and took {taken:.3f} s, "
-        f"{report['percent_of_bound']:.0f} % of the bound.",
-        conditions(report),
-    ]
-    return "\n".join(lines)
-
-
-def processes(report: dict[str, Any]) -> str:
-    """Worker processes beside threads and torch's best of either cut; a line a model."""
-    columns = {
-        "processes": "Penstock, processes",
-        "threads": "Penstock, threads",
-        "torch, by hand": "torch pipelining, cut by hand",
-        "torch, Penstock's cut": "torch pipelining, Penstock's cut",
-    }
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    """Seconds of Penstock, and how many times as long the others take; a line a model."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    plans = []
     for model in report["models"]:
-        cells = [model["model"]]
-        for name in columns.values():
-            row = next((r for r in model["rows"] if r["name"].startswith(name)), None)
-            cells.append("does not run" if row is None else cell(row, name))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", conditions(report)])
+        found = {column: _fastest(model["rows"], names) for column, names in COLUMNS.items()}
+        cells = [_cell(row, column == "Penstock") for column, row in found.items()]
+        lines.append(f"| {' | '.join([model['model'], *cells])} |")
+        said = [_said(row) for row in found.values() if row is not None]
+        plans.append(f"- {model['model']}: {'; '.join(said)}.")
+    return "\n".join([*lines, "", *plans, "", conditions(report)])
+
+
+def _fastest(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any] | None:
+    """The fastest of those that have one of these names, perhaps with a configuration."""
+    kinds = {row["name"].partition(": ")[0]: row for row in rows}
+    return min((kinds[n] for n in names if n in kinds), key=lambda row: row["median"], default=None)
+
+
+def _cell(row: dict[str, Any] | None, is_first: bool) -> str:
+    if row is None:
+        return "not run"
+    return f"{row['median']:.3g} s" if is_first else f"{row['slower']:.2f}x"
+
+
+def _said(row: dict[str, Any]) -> str:
+    """The configuration of a contestant."""
+    return f"{row['name']}: {row['plan']}" if "plan" in row else str(row["name"])
 
 
 def capture_time(report: dict[str, Any]) -> str:
@@ -86,14 +92,6 @@ def capture_time(report: dict[str, Any]) -> str:
     )
 
 
-def cell(row: dict[str, Any], name: str) -> str:
-    """Seconds, and by how much Penstock's processes are faster than a peer; its configuration."""
-    seconds = f"{row['median']:.3g}"
-    if name.startswith("Penstock"):
-        return seconds
-    return f"{seconds} ({row['slower']:.2f}x; {row['name'].removeprefix(name).strip(', ')})"
-
-
 def conditions(report: dict[str, Any]) -> str:
     """Where, when and how it was measured."""
     machine, settings = report["machine"], report["settings"]
@@ -108,7 +106,6 @@ def conditions(report: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": compare,
-    "processes": processes,
     "capture_time": capture_time,
 }
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from penstock.display.terminal import Progress
 
+AUDITED = 20  # first steps, which Penstock audits
+
 Tick = Callable[[str], None]
 """Called before every turn, with who has it."""
 

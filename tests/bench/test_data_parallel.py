@@ -255,7 +255,7 @@ def test_ddp_accumulates_its_micro_batches_without_synchronising(as_view: bool) 
     model = SMALL.build()
     inputs, target = SMALL.data()
     SMALL.loss(model(inputs), target).backward()
-    peer = ddp(SMALL, processes=2, buckets=Buckets(1, as_view))
+    peer = ddp(SMALL, processes=2, buckets=Buckets(1, as_view)).start()
     try:
         ours, theirs = peer.call("gradients")
         for own, other, parameter in zip(ours, theirs, model.parameters(), strict=True):
@@ -331,7 +331,7 @@ def test_a_benchmark_of_gradients_that_are_not_those_of_one_device_fails(
     monkeypatch.setattr(replica_training, "_scouted", lambda *_: {})
     with pytest.raises(PenstockError, match="MLP, 1 replica, threads: the gradients of"):
         replica_training.train(
-            "MLP", SMALL, counts=(1, 2), kinds=("threads",), buckets=(), rounds=2, tries=1,
+            "MLP", SMALL, counts=(1, 2), kinds=("threads",), buckets=(), rounds=2, steps=1,
             progress=lambda *_: None,
         )  # fmt: skip
 

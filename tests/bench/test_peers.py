@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from penstock.bench.peers.data_parallel import data_parallel
+from penstock.bench.peers.data_parallel import data_parallel, sharded
 from penstock.bench.peers.one_process import one_process
 from penstock.bench.peers.peer import Peer, PeerProcesses, Place
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
@@ -138,12 +138,13 @@ def handed_over() -> list[nn.Module]:
 
 def pipelined(schedule: str) -> Peer:
     cut = tutorial_cut if schedule in SINGLE else quarter_cut
-    return torch_pipelining(WORK, cut(), schedule)
+    return torch_pipelining(WORK, cut(), schedule).start()
 
 
 PEERS: dict[str, Callable[[], Peer]] = {
-    "one core": partial(one_process, WORK),
-    "data parallel": partial(data_parallel, WORK),
+    "one core": lambda: one_process(WORK).start(),
+    "data parallel": lambda: data_parallel(WORK).start(),
+    "sharded": lambda: sharded(WORK).start(),
     "rpc": lambda: rpc_pipeline(WORK, tutorial_cut()),
     # DualPipeV takes no fewer micro-batches than stages, which are four.
     **{name: partial(pipelined, name) for name in SCHEDULES if name != "DualPipeV"},
@@ -169,14 +170,14 @@ def test_every_peer_trains_as_one_device_accumulating_micro_batches(
 
 @pytest.mark.slow
 def test_more_threads_change_the_first_loss_by_rounding_alone(expected: list[float]) -> None:
-    check(one_process(WORK, threads=2), expected[:1])
+    check(one_process(WORK, threads=2).start(), expected[:1])
 
 
 @pytest.mark.slow
 def test_stages_that_are_handed_over_are_copied(expected: list[float]) -> None:
     stages = handed_over()
     before = copy.deepcopy([stage.state_dict() for stage in stages])
-    check(torch_pipelining(WORK, stages), expected)
+    check(torch_pipelining(WORK, stages).start(), expected)
     for stage, state in zip(stages, before, strict=True):
         assert all(torch.equal(value, state[name]) for name, value in stage.state_dict().items())
         assert not any(parameter.is_shared() for parameter in stage.parameters())

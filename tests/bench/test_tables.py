@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.bench import record, tables
-from penstock.bench.compare import fastest, scout
+from penstock.bench.scouting import fastest, scout, tries
 
 ORIGIN = {
     "commit": "0123456789ab",
@@ -27,28 +28,14 @@ ORIGIN = {
 }
 COMPARED = {
     **ORIGIN,
-    "plan": "1f1b, m=4",
-    "predicted_step_seconds": 1.0,
-    "train_step_seconds": 1.1,
-    "percent_of_bound": 90.0,
-    "rows": [
-        {"name": "Penstock, m=4", "median": 1.2, "spread": 0.01, "slower": 1.0},
-        {"name": "a peer, m=2", "median": 1.5, "spread": 0.02, "slower": 1.25},
-    ],
-}
-PROCESSES = {
-    **ORIGIN,
     "models": [
         {
             "model": "ResNet-50",
             "rows": [
-                {"name": "Penstock, processes", "median": 1.0, "slower": 1.0},
-                {"name": "Penstock, threads", "median": 0.9, "slower": 0.9},
-                {
-                    "name": "torch pipelining, cut by hand, 1F1B, m=4",
-                    "median": 1.5,
-                    "slower": 1.5,
-                },
+                {"name": "Penstock, threads", "median": 1.2, "slower": 1.0, "plan": "2 replicas"},
+                {"name": "Penstock, threads, stages", "median": 1.3, "slower": 1.08, "plan": "p"},
+                {"name": "torch pipelining, cut by hand: 1F1B, m=4", "median": 1.5, "slower": 1.25},
+                {"name": "FSDP2: m=2, whole", "median": 1.4, "slower": 1.17},
             ],
         }
     ],
@@ -72,19 +59,14 @@ def test_a_page_is_filled(tmp_path: Path) -> None:
     (tmp_path / "compare.json").write_text(json.dumps(COMPARED))
     found = tables.filled(page, tmp_path)
     assert "old" not in found
-    assert "| **Penstock** (1f1b, m=4) | 1.200 ± 0.010 |  |" in found
-    assert "| a peer, m=2 | 1.500 ± 0.020 | 1.25x |" in found
+    assert "| ResNet-50 | 1.2 s | not run | 1.08x | not run | 1.25x | not run | 1.17x | n" in found
+    assert "- ResNet-50: Penstock, threads: 2 replicas" in found
     assert "commit 0123456789ab" in found
     assert found.startswith("before\n")
     assert found.endswith("\nafter\n")
     assert tables.filled(found, tmp_path) == found
     with pytest.raises(ValueError, match="no table nothing"):
         tables.filled(page.replace("compare", "nothing"), tmp_path)
-
-
-def test_a_line_a_model() -> None:
-    found = tables.processes(PROCESSES)
-    assert "| ResNet-50 | 1 | 0.9 | 1.5 (1.50x; 1F1B, m=4) | does not run |" in found
 
 
 def test_memory_is_in_mebibytes() -> None:
@@ -110,17 +92,42 @@ def test_data_have_an_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert record.commit() == "unknown"
 
 
-def test_scouting_leaves_out_what_is_not_warm_and_what_does_not_run() -> None:
-    clock = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    closed: list[int] = []
-    peer: Any = SimpleNamespace(step=lambda: next(clock), close=lambda: closed.append(1))
-    assert scout(lambda: peer, 5) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert closed == [1]
+class Clock:
+    """A peer whose steps take what it is told."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.closed, self.lives = iter(seconds), 0, 1
+
+    def step(self) -> float:
+        return next(self.seconds)
+
+    def become(self, name: str, builds: Any) -> None:
+        self.lives += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_scouting_tries_the_fastest_again_and_names_what_does_not_run() -> None:
+    slow, fast = Clock(9.0, 2.0, 1.5, 9.0, 9.0, 8.0, 8.0), Clock(9.0, 1.0, 9.0, 9.0, 3.0, 4.0, 5.0)
+
+    def recipe(clock: Clock, threads: int) -> Any:
+        found: Any = SimpleNamespace(threads=threads, name="", builds=[], start=lambda: clock)
+        found.has_processes_of = lambda other: other.threads == threads
+        return found
 
     def refused() -> Any:
         raise ValueError("a batch of 8 is not 16 equal micro-batches")
 
-    assert scout(refused, 5) == "does not run: a batch of 8 is not 16 equal micro-batches"
+    makes = {"slow": partial(recipe, slow, 2), "no": refused, "fast": partial(recipe, fast, 1)}
+    ticks: list[str] = []
+    found = scout(makes, 3, ticks.append)
+    assert found["no"] == "does not run: a batch of 8 is not 16 equal micro-batches"
+    assert found["fast"] == [3.0, 4.0, 5.0]
+    assert ticks == ["slow", "no", "fast", "fast", "slow"]
+    assert len(ticks) <= tries(makes)
+    assert (slow.closed, fast.closed) == (2, 1)
     seconds: dict[str, Any] = {"a": [3.0, 1.0, 2.0], "b": [1.5, 1.5, 9.0], "c": "does not run: x"}
     assert fastest(seconds) == "b"
+    assert fastest({"a": [1.0], "b": [2.0, 2.0]}) == "b"  # tried for longer
     assert fastest({"c": "failed: x"}) is None

@@ -1,17 +1,22 @@
-"""`DistributedDataParallel` over gloo: each process has the model and a share of the batch."""
+"""Data parallelism of PyTorch's over gloo: each process runs the model on a share of the batch."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.bench.peers.peer import Peer, Place, Reading, seconds_between_barriers
+from penstock.bench.peers.peer import Place, Reading, Recipe, seconds_between_barriers
 from penstock.bench.peers.workload import Workload
 
 
@@ -31,20 +36,16 @@ class Buckets:
         return f"buckets of {self.megabytes:g} MB{', gradients as views' if self.as_view else ''}"
 
 
-class Replica:
-    """The whole model on one rank's share of the batch; gradients are averaged over the ranks.
+class _Ranks(ABC):
+    """A rank's share of the batch; gradients are averaged over the ranks.
 
     A rank runs every so-many-th micro-batch, as Penstock's replicas do. It accumulates their
     gradients, which are summed over the ranks only in the backward of the last.
     """
 
-    def __init__(self, workload: Workload, buckets: Buckets, place: Place) -> None:
+    def __init__(self, workload: Workload, place: Place) -> None:
         place.join_gloo()
-        self._model = DistributedDataParallel(
-            workload.build(),
-            bucket_cap_mb=buckets.megabytes,
-            gradient_as_bucket_view=buckets.as_view,
-        )
+        self._model = self._shared(workload.build())
         self._loss_fn = workload.loss
         self._optimizer = workload.optimizer(self._model.parameters())
         m = workload.num_microbatches
@@ -53,12 +54,20 @@ class Replica:
         self._ranks = place.size
         self._loss = 0.0
 
+    @abstractmethod
+    def _shared(self, model: nn.Module) -> nn.Module:
+        """The model, as one of those on all ranks."""
+
+    @abstractmethod
+    def _summing(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Around a micro-batch: whether gradients are summed over the ranks in its backward."""
+
     def _accumulate(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         count = len(self._microbatches)
         losses = []
         for k, (inputs, target) in enumerate(self._microbatches):
-            with nullcontext() if k == count - 1 else self._model.no_sync():
+            with self._summing(k == count - 1):
                 loss = self._loss_fn(self._model(inputs), target) / count
                 loss.backward()
             losses.append(loss.detach())
@@ -73,6 +82,29 @@ class Replica:
         seconds = seconds_between_barriers(self._step)
         return Reading(seconds, self._loss)
 
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+class Replica(_Ranks):
+    """The whole model on every rank."""
+
+    def __init__(self, workload: Workload, buckets: Buckets, place: Place) -> None:
+        self._buckets = buckets
+        super().__init__(workload, place)
+
+    def _shared(self, model: nn.Module) -> nn.Module:
+        self._copy = DistributedDataParallel(
+            model,
+            bucket_cap_mb=self._buckets.megabytes,
+            gradient_as_bucket_view=self._buckets.as_view,
+        )
+        return self._copy
+
+    def _summing(self, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if is_last else self._copy.no_sync()
+
     def gradients(self) -> list[NDArray[np.float32]]:
         """Those of the batch with the present weights, in the order of the parameters."""
         self._accumulate()
@@ -81,14 +113,30 @@ class Replica:
             for p in self._model.parameters()
         ]
 
-    def close(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
+
+class Shards(_Ranks):
+    """A part of every parameter on every rank."""
+
+    def __init__(self, workload: Workload, by_child: bool, frees: bool, place: Place) -> None:
+        self._by_child, self._frees = by_child, frees
+        super().__init__(workload, place)
+
+    def _shared(self, model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*(model.children() if self._by_child else ()), model):
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh, reshard_after_forward=self._frees)
+        self._whole: Any = model
+        return model
+
+    def _summing(self, is_last: bool) -> AbstractContextManager[Any]:
+        self._whole.set_requires_gradient_sync(is_last)
+        return nullcontext()
 
 
 def data_parallel(
     workload: Workload, *, processes: int = 2, buckets: Buckets | None = None
-) -> Peer:
+) -> Recipe:
     """`DistributedDataParallel` on so many ranks, with one thread and an equal share each.
 
     Args:
@@ -100,11 +148,34 @@ def data_parallel(
     Raises:
         ValueError: the micro-batches, or the rows, do not divide by the number of ranks.
     """
+    build = partial(Replica, _dealt(workload, processes), buckets or Buckets())
+    return Recipe(f"DistributedDataParallel, {processes} processes", [build] * processes)
+
+
+def sharded(
+    workload: Workload, *, processes: int = 2, by_child: bool = False, frees: bool = False
+) -> Recipe:
+    """`fully_shard` (FSDP2) on so many ranks, with one thread and an equal share each.
+
+    Args:
+        workload: as of `data_parallel`.
+        processes: how many ranks.
+        by_child: whether every child of the model is gathered by itself.
+        frees: whether weights that were gathered for a forward are freed after it, and gathered
+            again for the backward.
+
+    Raises:
+        ValueError: as `data_parallel`.
+    """
+    build = partial(Shards, _dealt(workload, processes), by_child, frees)
+    return Recipe(f"FSDP2, {processes} processes", [build] * processes)
+
+
+def _dealt(workload: Workload, processes: int) -> Workload:
+    """The workload in so many micro-batches that every rank has as many."""
     count = max(processes, workload.num_microbatches)
     if count % processes:
         raise ValueError(
             f"{count} micro-batches do not divide by {processes} ranks; choose a multiple"
         )
-    work = replace(workload, num_microbatches=count)
-    build = partial(Replica, work, buckets or Buckets())
-    return Peer(f"DistributedDataParallel, {processes} processes", [build] * processes)
+    return replace(workload, num_microbatches=count)

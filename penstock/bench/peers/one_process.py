@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from penstock.bench.peers.peer import Peer, Place, Reading
+from penstock.bench.peers.peer import Place, Reading, Recipe
 from penstock.bench.peers.workload import Workload
 
 
@@ -40,7 +40,7 @@ class OneProcess:
 
 def one_process(
     workload: Workload, *, threads: int = 1, environment: Mapping[str, str] | None = None
-) -> Peer:
+) -> Recipe:
     """One process; with one thread it is the single device that everything is compared with.
 
     Args:
@@ -52,4 +52,4 @@ def one_process(
     """
     build = partial(OneProcess, workload)
     name = f"one process, threads: {threads}"
-    return Peer(name, [build], threads=threads, environment=environment)
+    return Recipe(name, [build], threads, environment or {})

@@ -10,6 +10,7 @@ owner.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -37,6 +38,8 @@ _LAST_WORDS = 1.0
 # Seconds that a process gets to leave by itself before it is killed.
 _FAREWELL = 5.0
 
+_BECOME = "build"  # the command for another servant
+
 
 class Servant(Protocol):
     """What lives in a process; its methods are the commands."""
@@ -54,23 +57,56 @@ class Place:
         size: how many processes there are.
         port: where the rendezvous store of all of them listens, on `HOST`.
         timeout: seconds that any wait for another process may take.
+        life: which servant of its process this is, from 0.
     """
 
     rank: int
     size: int
     port: int
     timeout: float
+    life: int = 0
 
     def join_gloo(self) -> None:
         """Make this process a rank of the default process group, over gloo on loopback."""
         patience = timedelta(seconds=self.timeout)
         store = dist.TCPStore(HOST, self.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"life {self.life}", store)  # type: ignore[attr-defined]
         dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.size, timeout=patience
+            "gloo", store=own, rank=self.rank, world_size=self.size, timeout=patience
         )
 
 
 Build = Callable[[Place], Servant]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A peer that is not started yet.
+
+    Attributes:
+        name: what it is called.
+        builds: what each rank builds; picklable.
+        threads: intra-op threads of each process.
+        environment: more environment variables for the processes.
+    """
+
+    name: str
+    builds: Sequence[Build]
+    threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self) -> Peer:
+        """Start its processes.
+
+        Raises:
+            RuntimeError: a process failed or died while it was starting.
+        """
+        return Peer(self.name, self.builds, threads=self.threads, environment=self.environment)
+
+    def has_processes_of(self, other: Recipe) -> bool:
+        """Whether the processes of another peer can be this one's."""
+        ours = (len(self.builds), self.threads, dict(self.environment))
+        return ours == (len(other.builds), other.threads, dict(other.environment))
 
 
 class _Member(NamedTuple):
@@ -112,6 +148,7 @@ class PeerProcesses:
     ) -> None:
         self.name = name
         self._timeout = timeout
+        self._lives = 1
         self._members: list[_Member] = []
         # The owner serves the rendezvous, on a port that the system picks: no race for it.
         self._store: Any = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -146,11 +183,25 @@ class PeerProcesses:
         Raises:
             RuntimeError: a process raised, died or did not answer in time. All are ended.
         """
+        return self._all(command, [arguments] * len(self._members))
+
+    def become(self, name: str, builds: Sequence[Build]) -> None:
+        """Let the processes serve other servants, for which they need not import torch again.
+
+        Raises:
+            RuntimeError: as `call`.
+        """
+        self.name = name
+        self._all(_BECOME, [(build, self._lives) for build in builds])
+        self._lives += 1
+
+    def _all(self, command: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run a command on every rank at once, with its own arguments; the answers by rank."""
         if not self._members:
             raise RuntimeError(f"{self.name} is closed")
-        for member in self._members:
+        for member, own in zip(self._members, arguments, strict=True):
             with suppress(OSError):  # a dead process is reported below, with its exit status
-                member.connection.send((command, arguments))
+                member.connection.send((command, own))
         try:
             return self._collect(command)
         except BaseException:
@@ -276,7 +327,15 @@ def _serve(connection: Connection, place: Place, build: Build, threads: int) -> 
         # Blocks without using the processor. The end of the pipe means that the owner is gone.
         while (order := connection.recv()) is not None:
             command, arguments = order
-            connection.send(_Reply(True, getattr(servant, command)(*arguments)))
+            if command == _BECOME:
+                servant.close()
+                del servant
+                gc.collect()
+                build, life = arguments
+                servant = build(replace(place, life=life))
+                connection.send(_Reply(True, None))
+            else:
+                connection.send(_Reply(True, getattr(servant, command)(*arguments)))
         servant.close()
         os._exit(0)  # torch takes a second to leave by the door
     except (EOFError, BrokenPipeError):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from penstock.bench.peers.peer import Peer, Place, Reading, seconds_between_barriers
+from penstock.bench.peers.peer import Place, Reading, Recipe, seconds_between_barriers
 from penstock.bench.peers.workload import Workload
 from penstock.loading import tolerate_missing_torchvision_operators
 
@@ -137,7 +137,7 @@ def torch_pipelining(
     schedule: str = "1F1B",
     *,
     processes: int = 2,
-) -> Peer:
+) -> Recipe:
     """A pipeline of `torch.distributed.pipelining`, one thread in each process.
 
     Args:
@@ -150,7 +150,6 @@ def torch_pipelining(
     Raises:
         ValueError: torch does not know the schedule, or the stages do not fit the processes.
         TypeError: a stage gives something else than tensors.
-        RuntimeError: a process failed to start, such as for a schedule that does not fit.
     """
     kind: Any = get_schedule_class(schedule)
     schedule = kind.__name__.removeprefix("Schedule")
@@ -164,4 +163,4 @@ def torch_pipelining(
         for indices in _deal(schedule, len(parts), processes)
     ]
     name = f"torch.distributed.pipelining {schedule}, m={workload.num_microbatches}"
-    return Peer(name, builds)
+    return Recipe(name, builds)
