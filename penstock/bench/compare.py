@@ -3,17 +3,18 @@
     python -m penstock.bench compare [--models resnet,vit,gpt,unet,wide,tiny] [--rounds 9]
         [--quick] [--record]
 
-For every model, first each configuration of the peers runs alone for a step, and the fastest third
-for a few more, to find each peer's best: `torch.distributed.pipelining` (all its schedules, 2 to 16
-micro-batches, cut by hand and again where Penstock cuts for as many micro-batches),
-`DistributedDataParallel` (micro-batches, sizes of buckets), FSDP2 (micro-batches, what is gathered
-at a time), and one process with all cores (micro-batches, whether threads that wait sleep). Then
-the best of each take turns with Penstock: with what it chooses itself (`devices=` left out), and
-with stages where it chooses something else, each in threads and in processes. A turn is a step, or
-half a second of steps, round after round, in an order that is drawn anew for every round. A step is
-forward, loss, backward and the optimizer, for all. All have the same conditions: one intra-op
-thread a worker, or as many as cores for the process that has them all, and an allocator that keeps
-freed memory. Penstock's first twenty steps, which it audits, do not count.
+For every model, first the configurations of the peers run alone for a step (more micro-batches as
+long as they are not slower than fewer), and the fastest third for a few more, to find each peer's
+best: `torch.distributed.pipelining` (all its schedules, 2 to 16 micro-batches, cut by hand and
+again where Penstock cuts for as many micro-batches), `DistributedDataParallel` (micro-batches,
+sizes of buckets), FSDP2 (micro-batches, what is gathered at a time), and one process with all cores
+(micro-batches, whether threads that wait sleep). Then the best of each take turns with Penstock:
+with what it chooses itself (`devices=` left out), and with stages where it chooses something else,
+each in threads and in processes. A turn is a step, or half a second of steps, round after round, in
+an order that is drawn anew for every round. A step is forward, loss, backward and the optimizer,
+for all. All have the same conditions: one intra-op thread a worker, or as many as cores for a
+process that has them all, and an allocator that keeps freed memory. Penstock's first twenty steps,
+which it audits, do not count.
 """
 
 from __future__ import annotations
@@ -196,8 +197,8 @@ def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], d
         for count in subject.counts:
             like = "interleaved" if looped else "1f1b"
             same = partial(penstock_cut, subject, costs, count, like)
-            by_hand[f"{schedule}, m={count}"] = partial(make, count, schedule, cut)
-            ours[f"{schedule}, m={count}"] = partial(make, count, schedule, same)
+            by_hand[f"m={count}, {schedule}"] = partial(make, count, schedule, cut)
+            ours[f"m={count}, {schedule}"] = partial(make, count, schedule, same)
     return by_hand, ours
 
 
@@ -212,18 +213,18 @@ def candidates(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Make]
         "torch pipelining, Penstock's cut": same_cut,
         "DistributedDataParallel": {
             f"m={m}, {buckets}": partial(data_parallel, own, buckets=buckets)
-            for m, own in shared.items()
             for buckets in (Buckets(), Buckets(1.0), Buckets(1000.0))
+            for m, own in shared.items()
         },
         "FSDP2": {
             f"m={m}, {said}": partial(sharded, own, **how)
-            for m, own in shared.items()
             for said, how in SHARDS.items()
+            for m, own in shared.items()
         },
         "one process, all cores": {
             f"m={m}{said}": partial(one_process, own, threads=cores, environment=waits)
-            for m, own in work.items()
             for said, waits in WAITS.items()
+            for m, own in work.items()
         },
         "one device": {f"m={m}": partial(one_process, own) for m, own in work.items()},
     }

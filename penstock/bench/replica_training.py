@@ -314,7 +314,9 @@ def train(
     """
     expected = on_one_device(workload)
     makes = {
-        str(each): partial(data_parallel, workload, processes=counts[-1], buckets=each)
+        f"m={workload.num_microbatches}, {each}": partial(
+            data_parallel, workload, processes=counts[-1], buckets=each
+        )
         for each in buckets
     }
     scouted = _scouted(model, makes, steps, progress)

@@ -119,15 +119,28 @@ def test_scouting_tries_the_fastest_again_and_names_what_does_not_run() -> None:
     def refused() -> Any:
         raise ValueError("a batch of 8 is not 16 equal micro-batches")
 
-    makes = {"slow": partial(recipe, slow, 2), "no": refused, "fast": partial(recipe, fast, 1)}
+    makes = {
+        "m=2, slow": partial(recipe, slow, 2),
+        "m=2, no": refused,
+        "m=2": partial(recipe, fast, 1),
+    }
     ticks: list[str] = []
     found = scout(makes, 3, ticks.append)
-    assert found["no"] == "does not run: a batch of 8 is not 16 equal micro-batches"
-    assert found["fast"] == [3.0, 4.0, 5.0]
-    assert ticks == ["slow", "no", "fast", "fast", "slow"]
+    assert found["m=2, no"] == "does not run: a batch of 8 is not 16 equal micro-batches"
+    assert found["m=2"] == [3.0, 4.0, 5.0]
+    assert ticks == ["m=2, slow", "m=2, no", "m=2", "m=2", "m=2, slow"]
     assert len(ticks) <= tries(makes)
     assert (slow.closed, fast.closed) == (2, 1)
     seconds: dict[str, Any] = {"a": [3.0, 1.0, 2.0], "b": [1.5, 1.5, 9.0], "c": "does not run: x"}
     assert fastest(seconds) == "b"
     assert fastest({"a": [1.0], "b": [2.0, 2.0]}) == "b"  # tried for longer
     assert fastest({"c": "failed: x"}) is None
+
+
+def test_scouting_stops_where_more_microbatches_are_slower() -> None:
+    clock = Clock(9.0, 1.0, 9.0, 1.05, 9.0, 1.2, *[1.0] * 12)
+    recipe: Any = SimpleNamespace(name="", builds=[], start=lambda: clock)
+    recipe.has_processes_of = lambda _: True
+    found = scout({f"m={m}, 1F1B": lambda: recipe for m in (2, 4, 8, 16)}, 2, lambda _: None)
+    assert found["m=16, 1F1B"] == "left out: m=8, 1F1B was slower than m=4, 1F1B"
+    assert [len(found[f"m={m}, 1F1B"]) for m in (2, 4, 8)] == [2, 2, 2]
