@@ -169,9 +169,10 @@ def profiled(subject: Subject) -> ps.Profile:
         )
 
 
-def penstock_cut(subject: Subject, costs: ps.Profile, count: int, schedule: str) -> list[nn.Module]:
+def penstock_cut(
+    program: ps.Program, costs: ps.Profile, count: int, schedule: str
+) -> list[nn.Module]:
     """The model, cut where Penstock cuts it for this number of micro-batches and schedule."""
-    program = captured(subject)
     cuts = ps.plan(costs, num_microbatches=count, schedule=schedule, replicas=1).cuts
     # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
     changed = {value for call in program.train.calls for value in call.mutates}
@@ -183,6 +184,7 @@ def penstock_cut(subject: Subject, costs: ps.Profile, count: int, schedule: str)
 
 def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], dict[str, Make]]:
     """torch's configurations, by name: those cut by hand, and the same as Penstock cuts."""
+    program = captured(subject)
     by_hand: dict[str, Make] = {}
     ours: dict[str, Make] = {}
 
@@ -196,7 +198,7 @@ def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], d
             continue
         for count in subject.counts:
             like = "interleaved" if looped else "1f1b"
-            same = partial(penstock_cut, subject, costs, count, like)
+            same = partial(penstock_cut, program, costs, count, like)
             by_hand[f"m={count}, {schedule}"] = partial(make, count, schedule, cut)
             ours[f"m={count}, {schedule}"] = partial(make, count, schedule, same)
     return by_hand, ours
@@ -348,10 +350,6 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--models: there is no {unknown[0]!r}; there are {', '.join(known)}")
     kept = keep_freed_memory()
     use_threads(1)  # the unsplit model too, while it is captured and profiled
-    measured = []
-    for name in chosen:
-        measured.append(measure(known[name], options))
-        print(*show(known[name].name, measured[-1]["rows"]), "", sep="\n", flush=True)
     settings = {
         "rounds": options.rounds,
         "warm_up": WARM_UP,
@@ -360,6 +358,10 @@ def main(arguments: Sequence[str]) -> int:
         "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",
         "threads": "one a worker, and as many as cores for a process that has them all",
     }
-    report = {"models": measured, "settings": settings}
-    print(record.save("compare", report, options)["machine"])
+    measured = []
+    for name in chosen:
+        measured.append(measure(known[name], options))
+        print(*show(known[name].name, measured[-1]["rows"]), "", sep="\n", flush=True)
+        report = record.save("compare", {"models": measured, "settings": settings}, options)
+    print(report["machine"])
     return 0

@@ -15,7 +15,7 @@ Scouted = dict[str, list[float] | str]
 """Of every configuration the seconds of its steps, or why it does not run."""
 
 WARM_UP = 2  # steps that do not count
-_SLOWER = 1.1  # than with fewer micro-batches: more of them are not tried
+_SLOWER = 1.05  # than with fewer micro-batches: more of them are not tried
 _SHARE, _FEWEST = 3, 3  # one in so many is tried again, and so many at least
 _REFUSALS = (RuntimeError, TypeError, ValueError, PenstockError)
 
@@ -73,8 +73,7 @@ class Scouts:
 def scout(makes: Mapping[str, Make], steps: int, tick: Tick) -> Scouted:
     """Try all configurations, each alone; the fastest third of them again, for longer.
 
-    Once one is a tenth slower than the one before it, which is the same with fewer micro-batches,
-    it is not tried with more of them.
+    Once one is a little slower than with fewer micro-batches, it is not tried with more of them.
 
     Args:
         makes: by name. Those whose names differ in what stands before the first comma alone, the

@@ -138,7 +138,7 @@ def test_scouting_tries_the_fastest_again_and_names_what_does_not_run() -> None:
 
 
 def test_scouting_stops_where_more_microbatches_are_slower() -> None:
-    clock = Clock(9.0, 1.0, 9.0, 1.05, 9.0, 1.2, *[1.0] * 12)
+    clock = Clock(9.0, 1.0, 9.0, 1.02, 9.0, 1.2, *[1.0] * 12)
     recipe: Any = SimpleNamespace(name="", builds=[], start=lambda: clock)
     recipe.has_processes_of = lambda _: True
     found = scout({f"m={m}, 1F1B": lambda: recipe for m in (2, 4, 8, 16)}, 2, lambda _: None)
