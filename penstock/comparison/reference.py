@@ -14,7 +14,7 @@ from penstock.capture import Key, Program
 from penstock.capture.calls import Ambient, ambient
 from penstock.capture.randomness import LOSS, seeding
 from penstock.capture.replay import seeded
-from penstock.devices.cores import use_threads
+from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.engine.batchnorm import Norms
 from penstock.errors import WorkerTimeout
 from penstock.links.wire import interrupts_wait
@@ -113,6 +113,8 @@ def run_with_threads(function: Callable[[], T], threads: int, timeout: float | N
         except BaseException as error:
             errors.append(error)
 
+    if threads > 1:
+        end_idle_threads()
     modes = ambient()
     thread = threading.Thread(target=lambda: _under(modes, work), daemon=True)
     try:

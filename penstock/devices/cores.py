@@ -1,10 +1,14 @@
-"""The cores of this machine that this process may use, and a thread for one operation."""
+"""The cores of this machine that this process may use, and the threads of one operation."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,3 +41,34 @@ def use_threads(count: int) -> None:
     """
     torch.get_num_threads()
     torch.set_num_threads(count)
+
+
+def end_idle_threads() -> None:
+    """End the threads that wait to take part in the calling thread's next operation.
+
+    An operation on a CPU is divided among threads that belong to the thread which runs it, and wait
+    for its next one. They spin for a while as they wait; but if a process has more of them than
+    cores, they sleep at once, all of them, and every small operation has to wake its own, which
+    makes it up to ten times as slow. So whoever has others compute lets go of its own, which come
+    back with its next operation. This is about GNU's OpenMP, which torch has on Linux; with another
+    one nothing happens.
+    """
+    openmp = _gnu_openmp()
+    if openmp is not None:
+        openmp.omp_pause_resource_all(_HARD)
+
+
+_HARD = 2  # omp_pause_hard of OpenMP 5.0, section 3.2.44: nothing that can be made again is kept
+
+
+@cache
+def _gnu_openmp() -> Any:
+    """torch's own copy of the library, which is loaded already; `None` if it has another one."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    found = {line.split()[-1] for line in lines if "libgomp" in line and "torch" in line}
+    for path in sorted(found):
+        library = ctypes.CDLL(path)
+        if hasattr(library, "omp_pause_resource_all"):
+            return library
+    return None

@@ -17,7 +17,7 @@ from penstock.capture.halves import run_pending
 from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
 from penstock.capture.preserve import untouched
-from penstock.devices.cores import use_threads
+from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.profile.sampling import Sampler
 from penstock.profile.shadow import shadow
 from penstock.profile.stepping import KEY, Steps
@@ -80,6 +80,8 @@ class Team:
         What forwards change in their modules is put back then, as a model that counts its forwards
         may not be able to count all of a profile.
         """
+        if self.threads > 1:
+            end_idle_threads()
         with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(untouched(member.model))

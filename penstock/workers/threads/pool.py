@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from penstock.devices.cores import use_threads
+from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.streams import on
 from penstock.errors import IN_A_FORK
 from penstock.links.local import Aborted
@@ -63,6 +63,7 @@ class ThreadPool(Pool):
         doing: Callable[[int], str] = lambda worker: "busy",
     ) -> None:
         super().__init__(len(devices), _GRACE, reset)
+        self._threads_each = threads
         self._wake = abort
         self._doing = doing
         self._inboxes: list[SimpleQueue[_Order | None]] = [SimpleQueue() for _ in devices]
@@ -91,6 +92,14 @@ class ThreadPool(Pool):
         self._finalizer.detach()
         self._threads.clear()
         self._closed_because = self._closed_because or IN_A_FORK
+
+    def start(
+        self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
+    ) -> Dispatch:
+        """Give each worker one more job; those with several threads get the caller's cores."""
+        if self._threads_each > 1:
+            end_idle_threads()
+        return super().start(jobs, timeout, whole)
 
     def _dispatch(self, number: int) -> Dispatch:
         return Ringing(number)
