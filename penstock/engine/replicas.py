@@ -20,11 +20,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from penstock.capture.history import history, nests
@@ -42,13 +42,18 @@ Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Sum(Protocol):
-    """Adds the gradients of a replica's micro-batches to those of all replicas, in order."""
+    """Adds the gradients of a replica's micro-batches to those of all replicas, in order.
 
-    @property
-    def has_come(self) -> bool:
-        """Whether `.grad` has the sum of all micro-batches before those of this replica.
+    Attributes:
+        lends: whether leaves have the sum in `.grad` only within `in_turn`, which has to know them.
+    """
 
-        Then backwards may add to it themselves, as on one device.
+    lends: bool
+
+    def has_come(self, number: int) -> bool:
+        """Whether `.grad` has the sum of all micro-batches before this one.
+
+        Then its backward may add to it itself, as on one device; see `in_turn`.
         """
 
     def add(self, number: int, gradients: Sequence[Terms]) -> None:
@@ -78,12 +83,12 @@ class OrderedSum:
     def __init__(self, turns: Turns, adding: Adding = nullcontext) -> None:
         self.turns = turns
         self.adding = adding
+        self.lends = adding is not nullcontext
         self._early: deque[tuple[int, Sequence[Terms]]] = deque()
 
-    @property
-    def has_come(self) -> bool:
-        """Never: micro-batches of other replicas come in between."""
-        return False
+    def has_come(self, number: int) -> bool:
+        """Whether the gradients of all micro-batches before this one have been added."""
+        return self.turns.has_come(number)
 
     def add(self, number: int, gradients: Sequence[Terms]) -> None:
         """Add the gradients of a micro-batch, or keep them if it is not its turn yet.
@@ -138,8 +143,25 @@ def accumulate(terms: Terms) -> None:
     Hooks that come after accumulation are called, layouts are as ever.
     """
     if terms:
-        edges = [get_gradient_edge(leaf) for leaf, _ in terms]
-        torch.autograd.backward(edges, [gradient for _, gradient in terms])
+        leaves, gradients = zip(*terms, strict=True)
+        with torch.enable_grad():
+            _Given.apply(gradients, *leaves).backward()
+
+
+class _Given(torch.autograd.Function):
+    """A function whose gradients are given: one backward that comes to many leaves.
+
+    As roots of a backward of their own, each leaf would take microseconds of Python.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=leaves[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.gradients
 
 
 class InOrder:
@@ -334,22 +356,29 @@ def _users_of_memories(
     return users
 
 
-def _leaves_of(
-    pairs: Sequence[tuple[GradientEdge, torch.Tensor]],
-) -> tuple[list[torch.Tensor], bool]:
-    """The leaves that a backward from these roots comes to, each once.
+class _Reached(NamedTuple):
+    """What a backward comes to.
 
-    Returns:
-        the leaves; and whether an autograd Function on the way runs another backward in its own, as
-        those of reversible networks and of reentrant checkpoints do.
+    Attributes:
+        leaves: the leaves, each once.
+        nested: whether an autograd Function on the way runs another backward in its own, as those
+            of reversible networks and of reentrant checkpoints do.
+        custom: whether there is an autograd Function at all, which may hide that it does.
     """
-    nested = False
-    leaves = []
-    for node in history(root.node for root, _ in pairs):
-        if node.name().endswith("AccumulateGrad"):
-            leaves.append(node.variable)  # type: ignore[attr-defined]
-        nested = nested or nests(node)
-    return leaves, nested
+
+    leaves: list[torch.Tensor]
+    nested: bool
+    custom: bool
+
+
+def _reached(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> _Reached:
+    """What a backward from these roots comes to."""
+    nodes = list(history(root.node for root, _ in pairs))
+    return _Reached(
+        [node.variable for node in nodes if node.name().endswith("AccumulateGrad")],  # type: ignore[attr-defined]
+        any(map(nests, nodes)),
+        any(hasattr(node, "_forward_cls") for node in nodes),
+    )
 
 
 class SummedStage(Stage):
@@ -375,14 +404,15 @@ class SummedStage(Stage):
         self._total.add(self._number, terms)
 
     def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
-        """Compute the gradients of a span's leaves apart from `.grad`, unless they have hooks.
+        """Compute the gradients of a span's leaves apart from `.grad`, unless it is its turn.
 
-        Hooks of a leaf are called with the gradient of one micro-batch after the other, before it
-        is added. So then this waits until it is this micro-batch's turn, and adds as any backward
-        does. So it does where a Function runs a backward of its own, which adds to `.grad`.
+        If it is, this adds to `.grad` as any backward does. Hooks of a leaf are called with the
+        gradient of one micro-batch after the other, before it is added, so then this waits for the
+        turn. So it does where a Function runs a backward of its own, which adds to `.grad`.
         """
-        if self._total.has_come:
-            super()._backward_of(roots, gradients, entry)
+        has_come = self._total.has_come(self._number)
+        if has_come and not self._total.lends:
+            self._backward_in_turn(roots, gradients, entry, ())
             return
         pairs = [
             (root, gradient)
@@ -391,14 +421,12 @@ class SummedStage(Stage):
         ]
         if not pairs:
             return
-        leaves, nested = _leaves_of(pairs)
-        leaves = [leaf for leaf in leaves if leaf is not entry.anchor]
-        if nested or any(leaf._backward_hooks for leaf in leaves):
+        found, nested, custom = _reached(pairs)
+        leaves = [leaf for leaf in found if leaf is not entry.anchor]
+        if (has_come and not custom) or nested or any(leaf._backward_hooks for leaf in leaves):
             if nested:  # who knows of which graph
                 leaves = self._parameters()
-            earlier, self._terms = self._terms, []
-            with self._total.in_turn(self._number, earlier, leaves):
-                super()._backward_of(roots, gradients, entry)
+            self._backward_in_turn(roots, gradients, entry, leaves)
             return
         if self.wanted is not None:
             chosen = set(map(id, self.wanted))
@@ -407,10 +435,18 @@ class SummedStage(Stage):
         if not wanted:
             return
         starts, values = [root for root, _ in pairs], [gradient for _, gradient in pairs]
-        found = torch.autograd.grad(starts, wanted, values, allow_unused=True)
+        computed = torch.autograd.grad(starts, wanted, values, allow_unused=True)
         self._terms.append(
-            [(leaf, g) for leaf, g in zip(leaves, found, strict=False) if g is not None]
+            [(leaf, g) for leaf, g in zip(leaves, computed, strict=False) if g is not None]
         )
+
+    def _backward_in_turn(
+        self, roots: Roots, gradients: Gradients, entry: Entry, leaves: Sequence[torch.Tensor]
+    ) -> None:
+        """Add to `.grad` of these leaves as a backward does, when this micro-batch has its turn."""
+        earlier, self._terms = self._terms, []
+        with self._total.in_turn(self._number, earlier, leaves):
+            super()._backward_of(roots, gradients, entry)
 
     def _parameters(self) -> list[torch.Tensor]:
         """All that the stage has, on all ways."""

@@ -207,28 +207,38 @@ class WorkerState:
         """
         if self.replica.of == 1:
             self._put(enumerate(self._parameters()))
-        elif any(parameter.grad is not None for parameter in self._parameters()):
-            raise InputError(
-                "the backward of an autograd Function adds to .grad itself "
-                "(torch.autograd.backward within it), which replicas cannot add up in order; use "
-                "replicas=1"
-            )
+        else:
+            self._check_apart(self._parameters())
 
     @contextmanager
     def adding(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """While open, these leaves have the gradients that all replicas have added up so far.
 
         Otherwise they have none here.
+
+        Raises:
+            InputError: one has been added to outside.
         """
         slot = self.slots.get(self._slot, NO_SLOT)
         self._parameters()
         numbered = [(self._numbers[id(leaf)], leaf) for leaf in leaves if id(leaf) in self._numbers]
+        self._check_apart([leaf for _, leaf in numbered])
         for k, leaf in numbered:
             leaf.grad = slot.gradients[k] if slot.present[k] else None
         yield
         self._put(numbered)
         for _, leaf in numbered:
             leaf.grad = None
+
+    @staticmethod
+    def _check_apart(leaves: Iterable[torch.Tensor]) -> None:
+        """Raise if anything other than the sum of replicas has added to the gradient of one."""
+        if any(leaf.grad is not None for leaf in leaves):
+            raise InputError(
+                "the backward of an autograd Function adds to .grad itself "
+                "(torch.autograd.backward within it), which replicas cannot add up in order; use "
+                "replicas=1"
+            )
 
     def _put(self, numbered: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Put the gradients of some parameters into the slot, where they are not there yet.

@@ -105,12 +105,10 @@ class ChainedSum:
     Args:
         ring: the replicas.
         parameters: gives those whose gradients are added up; the same on all replicas.
-
-    Attributes:
-        has_come: whether `.grad` has the sum of all micro-batches before those of this replica.
     """
 
     def __init__(self, ring: Ring, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self.lends = False
         self._ring = ring
         self._parameters = parameters
         self.begin()
@@ -118,8 +116,12 @@ class ChainedSum:
     def begin(self) -> None:
         """A pass begins, or the last one was given up."""
         self._kept: list[Sequence[Terms]] = []
-        self.has_come = self._ring.is_first
+        self._has_come = self._ring.is_first
         self._own = {id(parameter) for parameter in self._parameters()}
+
+    def has_come(self, number: int) -> bool:
+        """Whether `.grad` has the sum of all micro-batches before those of this replica."""
+        return self._has_come
 
     def add(self, number: int, gradients: Sequence[Terms]) -> None:
         """Add the gradients of a micro-batch, or keep them until the sum of those before comes.
@@ -135,7 +137,7 @@ class ChainedSum:
                     "so it cannot be added up. Make it a part of the model, or use "
                     'workers="threads", or replicas=1'
                 )
-        if not self.has_come:
+        if not self._has_come:
             self._kept.append(gradients)
             return
         for terms in gradients:
@@ -146,10 +148,10 @@ class ChainedSum:
         self, number: int, earlier: Sequence[Terms], leaves: Sequence[torch.Tensor]
     ) -> Iterator[None]:
         """Around a backward that adds to `.grad` itself; waits for the sum of those before."""
-        if not self.has_come:
+        if not self._has_come:
             for bucket in self._buckets():
                 self._take(bucket)
-            self._kept, self.has_come = [], True
+            self._kept, self._has_come = [], True
         self.add(number, earlier)
         yield
 
@@ -163,10 +165,10 @@ class ChainedSum:
         totals = [("total", k) for k in range(len(buckets) if ring.passes_totals_on else 0)]
         ring.expect([*sums, *totals])
         for bucket in buckets:
-            if not self.has_come:
+            if not self._has_come:
                 self._take(bucket)
             ring.send([_gradient(parameter) for parameter in bucket])
-        self._kept, self.has_come = [], True
+        self._kept, self._has_come = [], True
         for bucket in buckets if not ring.is_last else ():
             values = ring.receive()
             if ring.passes_totals_on:
