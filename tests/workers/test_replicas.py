@@ -295,8 +295,16 @@ def test_a_backward_within_a_backward(kind: str) -> None:
     assert_same(ours, [p.grad for p in expected.parameters()])
 
 
-def test_a_hidden_backward_within_a_backward_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), Reversible(AddsByAnother), nn.Linear(6, 6))
+class UsedTwice(Reversible):
+    """The same weight has a gradient from outside the Function as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.weight
+
+
+@pytest.mark.parametrize("kind", [Reversible, UsedTwice])
+def test_a_hidden_backward_within_a_backward_is_refused(kind: type[Reversible]) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), kind(AddsByAnother), nn.Linear(6, 6))
     with (
         make(model, workers="processes") as pipe,
         pytest.raises(ps.InputError, match=r"adds to \.grad itself"),
