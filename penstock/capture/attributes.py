@@ -41,7 +41,7 @@ def left_behind(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> fr
         model: after the forward.
         before: what `attributes_of_all` gave before it.
     """
-    with_history = {name for name, held in named_tensors(model) if held.grad_fn is not None}
+    with_history = (name for name, held in named_tensors(model) if held.grad_fn is not None)
     return frozenset(with_history).union(
         f"{path}.{name}".lstrip(".")
         for path, own in attributes_of_all(model).items()

@@ -113,8 +113,7 @@ def run_with_threads(function: Callable[[], T], threads: int, timeout: float | N
         except BaseException as error:
             errors.append(error)
 
-    if threads > 1:
-        end_idle_threads()
+    end_idle_threads(threads)
     modes = ambient()
     thread = threading.Thread(target=lambda: _under(modes, work), daemon=True)
     try:

@@ -43,8 +43,11 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def end_idle_threads() -> None:
+def end_idle_threads(threads: int) -> None:
     """End the threads that wait to take part in the calling thread's next operation.
+
+    It is called before others compute with `threads` intra-op threads each; with one each, nothing
+    happens.
 
     An operation on a CPU is divided among threads that belong to the thread which runs it, and wait
     for its next one. They spin for a while as they wait; but if a process has more of them than
@@ -53,7 +56,7 @@ def end_idle_threads() -> None:
     back with its next operation. This is about GNU's OpenMP, which torch has on Linux; with another
     one nothing happens.
     """
-    openmp = _gnu_openmp()
+    openmp = _gnu_openmp() if threads > 1 else None
     if openmp is not None:
         openmp.omp_pause_resource_all(_HARD)
 

@@ -80,8 +80,7 @@ class Team:
         What forwards change in their modules is put back then, as a model that counts its forwards
         may not be able to count all of a profile.
         """
-        if self.threads > 1:
-            end_idle_threads()
+        end_idle_threads(self.threads)
         with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(untouched(member.model))

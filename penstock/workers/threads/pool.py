@@ -97,8 +97,7 @@ class ThreadPool(Pool):
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
     ) -> Dispatch:
         """Give each worker one more job; those with several threads get the caller's cores."""
-        if self._threads_each > 1:
-            end_idle_threads()
+        end_idle_threads(self._threads_each)
         return super().start(jobs, timeout, whole)
 
     def _dispatch(self, number: int) -> Dispatch:

@@ -50,9 +50,9 @@ def test_they_end_and_come_back_with_the_next_operation() -> None:
         before = number()
         expected = compute()
         assert number() == before + 1
-        end_idle_threads()
+        end_idle_threads(2)
         assert falls_to(before)
-        end_idle_threads()
+        end_idle_threads(2)
         assert torch.equal(compute(), expected)
         assert number() == before + 1
 
@@ -73,6 +73,18 @@ def test_a_pass_ends_those_of_the_script() -> None:
     with_two_threads(body)
 
 
-def test_without_the_library_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_gnu_openmp", lambda: None)
-    end_idle_threads()
+@pytest.mark.parametrize("threads", [1, 2])
+def test_they_stay_where_nobody_needs_their_cores_or_without_the_library(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if threads > 1:
+        monkeypatch.setattr(cores, "_gnu_openmp", lambda: None)
+
+    def body() -> None:
+        before = number()
+        compute()
+        end_idle_threads(threads)
+        time.sleep(0.1)
+        assert number() == before + 1
+
+    with_two_threads(body)
