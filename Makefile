@@ -17,15 +17,18 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/python examples/train_gpt2.py
 
+# Two files of tests at a time: many of them wait for processes that they start.
+TESTS := $(BIN)/pytest -n 2 --dist loadfile
+
 test: lint
-	$(BIN)/pytest
+	$(TESTS)
 
 # A share of the slow tests, such as SHARE=3/8, and the core that every share has.
 test-share: $(READY)
-	$(BIN)/pytest -m slow --share $(SHARE) --timeout 1200
+	$(TESTS) -m slow --share $(SHARE) --timeout 1200
 
 test-slow: $(READY)
-	$(BIN)/pytest -m slow --timeout 1200
+	$(TESTS) -m slow --timeout 1200
 
 zoo: $(READY)
 	$(BIN)/python -W ignore -m tests.zoo --output docs/zoo

@@ -8,13 +8,15 @@ long as they are not slower than fewer), and the fastest third for a few more, t
 best: `torch.distributed.pipelining` (all its schedules, 2 to 16 micro-batches, cut by hand and
 again where Penstock cuts for as many micro-batches), `DistributedDataParallel` (micro-batches,
 sizes of buckets), FSDP2 (micro-batches, what is gathered at a time), and one process with all cores
-(micro-batches, whether threads that wait sleep). Then the best of each take turns with Penstock:
-with what it chooses itself (`devices=` left out), and with stages where it chooses something else,
-each in threads and in processes. A turn is a step, or half a second of steps, round after round, in
-an order that is drawn anew for every round. A step is forward, loss, backward and the optimizer,
-for all. All have the same conditions: one intra-op thread a worker, or as many as cores for a
-process that has them all, and an allocator that keeps freed memory. Penstock's first twenty steps,
-which it audits, do not count.
+(micro-batches, whether threads that wait sleep). Then they take turns, a few at a time, as the
+memory of many trainings at once would be taken away while they wait: Penstock with what it chooses
+itself (`devices=` left out), and with stages where it chooses something else, each in threads and
+in processes; then the best of each peer. Penstock's choice in threads takes part in every group,
+and all are compared with its steps of the same rounds. A turn is a step, or half a second of steps,
+round after round, in an order that is drawn anew for every round. A step is forward, loss, backward
+and the optimizer, for all. All have the same conditions: one intra-op thread a worker, or as many
+as cores for a process that has them all, and an allocator that keeps freed memory. Penstock's first
+twenty steps, which it audits, do not count.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from penstock.devices.cores import use_threads
 from penstock.display.progress import callback
 from penstock.display.tables import aligned
 from penstock.plan.request import Request
-from penstock.planning.planner import profile_for
+from penstock.planning.planner import profiles_for
 from penstock.workers.backend import Kind
 
 DEVICES = ("cpu", "cpu")
@@ -61,6 +63,7 @@ SHARDS: dict[str, dict[str, bool]] = {
     "by child, freed after forwards": {"by_child": True, "frees": True},
 }
 KINDS: tuple[Kind, ...] = ("threads", "processes")
+TOGETHER = 3  # peers that take turns with Penstock
 WARM_UP = 3  # rounds that do not count
 TURN = 0.5  # seconds: steps that take milliseconds are slow after those of others
 
@@ -71,6 +74,7 @@ class Penstock:
     Args:
         subject: what it trains.
         workers: on which kind of workers.
+        suffix: of its name.
         options: of the pipeline, besides.
 
     Attributes:
@@ -80,13 +84,13 @@ class Penstock:
         train_steps: seconds of every `train_step`, without the optimizer.
     """
 
-    def __init__(self, subject: Subject, workers: Kind, **options: Any) -> None:
+    def __init__(self, subject: Subject, workers: Kind, suffix: str = "", **options: Any) -> None:
         self._inputs, self._target = subject.data()
         self._loss_fn = subject.loss
         model = subject.build().train()
         self._pipe = ps.Pipeline(model, (self._inputs,), workers=workers, **options)
         self._optimizer = self._pipe.optimizer(torch.optim.SGD, lr=RATE)
-        self.name = f"Penstock, {workers}{', stages' if options else ''}"
+        self.name = f"Penstock, {workers}{suffix}"
         self.plan = self._pipe.plan
         self.loss = float("nan")
         self.train_steps: list[float] = []
@@ -129,7 +133,7 @@ def penstocks(subject: Subject, stack: ExitStack) -> list[Penstock]:
     for workers in KINDS:
         found.append(Penstock(subject, workers))
         if found[-1].plan.replicas > 1 or len(found[-1].plan.stages) < len(DEVICES):
-            found.append(Penstock(subject, workers, devices=DEVICES, replicas=1))
+            found.append(Penstock(subject, workers, ", stages", devices=DEVICES, replicas=1))
     for one in found:
         stack.callback(one.close)
         print(f"{subject.name}, {one.name}: {one.plan.summary}", file=sys.stderr)
@@ -164,9 +168,10 @@ def profiled(subject: Subject) -> ps.Profile:
     """What the model costs now; Penstock's pipelines are planned by the same profile."""
     devices = [torch.device(device) for device in DEVICES]
     with callback(f"profiling {subject.name}") as progress:
-        return profile_for(
-            captured(subject), devices=devices, request=Request(), fresh=True, progress=progress
+        (found,) = profiles_for(
+            captured(subject), choices=[devices], request=Request(), fresh=True, progress=progress
         )
+    return found
 
 
 def penstock_cut(
@@ -233,31 +238,25 @@ def candidates(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Make]
 
 
 def find_best(
-    kinds: Mapping[str, Mapping[str, Make]], steps: int, stack: ExitStack
-) -> tuple[list[Peer], dict[str, Scouted]]:
+    kinds: Mapping[str, Mapping[str, Make]], steps: int
+) -> tuple[dict[str, Make], dict[str, Scouted]]:
     """Try all configurations, each alone.
 
     Args:
         kinds: of peers, and the configurations of each, by name.
         steps: that are measured of the fastest third of each.
-        stack: closes the peers.
 
     Returns:
-        the fastest of every kind, started, and the seconds of all.
+        the fastest of every kind, by their names, and the seconds of all.
     """
     scouted: dict[str, Scouted] = {}
     with callback("finding each peer's best") as progress:
         tick = Ticker(sum(map(tries, kinds.values())), progress)
         for kind, makes in kinds.items():
             scouted[kind] = scout(makes, steps, partial(_named, tick, kind))
-    found = []
-    for kind, makes in kinds.items():
-        best = fastest(scouted[kind])
-        if best is not None:
-            found.append(makes[best]().start())
-            stack.callback(found[-1].close)
-            found[-1].name = f"{kind}: {best}"
-    return found, scouted
+    ran = ((kind, fastest(scouted[kind])) for kind in kinds)
+    best = {f"{kind}: {name}": kinds[kind][name] for kind, name in ran if name is not None}
+    return best, scouted
 
 
 def _named(tick: Ticker, kind: str, name: str) -> None:
@@ -266,27 +265,49 @@ def _named(tick: Ticker, kind: str, name: str) -> None:
 
 def measure(subject: Subject, options: Any) -> dict[str, Any]:
     """Everything that was measured of one model."""
-    costs = profiled(subject)
+    best, scouted = find_best(candidates(subject, profiled(subject)), options.scout)
     with ExitStack() as stack:
-        best, scouted = find_best(candidates(subject, costs), options.scout, stack)
         ours = penstocks(subject, stack)
-        contestants: list[Any] = [*ours, *best]
-        first = []
-        for contestant in contestants:
-            contestant.step()
-            first.append(contestant.loss)
-        for _ in range(AUDITED):
-            for own in ours:
-                own.step()
-        steps = max(1, round(TURN / statistics.median(ours[0].train_steps[-5:])))
-        with callback("taking turns") as progress:
-            tick = Ticker((options.rounds + WARM_UP) * len(contestants), progress)
-            how: dict[str, int] = {"steps": steps, "warm_up": WARM_UP, "seed": options.seed}
-            taken = take_turns(contestants, options.rounds, tick, **how)
+        chosen = ours[0].plan
+        rows = in_turns(ours, ours, options)
+    peers = list(best.items())
+    for k in range(0, len(peers), TOGETHER):
+        with ExitStack() as stack:
+            reference = Penstock(subject, KINDS[0], plan=chosen)
+            stack.callback(reference.close)
+            started = [started_peer(*peer, stack) for peer in peers[k : k + TOGETHER]]
+            rows += in_turns([reference, *started], [reference], options)[1:]
+    return {"model": subject.name, "rows": rows, "scouted": scouted}
+
+
+def started_peer(name: str, make: Make, stack: ExitStack) -> Peer:
+    """A peer in its own processes; `stack` closes them."""
+    peer = make().start()
+    stack.callback(peer.close)
+    peer.name = name
+    return peer
+
+
+def in_turns(
+    contestants: Sequence[Any], ours: Sequence[Penstock], options: Any
+) -> list[dict[str, Any]]:
+    """What is measured of these, which take turns; the first one is who they are compared with."""
+    first = []
+    for contestant in contestants:
+        contestant.step()
+        first.append(contestant.loss)
+    for _ in range(AUDITED):
+        for own in ours:
+            own.step()
+    steps = max(1, round(TURN / statistics.median(ours[0].train_steps[-5:])))
+    with callback("taking turns") as progress:
+        tick = Ticker((options.rounds + WARM_UP) * len(contestants), progress)
+        how: dict[str, int] = {"steps": steps, "warm_up": WARM_UP, "seed": options.seed}
+        taken = take_turns(contestants, options.rounds, tick, **how)
     rows = [row(*each, taken[0]) for each in zip(contestants, taken, first, strict=True)]
     for found, own in zip(rows, ours, strict=False):
         found |= own.facts(steps * options.rounds)
-    return {"model": subject.name, "steps": steps, "rows": rows, "scouted": scouted}
+    return rows
 
 
 def row(contestant: Any, seconds: list[float], loss: float, ours: list[float]) -> dict[str, Any]:
@@ -318,7 +339,7 @@ def show(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
         rows: the results; those of Penstock have their percent of the bound.
     """
     cells = [(title, "s/step", "±", "of Penstock's", "of bound", "first loss")]
-    for found in sorted(rows, key=lambda row: float(row["median"])):
+    for found in sorted(rows, key=lambda row: float(row["slower"])):
         share = found.get("percent_of_bound")
         cells.append(
             (

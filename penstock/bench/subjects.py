@@ -385,7 +385,7 @@ def _sequence(
 
 def subjects(quick: bool) -> dict[str, Subject]:
     """The six models, by a short name; with `quick` so small that a step takes milliseconds."""
-    rows, image = (8, 32) if quick else (32, 128)
+    rows, image = (8, 32) if quick else (32, 64)
     channels, side = (8, 16) if quick else (16, 64)
     counts = (2,) if quick else COUNTS
     layers, width, length, texts = (4, 32, 16, 8) if quick else (12, 384, 256, 8)
@@ -417,7 +417,7 @@ def subjects(quick: bool) -> dict[str, Subject]:
             gpt,
             partial(tokens, texts, length),
             language_loss,
-            counts,
+            tuple(count for count in counts if texts % count == 0),
         ),
         "wide": _sequence(
             f"MLP 4-64-4, {many} rows: boundaries of {many * 64 / 2**20:.1f} MiB at m=4",

@@ -53,7 +53,7 @@ def compare(report: dict[str, Any]) -> str:
 def _fastest(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any] | None:
     """The fastest of those that have one of these names, perhaps with a configuration."""
     kinds = {row["name"].partition(": ")[0]: row for row in rows}
-    return min((kinds[n] for n in names if n in kinds), key=lambda row: row["median"], default=None)
+    return min((kinds[n] for n in names if n in kinds), key=lambda row: row["slower"], default=None)
 
 
 def _cell(row: dict[str, Any] | None, is_first: bool) -> str:

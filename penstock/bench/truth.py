@@ -41,7 +41,7 @@ from penstock.display.terminal import Progress
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.plan.layout import Layout, Stretch
 from penstock.plan.request import Request
-from penstock.planning.planner import profile_for
+from penstock.planning.planner import profiles_for
 from penstock.planning.tuning import mean_square
 from penstock.profile.data import DeviceProfile
 from penstock.profile.measure import device_profile
@@ -161,11 +161,11 @@ class Planned:
         self.program = ps.capture(model.train(), args, kwargs)
         self.leaves = self.program.flatten_inputs(args, kwargs)
         self.team = Team(self.program, DEVICES[0], len(DEVICES), threads=1)
-        self.costs = profile_for(
+        (self.costs,) = profiles_for(
             self.program,
             args,
             kwargs,
-            devices=DEVICES,
+            choices=[DEVICES],
             request=Request(),
             fresh=True,
             progress=progress,

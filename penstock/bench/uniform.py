@@ -46,5 +46,10 @@ def uniform_plan(
 
 def replicated_plan(program: ps.Program, replicas: int) -> ps.Plan:
     """The whole model so many times, each time on a CPU worker, and a micro-batch for each."""
-    plan = uniform_plan(program, 1, replicas, recompute="none")
-    return msgspec.structs.replace(plan, other_replicas=(plan.devices,) * (replicas - 1))
+    return replicated(uniform_plan(program, 1, replicas, recompute="none"), replicas)
+
+
+def replicated(plan: ps.Plan, replicas: int, shares: tuple[int, ...] = ()) -> ps.Plan:
+    """The same stages, so many times; each runs as many micro-batches as these, or equally many."""
+    others = (plan.devices,) * (replicas - 1)
+    return msgspec.structs.replace(plan, other_replicas=others, shares=shares)

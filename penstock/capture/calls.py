@@ -322,6 +322,9 @@ class Reads:
         replaced: where closed modules put other tensors or modules themselves.
         aliases: for places of objects, another one where the same object was; what is read of it
             is noted there.
+        resting: the modules that were called whole, and those in them, that were in evaluation
+            mode. If one is in training mode it may draw random numbers, or change buffers, which
+            did not show.
     """
 
     seen: dict[Place, Any] = field(default_factory=dict)
@@ -336,6 +339,7 @@ class Reads:
     outcomes: tuple[Outcome, ...] = ()
     replaced: frozenset[Place] = frozenset()
     aliases: dict[Place, Place] = field(default_factory=dict)
+    resting: frozenset[str] = field(default=frozenset(), compare=False)
 
     def with_all_of(self, other: Reads) -> Reads:
         """What two recordings have read that are generalised together."""
@@ -352,6 +356,7 @@ class Reads:
             tuple(dict.fromkeys((*self.outcomes, *other.outcomes))),
             self.replaced | other.replaced,
             other.aliases | self.aliases,
+            self.resting | other.resting,
         )
 
     def passed_in(self, model: nn.Module, leaves: Sequence[Any] = ()) -> dict[str, Any]:

@@ -511,6 +511,7 @@ class _Capturer:
                     strict=strict,
                     numbers=self.numbers,
                 )
+                trace.reads.resting = _resting(self.model, trace)
             return trace, [_without_history(leaf) for leaf in flatten(result)[0]]
 
         trace, results = self._without_saving(recorded)
@@ -602,6 +603,17 @@ class _Capturer:
             if self.as_it_is and isinstance(given, torch.Tensor) and given.requires_grad:
                 leaf.requires_grad_()
         return leaves
+
+
+def _resting(model: nn.Module, trace: Trace) -> frozenset[str]:
+    """What is in evaluation mode of the modules that are called whole, see `Reads.resting`."""
+    called = {str(call.target) for call in trace.calls if call.is_module}
+    return frozenset(
+        name
+        for target in called
+        for name, module in model.get_submodule(target).named_modules(prefix=target)
+        if not module.training
+    )
 
 
 def _without_history(leaf: object) -> Any:

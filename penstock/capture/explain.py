@@ -170,7 +170,7 @@ def explain(
         parameters=sum(p.numel() for p in model.parameters()),
         rows=tuple(
             _explained(cuts, sizes, number, used, seconds[number] if seconds is not None else None)
-            for number, used in enumerate(_first_used(model, train))
+            for number, used in enumerate(first_used(model, train))
         ),
         differences=_differences(train, evaluation),
         closed=dict(closed),
@@ -178,12 +178,7 @@ def explain(
     )
 
 
-def weight_bytes(model: nn.Module, trace: Trace) -> tuple[int, ...]:
-    """For every call, the bytes of the parameters that it is the first to use."""
-    return tuple(sum(p.nbytes for p in used) for used in _first_used(model, trace))
-
-
-def _first_used(model: nn.Module, trace: Trace) -> list[list[nn.Parameter]]:
+def first_used(model: nn.Module, trace: Trace) -> list[list[nn.Parameter]]:
     """For every call, the parameters that it is the first to use."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()

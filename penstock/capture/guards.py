@@ -36,6 +36,7 @@ from penstock.capture.reads import SETTINGS
 from penstock.errors import InputError
 
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
+_TRAINING = attrgetter("training")
 MOST_WAYS = 64
 """So many recordings of one mode are kept."""
 
@@ -68,6 +69,7 @@ class Guards:
         self._laid_out = [find(model, name) for name in reads.layouts]
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
+        self._resting = [model.get_submodule(name) for name in reads.resting]
         self._parameters = list(model.parameters())
         self._dtypes = list(map(_DTYPE, self._parameters))
 
@@ -124,6 +126,8 @@ class Guards:
             return "the dtype of parameters"
         if list(map(type, self._modules)) != self._classes:
             return "the class of a module"
+        if any(map(_TRAINING, self._resting)):
+            return "whether a module is in training mode"
         for name, value in reads.settings.items():
             if SETTINGS[name]() != value:
                 return f"torch.{name}()"

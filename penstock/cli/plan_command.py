@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from penstock.profile import Profile
 
 _STDOUT = Path("-")
-_ELSEWHERE = (
-    "There is one replica, as several are run on the CPUs of one machine only so far; --replicas "
-    "plans for them."
-)
 
 
 @click.command("plan")
@@ -157,7 +153,7 @@ def _planned(
             count = sum(machine.count for machine in hardware.machines)
             program.check_stages(count // (1 if request.replicas == "auto" else request.replicas))
             measure = replace(request, cuts=None, replicas=1)  # others are for what is described
-            limits = Limits(one_replica=_ELSEWHERE, all_devices=True)
+            limits = Limits(all_devices=True, in_one_memory=False)
         costs = profiles_for(
             program,
             choices=backend.choices,
@@ -194,7 +190,7 @@ def _measured(seconds: float, plan: Plan) -> str:
 def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     """What wins, the stages, the step, and what was considered."""
     from penstock.observe.timeline import as_text, legend
-    from penstock.plan.plan import advice, considered, prediction, stages, verdict
+    from penstock.plan.plan import advice, considered, prediction, replicas, stages, verdict
     from penstock.schedule import draw
 
     timeline, width = found.timeline(), width_of_stdout()
@@ -202,6 +198,7 @@ def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     parts = [
         [verdict(found), *filter(None, [found.note]), *hints],
         stages(found, width),
+        *filter(None, [replicas(found, width)]),
         [as_text(timeline), legend(timeline)],
         [prediction(found), f"confidence: {costs.confidence}"],
         considered(found, width),

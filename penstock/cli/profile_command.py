@@ -75,7 +75,7 @@ def command(
     from penstock.devices.allocator import keep_freed_memory
     from penstock.devices.choice import existing_devices, threads_per_worker
     from penstock.display.progress import callback
-    from penstock.profile.cache import cached_profile
+    from penstock.profile.cache import cached_profiles
     from penstock.profile.measure import SECONDS
     from penstock.workers.kinds import measuring
     from penstock.workers.probe import with_links
@@ -87,11 +87,10 @@ def command(
     count = microbatch_count(microbatches)
     keep_freed_memory()  # as the pipelines that it is for will
     with callback("capturing") as progress:
-        costs, was_kept = cached_profile(
+        (costs,), was_kept = cached_profiles(
             capture(module, args, kwargs),
-            devices=[str(device) for device in there],
+            choices=[([str(device) for device in there], threads_per_worker(there))],
             num_microbatches=count,
-            threads=threads_per_worker(there),
             seconds=SECONDS if seconds is None else seconds,
             progress=progress,
             fresh=no_cache,
@@ -161,7 +160,15 @@ def _beside(costs: Profile) -> list[str]:
         )
         lines.append(f"link {pair}: {_microseconds(link.latency_seconds)}, {speed}")
     lines.append(f"overhead: {_microseconds(costs.overhead_seconds)} for every action")
-    lines += _halves(costs.on(costs.devices[0]))
+    if costs.adding_seconds:
+        replicas = "a parameter's gradients in each micro-batch, with replicas"
+        lines.append(f"adding: {_microseconds(costs.adding_seconds)} for {replicas}")
+    first = costs.on(costs.devices[0])
+    if first.contention:
+        ends = sorted({f"{ratio:.2f}" for ratio in (min(first.contention), max(first.contention))})
+        longer = f"{' to '.join(ends)} times as long"
+        lines.append(f"contention: a micro-batch takes {longer} as on one worker alone")
+    lines += _halves(first)
     return lines
 
 

@@ -91,7 +91,8 @@ _LEFT = (0, 13)
     default="auto",
     show_default=True,
     metavar="N|auto",
-    help="Replicas of the pipeline; auto: as few as the places to cut allow.",
+    help="Replicas of the pipeline; auto: as in PLAN, or, for other workers, as few as the places "
+    "to cut allow.",
 )
 @stages_option
 @memory_option
@@ -204,10 +205,16 @@ def _cases(
         memory_limit=memory_limit,
         optimizer_state=optimizer_state,
     )
+    count_of_replicas: int | None = None
+    if replicas != "auto":
+        count_of_replicas = _list("--replicas", replicas, _whole, 1)[0]
+    elif plan is not None and workers is None and schedules is None:
+        count_of_replicas = plan.replicas
+    each = -(-plan.num_microbatches // (count_of_replicas or 1)) if plan else 1
     devices = plan.devices if plan is not None else profile.devices if profile else ()
     every = product(
         _list("--workers", workers, _whole, len(devices)),
-        _list("--microbatches", microbatches, _whole, plan.num_microbatches if plan else 1),
+        _list("--microbatches", microbatches, _whole, each),
         _schedules(schedules, plan.schedule if plan else "1f1b"),
         _list("--bandwidth", bandwidth, parse_speed, None),
         _list("--latency", latency, parse_seconds, None),
@@ -221,7 +228,7 @@ def _cases(
             latency=link_latency,
             microbatch_size=microbatch_size or (plan.microbatch_size if plan else 1),
             batch=batch,
-            replicas=None if replicas == "auto" else _list("--replicas", replicas, _whole, 1)[0],
+            replicas=count_of_replicas,
             stages_per_worker=stages_per_worker,
             speed=speed,
             memory=request.memory,

@@ -36,6 +36,7 @@ from penstock.engine.stage import Before, MicroBatch, Stage
 from penstock.engine.turns import Turns
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
+from penstock.plan.shares import dealt
 
 Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Leaves of autograd's graph, each once, and what is to be added to the `.grad` of each."""
@@ -536,24 +537,29 @@ class Replica:
 
     Attributes:
         number: of it, from 0.
-        of: how many there are.
+        weights: of all replicas, by which they share the micro-batches.
         first: the number of its first worker.
         common: for every stage that is here what it has in common with those of other replicas;
             empty for the only replica.
     """
 
     number: int = 0
-    of: int = 1
+    weights: tuple[int, ...] = (1,)
     first: int = 0
     common: Mapping[int, InOrder] = field(default_factory=dict)
 
-    def share(self, microbatches: int) -> range:
-        """Those of so many micro-batches that it runs: they are dealt in turn."""
-        return range(self.number, microbatches, self.of)
+    @property
+    def of(self) -> int:
+        """How many replicas there are."""
+        return len(self.weights)
 
-    def largest_share(self, microbatches: int) -> range:
-        """What the replica runs that has most of them, which is the first."""
-        return range(0, microbatches, self.of)
+    def share(self, microbatches: int) -> Sequence[int]:
+        """Those of so many micro-batches that it runs."""
+        return dealt(microbatches, self.weights)[self.number]
+
+    def largest_share(self, microbatches: int) -> int:
+        """How many the replica runs that has most of them."""
+        return max(map(len, dealt(microbatches, self.weights)))
 
     def stage(self, index: int, source: Source, sink: Sink) -> Stage:
         """A stage without ways."""

@@ -88,7 +88,8 @@ def as_text(timeline: Timeline, width: int | None = None) -> str:
     columns.
     """
     lanes = _lanes(timeline)
-    names = [_names(worker, own, timeline) for worker, own in enumerate(lanes)]
+    several = any(len(own) > 1 for own in lanes)
+    names = [_names(worker, own, timeline, several) for worker, own in enumerate(lanes)]
     beside = len(names[0][0]) + len(f" || 100% {_BUSY}")
     width = width or max(_LEAST, _TERMINAL - beside)
     lines = []
@@ -101,13 +102,12 @@ def as_text(timeline: Timeline, width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _names(worker: int, lanes: Sequence[_Lane], timeline: Timeline) -> list[str]:
+def _names(worker: int, lanes: Sequence[_Lane], timeline: Timeline, with_stages: bool) -> list[str]:
     """What stands before the lanes of a worker, equally wide for all workers."""
-    stages = {event.action.stage for event in timeline.events}
     name = f"worker {worker:>{len(str(timeline.num_workers - 1))}}"
-    if len(stages) <= timeline.num_workers:
+    if not with_stages:
         return [name]
-    digits = len(str(max(stages)))
+    digits = len(str(max(event.action.stage for event in timeline.events)))
     first, *others = [f" stage {lane.stage:>{digits}}" for lane in lanes]
     return [name + first, *(" " * len(name) + other for other in others)]
 

@@ -10,27 +10,32 @@ from penstock.plan.cutting import Cutter
 from penstock.plan.layout import Layout, Memory, Stretch
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Candidate, Way
-from penstock.profile.data import Link, Profile
+from penstock.plan.shares import BUCKET
+from penstock.profile.data import ADDED_PER_SECOND, Link, Profile
 from penstock.schedule import build, check
 
-ADDED_PER_SECOND = 4e9  # bytes of gradients, where devices share their memory: about one core's
 _SCHEDULE = "1f1b"  # of the pipelines that there are replicas of
 
 
-def alternatives(profile: Profile, memory: Memory) -> list[Candidate]:
+def alternatives(profile: Profile, memory: Memory, replicas: bool = True) -> list[Candidate]:
     """One device, data parallelism, and replicas of a shorter pipeline where devices suffice.
 
     The first two come first, whether they fit the memory or not. Gradients are taken to be summed
     around a ring after the backward, as `DistributedDataParallel` does. These are only compared
     with: where the planner may choose among all kinds, the plans that Penstock runs take their
     place.
+
+    Args:
+        profile: what was measured.
+        memory: what training holds.
+        replicas: whether replicas of a shorter pipeline are wanted.
     """
     devices = len(profile.devices)
     found = [one_device(profile, memory), data_parallel(profile, memory)]
-    for replicas in range(2, devices // 2 + 1):
-        is_possible = profile.batch_size >= replicas and devices // replicas <= profile.num_calls
-        if devices % replicas == 0 and is_possible:
-            found.append(_replicated_pipelines(profile, memory, replicas))
+    for number in range(2, devices // 2 + 1) if replicas else ():
+        is_possible = profile.batch_size >= number and devices // number <= profile.num_calls
+        if devices % number == 0 and is_possible:
+            found.append(_replicated_pipelines(profile, memory, number))
     return found
 
 
@@ -46,9 +51,11 @@ def data_parallel(profile: Profile, memory: Memory) -> Candidate:
 
 def _replicated(profile: Profile, memory: Memory, way: Way, devices: Sequence[str]) -> Candidate:
     share = -(-profile.batch_size // len(devices))
-    alone = {name: msgspec.structs.replace(profile, devices=(name,)) for name in set(devices)}
     slowest: tuple[float, int, float] = (0.0, 1, 0.0)
-    for own in alone.values():
+    for name in dict.fromkeys(devices):
+        own = msgspec.structs.replace(profile, devices=(name,))
+        if len(devices) == 1:
+            own = profile.alone(name)
         options = []
         for count in _counts(own, share):
             layout = Layout(msgspec.structs.replace(own, batch_size=share), count)
@@ -144,3 +151,36 @@ def ring_seconds(size: float, replicas: int, link: Link) -> float:
     """
     speed = link.bytes_per_second or ADDED_PER_SECOND
     return 2 * (replicas - 1) * (size / replicas / speed + link.latency_seconds)
+
+
+def chain_seconds(size: float, replicas: int, share: int, link: Link, adding: float) -> float:
+    """Seconds of an ordered sum along a chain of replicas, in buckets, and back around the ring.
+
+    Every link carries the sums and the totals. A replica adds the gradients of its micro-batches
+    to each bucket that comes.
+
+    Args:
+        size: bytes of gradients.
+        replicas: how many there are.
+        share: how many micro-batches each runs.
+        link: the slowest.
+        adding: bytes that a replica adds in a second.
+    """
+    if replicas == 1:
+        return 0.0
+    speed = link.bytes_per_second or adding
+    bucket = min(size, BUCKET)
+    hops = 2 * replicas - 3  # of the last bucket, after all others have left the first replica
+    last = hops * (bucket / speed + link.latency_seconds)
+    return 2 * size / speed + share * size / adding + last
+
+
+def adding_seconds(sizes: Sequence[float], replicas: int, adding: float) -> float:
+    """Seconds in which replicas in one memory add up the last gradients.
+
+    Args:
+        sizes: bytes of gradients of every worker of a replica.
+        replicas: how many there are.
+        adding: bytes that a worker adds in a second.
+    """
+    return (replicas - 1) * sum(sizes) / len(sizes) / adding

@@ -147,28 +147,27 @@ class Option:
             why="chosen" if self is chosen else slower,
         )
 
-    def plan(self, one: Candidate, parallel: Candidate, considered: Sequence[Candidate]) -> Plan:
-        """The plan that runs this option, with what it is compared with and what was considered."""
+    def plan(self) -> Plan:
+        """The plan that runs this option."""
         profile = self.layout.profile
         return Plan(
             fingerprint=profile.fingerprint,
             batch_size=profile.batch_size,
             num_microbatches=self.layout.count,
             schedule=self.name,
-            stages=tuple(self._stages()),
+            stages=tuple(self.stage_plans()),
             predicted_step_seconds=self.seconds,
             bound_seconds=self.bound,
-            one_device_seconds=one.predicted_step_seconds,
-            data_parallel_seconds=parallel.predicted_step_seconds,
+            one_device_seconds=None,
             overhead_seconds=profile.overhead_seconds,
             overlap=profile.overlap,
             rules=self.rules,
             memory_limit=self.memory.limit,
             threads=profile.threads,
-            considered=tuple(considered),
         )
 
-    def _stages(self) -> Iterator[StagePlan]:
+    def stage_plans(self) -> Iterator[StagePlan]:
+        """Its stages, as a plan has them."""
         layout, profile = self.layout, self.layout.profile
         costs = layout.costs(self.stretches)
         for s, stretch in enumerate(self.stretches):

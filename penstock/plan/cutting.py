@@ -61,6 +61,10 @@ class Cutter:
         Raises:
             CapacityError: nothing fits the memory.
         """
+        if self.recompute in ("auto", "none"):
+            stretches = self._unlimited(fill)
+            if all(self._needed(k, s) <= self.caps[k] for k, s in enumerate(stretches)):
+                return stretches
         names, variants = self._variants()
         found = partition(
             variants,
@@ -72,6 +76,21 @@ class Cutter:
             caps=self.caps if self.is_limited else None,
         )
         return self._stretches(found.cuts, [names[v] for v in found.variants])
+
+    def _unlimited(self, fill: float) -> list[Stretch]:
+        """The best stages whatever they hold: the same for many schedules, so they are kept."""
+        layout = self.layout
+        key = self.placement, fill, self.allowed.tobytes()
+        if key not in layout.partitions:
+            layout.partitions[key] = partition(
+                layout.seconds[list(self.placement)],
+                num_microbatches=layout.count,
+                fill=fill,
+                latency=layout.crossing(self.placement),
+                allowed=self.allowed,
+                tie=layout.boundary,
+            ).cuts
+        return self._stretches(layout.partitions[key], ["none"] * len(self.placement))
 
     def at(self, cuts: Sequence[int]) -> list[Stretch] | None:
         """The stages between these cuts, recomputing what they must; `None` if they do not fit."""
@@ -106,7 +125,9 @@ class Cutter:
             return names, [self._named_variant(seconds)]
         if not self.is_limited:
             return names, [Variant(again if n != "none" else seconds) for n in names]
-        weights = np.broadcast_to(layout.weights * self.memory.per_weight, seconds.shape)
+        weights = np.broadcast_to(
+            layout.weights * self.memory.per_weight(layout.count), seconds.shape
+        )
         entering = flying * layout.boundary + layout.passing
         joints, largest = self._joints()
         held = np.zeros(layout.profile.num_calls)
@@ -131,7 +152,7 @@ class Cutter:
         edges = sorted({k for span in self.named for k in span if k < len(held)})
         held[edges] += layout.boundary[edges]
         largest = max((float(layout.saved[a:b].sum()) for a, b in self.named), default=0.0)
-        weights = layout.weights * self.memory.per_weight
+        weights = layout.weights * self.memory.per_weight(layout.count)
         entering = flying * layout.boundary + layout.passing
         return Variant(again, weights + flying * held, entering + largest)
 
@@ -180,7 +201,7 @@ class Cutter:
             for a, b in pieces
         ]
         outside = plain._replace(stop=plain.start)  # nothing but what enters
-        standing = layout.standing(plain, self.memory.per_weight)
+        standing = layout.standing(plain, self.memory)
         flying = int(self.in_flight[stage, 0])
         room = float(self.caps[stage]) - standing - flying * layout.held(outside)
         choice = None
@@ -191,7 +212,7 @@ class Cutter:
         return plain._replace(recompute=tuple(pieces[k] for k in choice.segments))
 
     def _needed(self, stage: int, stretch: Stretch) -> float:
-        standing = self.layout.standing(stretch, self.memory.per_weight)
+        standing = self.layout.standing(stretch, self.memory)
         return standing + float(self.in_flight[stage, 0]) * self.layout.held(stretch)
 
 

@@ -227,7 +227,7 @@ def _limits(count: int, homes: Sequence[int], room: Room | None) -> tuple[int, .
     for stage, worker in enumerate(homes):
         each[worker] += room.held[stage]
     most = [
-        min(count, int(have / need)) if need else count
+        int(min(count, have / need)) if need else count
         for have, need in zip(room.workers, each, strict=True)
     ]
     if 0 in most:

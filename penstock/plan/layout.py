@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -44,15 +44,29 @@ class Memory:
         optimizer_state: bytes of optimizer state for every byte of weights: 2 for Adam, 1 for SGD
             with momentum.
         limit: bytes that every worker may hold; `None` for what the profile says of its device.
+        replicas: of the model, among which the optimizer state is divided.
+        is_shared: whether the replicas have weights, gradients and optimizer state in one memory.
     """
 
     optimizer_state: float = 2.0
     limit: int | None = None
+    replicas: int = 1
+    is_shared: bool = False
 
-    @property
-    def per_weight(self) -> float:
-        """Bytes for every byte of weights: itself, its gradient, and its optimizer state."""
-        return 2.0 + self.optimizer_state
+    def per_weight(self, microbatches: int) -> float:
+        """Bytes for every byte of weights: itself, its gradient, and its optimizer state.
+
+        Gradients that wait for their turn come to it: in one memory about one set for each
+        replica, otherwise one for every micro-batch that a replica runs.
+
+        Args:
+            microbatches: of each replica.
+        """
+        if self.replicas == 1:
+            return 2.0 + self.optimizer_state
+        if self.is_shared:
+            return (2.0 + self.optimizer_state) / self.replicas + 1.0
+        return 2.0 + self.optimizer_state / self.replicas + microbatches
 
     def caps(self, profile: Profile) -> Floats:
         """(workers,): the bytes that every worker may hold, infinite where it is not known."""
@@ -70,12 +84,14 @@ class Layout:
     Attributes:
         rows: of every micro-batch.
         seconds: (workers, calls); forward and backward of a mean micro-batch.
+        partitions: the best cuts that were found, if memory is no matter.
     """
 
     def __init__(self, profile: Profile, count: int) -> None:
         self.profile = profile
         self.count = count
         self.rows = split_rows(profile.batch_size, count)
+        self.partitions: dict[Hashable, tuple[int, ...]] = {}
         self._by_rows = {rows: self._table(rows) for rows in sorted(set(self.rows))}
         totals = {rows: table[0] + table[1] for rows, table in self._by_rows.items()}
         mean: Floats = np.mean([totals[rows] for rows in self.rows], axis=0)
@@ -203,10 +219,11 @@ class Layout:
             total -= self.saved[start:stop].sum()
         inner = {edge for span in stretch.recompute for edge in span}
         total += sum(self.boundary[k] for k in inner if stretch.start < k < stretch.stop)
-        return float(total)
+        return max(0.0, float(total))  # rounding may leave less
 
-    def standing(self, stretch: Stretch, per_weight: float) -> float:
+    def standing(self, stretch: Stretch, memory: Memory) -> float:
         """Bytes that a stage holds all the time, and while it works on a micro-batch."""
+        per_weight = memory.per_weight(self.count)
         again = [float(self.saved[start:stop].sum()) for start, stop in stretch.recompute]
         return (
             float(self.weights[stretch.start : stretch.stop].sum()) * per_weight
@@ -220,7 +237,7 @@ class Layout:
         """The most bytes of every worker, when its stages hold so many micro-batches at once."""
         peaks = [0.0] * len(self.profile.devices)
         for stretch, count in zip(stretches, in_flight, strict=True):
-            standing = self.standing(stretch, memory.per_weight)
+            standing = self.standing(stretch, memory)
             peaks[stretch.worker] += standing + count * self.held(stretch)
         return peaks
 

@@ -12,6 +12,7 @@ import msgspec
 from penstock.display.tables import aligned
 from penstock.errors import PlanError
 from penstock.files import read_whole, readable, save_whole, version_of, what_is
+from penstock.plan.shares import dealt
 from penstock.schedule import SCHEDULES, Costs, Event, Rules, Schedule, Timeline, build
 from penstock.simulate import Network, simulate
 from penstock.units import show_bytes, show_seconds
@@ -28,6 +29,7 @@ _STAGE_TEXTS = (1, 2, 8)
 _CONSIDERED_HEADING = (
     *("considered", "replicas", "stages", "micro-batches", "predicted", "memory", ""),
 )
+_REPLICA_HEADING = ("replica", "devices", "micro-batches", "slowest stage", "memory")
 _RING = "as with DistributedDataParallel, which sums gradients in another order than one device"
 _IN_ORDER = "replicas={} does that, and sums gradients in the order of one device"
 
@@ -120,6 +122,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     only_compared: bool = False
     why: str = ""
 
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step; infinite if it does not fit the memory."""
+        found = self.predicted_step_seconds
+        return float("inf") if found is None else found
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Cuts, placement, number of micro-batches and schedule, with the predicted step time.
@@ -144,6 +152,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         memory_limit: bytes that every worker may hold, if requested.
         boundary_dtype: the dtype to which boundary values are rounded, if requested.
         other_replicas: for every replica but the first the devices of its workers.
+        other_stages: for every replica but the first its stages, which have the same calls, but
+            other times if its devices are others; empty if all replicas have the same devices.
+        shares: how many of the micro-batches every replica runs; empty if they are dealt evenly.
         threads: intra-op threads of each CPU worker for which it was made, on which bits depend; 0
             where it is not known.
         note: why there is one replica, if several were not possible.
@@ -166,6 +177,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit: int | None = None
     boundary_dtype: str | None = None
     other_replicas: tuple[tuple[str, ...], ...] = ()
+    other_stages: tuple[tuple[StagePlan, ...], ...] = ()
+    shares: tuple[int, ...] = ()
     threads: int = 0
     note: str = ""
     considered: tuple[Candidate, ...] = ()
@@ -211,15 +224,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def costs(self) -> Costs:
-        """The times of the stages for the largest micro-batch."""
-        return Costs(
-            forward=tuple(stage.forward_seconds for stage in self.stages),
-            backward=tuple(stage.backward_seconds for stage in self.stages),
-            weight=tuple(stage.weight_seconds for stage in self.stages),
-            halving=tuple(stage.halving_seconds for stage in self.stages),
-            latency=tuple(stage.latency_seconds for stage in self.stages[1:]),
-            transfer=tuple(stage.transfer_seconds for stage in self.stages[1:]),
-        )
+        """The times of the first replica's stages for the largest micro-batch."""
+        return _costs(self.stages)
 
     def schedule_for(self, num_microbatches: int) -> Schedule:
         """The schedule of a replica that runs this many micro-batches."""
@@ -235,24 +241,39 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         workers = self.workers_per_replica
         return build(self.schedule, len(self.stages), num_microbatches, num_workers=workers)
 
-    def share(self, replica: int) -> range:
-        """The micro-batches of a replica, which are dealt round robin."""
-        return range(replica, self.num_microbatches, self.replicas)
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """By which the replicas share the micro-batches, one for each; see `shares.dealt`."""
+        return self.shares or (1,) * self.replicas
+
+    def share(self, replica: int) -> tuple[int, ...]:
+        """The numbers of the micro-batches of a replica, where they are dealt one by one."""
+        return dealt(self.num_microbatches, self.weights)[replica]
+
+    def stages_of(self, replica: int) -> tuple[StagePlan, ...]:
+        """The stages of a replica."""
+        return self.other_stages[replica - 1] if replica and self.other_stages else self.stages
 
     def timeline(self) -> Timeline:
-        """The predicted step, if all micro-batches were as large as the largest."""
-        costs = self.costs
-        network = Network.of(costs, overlap=self.overlap, overhead=self.overhead_seconds)
-        schedule = self.schedule_for(len(self.share(0)))
-        first = simulate(schedule, costs.seconds, network)
-        if self.replicas == 1:
-            return first
+        """The predicted step, if all micro-batches were as large as the largest.
+
+        Replicas with shares of their own have the schedules of so many micro-batches; where they
+        are dealt evenly, all have that of the largest share.
+        """
+        shares = dealt(self.num_microbatches, self.weights)
+        most = max(map(len, shares))
+        alike: dict[tuple[tuple[StagePlan, ...], int], Timeline] = {}
         events = []
-        for replica in range(self.replicas):
-            share, before = self.share(replica), replica * self.workers_per_replica
+        for replica, share in enumerate(shares):
+            own, before = self.stages_of(replica), replica * self.workers_per_replica
+            kind = own, len(share) if self.shares else most
+            if kind not in alike:
+                costs = _costs(own)
+                network = Network.of(costs, overlap=self.overlap, overhead=self.overhead_seconds)
+                alike[kind] = simulate(self.schedule_for(kind[1]), costs.seconds, network)
             events += [
                 Event(before + worker, action._replace(microbatch=share[action.microbatch]), *times)
-                for worker, action, *times in first.events
+                for worker, action, *times in alike[kind].events
                 if action.microbatch < len(share)
             ]
         return Timeline(len(self.devices), events)
@@ -326,7 +347,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 yield f"{self.schedule} does not run stages on workers {self.placement}"
         if self.boundary_dtype not in (None, *HALF):
             yield f"boundary_dtype={self.boundary_dtype!r} is none of {', '.join(HALF)}"
-        if self.other_replicas and self.stages:
+        if self.stages and (self.other_replicas or self.other_stages or self.shares):
             yield from self._mistakes_of_replicas()
         begin = 0
         for number, stage in enumerate(self.stages):
@@ -344,8 +365,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             yield f"other_replicas={self.other_replicas}: each needs {each} devices"
         if self.replicas > self.num_microbatches:
             yield f"{self.replicas} replicas cannot share {self.num_microbatches} micro-batches"
-        if self.splits_backward:
+        if self.splits_backward and self.replicas > 1:
             yield f"{self.schedule} halves backwards, which replicas do not"
+        if self.shares and (
+            len(self.shares) != self.replicas
+            or min(self.shares) < 1
+            or sum(self.shares) != self.num_microbatches
+        ):
+            yield (
+                f"shares={self.shares} are not {self.replicas} numbers from 1 whose sum is "
+                f"{self.num_microbatches} micro-batches"
+            )
+        if self.other_stages and any(
+            [stage.calls for stage in stages] != [stage.calls for stage in self.stages]
+            for stages in self.other_stages
+        ):
+            yield "other_stages: a replica has other calls than the first"
+        if len(self.other_stages) not in (0, len(self.other_replicas)):
+            yield (
+                f"other_stages is for {len(self.other_stages)} replicas, and other_replicas for "
+                f"{len(self.other_replicas)}"
+            )
 
     def check_fits(self, fingerprint: str, devices: Sequence[str], calls: int) -> None:
         """Raise unless the plan was made for this program and this many devices.
@@ -378,6 +418,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         said = [verdict(self), *filter(None, [self.note])]
         lines = [*said, "", *stages(self), "", prediction(self)]
+        if self.other_stages:
+            lines += ["", *replicas(self)]
         if self.considered:
             lines += ["", *considered(self)]
         return "\n".join(lines)
@@ -390,6 +432,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.devices) == 1:
             return text
         return f"{text}; one device {_fitting(alone)}; data parallel {_fitting(parallel)}"
+
+
+def _costs(stages: Sequence[StagePlan]) -> Costs:
+    """The times of these stages for the largest micro-batch."""
+    return Costs(
+        forward=tuple(stage.forward_seconds for stage in stages),
+        backward=tuple(stage.backward_seconds for stage in stages),
+        weight=tuple(stage.weight_seconds for stage in stages),
+        halving=tuple(stage.halving_seconds for stage in stages),
+        latency=tuple(stage.latency_seconds for stage in stages[1:]),
+        transfer=tuple(stage.transfer_seconds for stage in stages[1:]),
+    )
 
 
 # -- as text ------------------------------------------------------------------------------
@@ -432,7 +486,7 @@ def verdict(plan: Plan) -> str:
     if plan.replicas == 1:
         what, other = "Splitting is", _against(here, parallel, "data parallelism")
     else:
-        split = _fastest(c for c in plan.considered if c.replicas == 1 and c.way == "pipeline")
+        split = fastest_of(c for c in plan.considered if c.replicas == 1 and c.way == "pipeline")
         what = f"{plan.replicas} replicas are"
         other = "" if split is None else _against(here, split, "one replica")
     compared = ", ".join(filter(None, (_against(here, alone, "one device"), other)))
@@ -443,7 +497,7 @@ def _of_one_worker(plan: Plan) -> str:
     """What is said of a plan of one worker: whether it is the best of several."""
     here = plan.predicted_step_seconds
     others = [c for c in plan.considered if c.way != "one device" and not c.only_compared]
-    best = _fastest(others)
+    best = fastest_of(others)
     if not others:
         return "There is one device: nothing to split."
     which = "One device alone"
@@ -470,7 +524,7 @@ def _left_out(plan: Plan) -> list[Candidate]:
     ]
 
 
-def _fastest(candidates: Iterable[Candidate]) -> float | None:
+def fastest_of(candidates: Iterable[Candidate]) -> float | None:
     """The seconds of the fastest one that fits the memory."""
     known = [c.predicted_step_seconds for c in candidates if c.predicted_step_seconds is not None]
     return min(known, default=None)
@@ -516,6 +570,22 @@ def stages(plan: Plan, width: int | None = None) -> list[str]:
     return aligned([_STAGE_HEADING, *rows], _STAGE_TEXTS, width)
 
 
+def replicas(plan: Plan, width: int | None = None) -> list[str]:
+    """A line for every replica, if they have other devices; no longer than `width`."""
+    if not plan.other_stages:
+        return []
+    each = plan.workers_per_replica
+    rows = [_REPLICA_HEADING]
+    for replica, share in enumerate(plan.weights):
+        own = plan.stages_of(replica)
+        devices = plan.devices[replica * each : (replica + 1) * each]
+        slowest = max(stage.seconds for stage in own)
+        memory = max(stage.memory_bytes for stage in own)
+        row = f"{replica}", ", ".join(devices), f"{share}", show_seconds(slowest)
+        rows.append((*row, show_bytes(memory)))
+    return aligned(rows, (1,), width)
+
+
 def considered(plan: Plan, width: int | None = None) -> list[str]:
     """A line for the best of every way and schedule, the fastest first; no longer than `width`.
 
@@ -524,7 +594,9 @@ def considered(plan: Plan, width: int | None = None) -> list[str]:
     best: dict[tuple[str, str, int, int], Candidate] = {}
     for found in plan.considered:
         schedule = found.schedule if found.stages > 1 else ""  # they are all the same with one
-        best.setdefault((found.way, schedule, found.replicas, found.threads), found)
+        kind = found.way, schedule, found.replicas, found.threads
+        if kind not in best or found.why == "chosen":  # others may be as fast
+            best[kind] = found
     has_threads = len({candidate.threads for candidate in plan.considered}) > 1
     heading = (*_CONSIDERED_HEADING[:1], "threads", *_CONSIDERED_HEADING[1:])
     rows = [heading, *(_considered(candidate) for candidate in best.values())]

@@ -178,10 +178,12 @@ class Limits:
     Attributes:
         one_replica: why there can be one replica only; empty if there can be several.
         all_devices: whether every device has to be used.
+        in_one_memory: whether replicas on CPUs have the weights in common.
     """
 
     one_replica: str = ""
     all_devices: bool = False
+    in_one_memory: bool = True
 
 
 def positions(

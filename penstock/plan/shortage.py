@@ -10,7 +10,7 @@ from msgspec.structs import replace as replace_fields
 from penstock.errors import PlanError
 from penstock.plan.candidates import in_flight
 from penstock.plan.cutting import Cutter
-from penstock.plan.layout import Layout
+from penstock.plan.layout import Layout, Memory
 from penstock.plan.partition import CapacityError
 from penstock.plan.request import Request
 from penstock.profile.data import Profile
@@ -21,13 +21,18 @@ _TIMES_DEVICES = 4  # more than so many times as many are not tried
 
 
 def nothing_fits(
-    profile: Profile, request: Request, short: CapacityError, placement: Sequence[int]
+    profile: Profile,
+    request: Request,
+    memory: Memory,
+    short: CapacityError,
+    placement: Sequence[int],
 ) -> PlanError:
     """The error for a request that no plan can meet.
 
     Args:
         profile: what was measured.
         request: what was requested.
+        memory: what training holds.
         short: the closest that was found.
         placement: the worker of every stage there.
     """
@@ -40,16 +45,16 @@ def nothing_fits(
         f"{profile.labels[last - 1]} takes {show_bytes(found.needed)}, and {device} may hold "
         f"{show_bytes(have)}: {show_bytes(found.bytes)} too little"
     )
-    changes = list(_changes(profile, request))
+    changes = list(_changes(profile, request, memory))
     if not changes:
         count = profile.batch_size
         most = replace(request, recompute="auto", num_microbatches=count, cuts=None)
-        missing = show_bytes(_missing(profile, most))
+        missing = show_bytes(_missing(profile, most, memory))
         changes = [f'{missing} more a worker, with recompute="auto" and num_microbatches={count}']
     return PlanError(f"{text}. What would fit: {'; '.join(changes)}")
 
 
-def _changes(profile: Profile, request: Request) -> Iterator[str]:
+def _changes(profile: Profile, request: Request, memory: Memory) -> Iterator[str]:
     """Changes to the request that would make it possible, each on its own, or all in one."""
     recomputing = replace(request, recompute="auto")
     count = profile.batch_size
@@ -57,29 +62,29 @@ def _changes(profile: Profile, request: Request) -> Iterator[str]:
     changes = {'recompute="auto"': recomputing, f"num_microbatches={count}": finer}
     both = replace(recomputing, num_microbatches=count)
     alone = [text for text, changed in changes.items() if changed != request]
-    working = [text for text in alone if _fits(profile, changes[text])]
+    working = [text for text in alone if _fits(profile, changes[text], memory)]
     yield from working
-    if not working and both not in (request, recomputing, finer) and _fits(profile, both):
+    if not working and both not in (request, recomputing, finer) and _fits(profile, both, memory):
         yield " with ".join(changes)
     if request.cuts is not None:
         free = replace(both, cuts=None)
-        if _fits(profile, free):
+        if _fits(profile, free, memory):
             yield "cuts that Penstock chooses"
         return
     devices = profile.devices
     for more in range(len(devices) + 1, _TIMES_DEVICES * len(devices) + 1):
         longer = tuple(devices[k % len(devices)] for k in range(more))
-        if _fits(replace_fields(profile, devices=longer), request):
+        if _fits(replace_fields(profile, devices=longer), request, memory):
             yield f"{more} devices like these"
             return
 
 
-def _fits(profile: Profile, request: Request) -> bool:
+def _fits(profile: Profile, request: Request, memory: Memory) -> bool:
     """Whether the most frugal schedule has a partition for it."""
-    return _missing(profile, request) == 0
+    return _missing(profile, request, memory) == 0
 
 
-def _missing(profile: Profile, request: Request) -> float:
+def _missing(profile: Profile, request: Request, memory: Memory) -> float:
     """By how many bytes a worker has too little for the most frugal schedule, at best."""
     workers = len(profile.devices)
     wanted = request.num_microbatches
@@ -87,7 +92,7 @@ def _missing(profile: Profile, request: Request) -> float:
     flying = in_flight(_FRUGAL, workers, count, workers)
     layout = Layout(profile, count)
     again = request.recomputed(profile.labels, profile.forbidden)
-    cutter = Cutter(layout, range(workers), flying, request.memory, again)
+    cutter = Cutter(layout, range(workers), flying, memory, again)
     try:
         cutter.best(1.0)
     except CapacityError as error:

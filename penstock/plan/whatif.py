@@ -1,7 +1,7 @@
 """What if: a model on machines that one does not have, from what was measured on one's own.
 
 One replica of the pipeline is cut and simulated, so thousands of workers take seconds. Of several
-replicas, each on workers of its own, the gradients are summed in a ring at the end of the step.
+replicas, each on workers of its own, the gradients are added in order at the end of the step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from penstock.errors import InputError, PlanError
-from penstock.plan.alternatives import ring_seconds
+from penstock.plan.alternatives import adding_seconds, chain_seconds
 from penstock.plan.bound import schedule_bound
 from penstock.plan.candidates import STAGES_PER_WORKER, Option, cutter_for, fastest
 from penstock.plan.layout import Layout, Memory
@@ -123,7 +123,7 @@ class Outcome:
         stages: of each replica.
         batch_size: rows of all replicas together.
         step_seconds: of a training step without the optimizer; `None` if it is not possible.
-        reduce_seconds: the part of it in which the replicas sum their gradients.
+        reduce_seconds: the part of it in which the replicas add up their gradients.
         bound_seconds: with these cuts no schedule is faster.
         one_worker_seconds: for the same batch, one worker alone with memory for it.
         memory_bytes: the most that a worker holds.
@@ -164,9 +164,13 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
         PlanError: more stages are asked for than there are places to cut.
     """
     replicas, note = _replicas(profile, case)
+    link = case.link(_measured(profile))
+    is_shared = not link.bytes_per_second
+    case = replace(case, memory=replace(case.memory, replicas=replicas, is_shared=is_shared))
     stages = case.workers // replicas * case.per_worker
     rows = _rows(case, replicas)
-    layout = Layout(_machines(profile, case, case.workers // replicas, rows), case.num_microbatches)
+    own = profile.of_replica() if replicas > 1 else profile
+    layout = Layout(_machines(own, case, case.workers // replicas, rows), case.num_microbatches)
     outcome = Outcome(case, replicas, stages, case.batch or rows * replicas, None, note=note)
     try:
         option = _option(layout, case, stages)
@@ -176,9 +180,14 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
     weights = [0.0] * option.num_workers
     for stretch in option.stretches:
         weights[stretch.worker] += float(layout.weights[stretch.start : stretch.stop].sum())
-    reduced = ring_seconds(max(weights), replicas, case.link(_measured(profile)))
+    adding = profile.on(profile.devices[0]).added_per_second * case.speed
+    if is_shared:
+        reduced = adding_seconds(weights, replicas, adding)
+    else:
+        reduced = chain_seconds(max(weights), replicas, case.num_microbatches, link, adding)
     actions = 2 * case.num_microbatches * profile.overhead_seconds
-    alone = float(layout.seconds[0].sum()) * case.num_microbatches + actions
+    one = Layout(_machines(profile, case, 1, rows), case.num_microbatches)
+    alone = float(one.seconds[0].sum()) * case.num_microbatches + actions
     costs = layout.costs(option.stretches, min(layout.rows))
     bound = schedule_bound(costs, layout.count, option.placement, split=option.splits_backward)
     return replace(
@@ -198,6 +207,11 @@ def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
     Raises:
         PlanError: the case needs other stages, or other sizes of micro-batches.
     """
+    if plan.replicas > 1:
+        raise PlanError(
+            f"the plan has {plan.replicas} replicas, of which the plan alone does not say how they "
+            "add up gradients: give the profile that it was made from"
+        )
     schedule = _planned_schedule(plan, case)
     costs = _planned_costs(plan, case)
     found = check(schedule)

@@ -22,7 +22,7 @@ from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans_on_any
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
-from penstock.profile.cache import cached_profile
+from penstock.profile.cache import cached_profiles
 from penstock.profile.measure import SECONDS, bytes_across
 from penstock.workers.backend import Backend
 from penstock.workers.probe import LinkProbe, with_links
@@ -32,6 +32,9 @@ _LOG = logging.getLogger("penstock")
 
 TUNED = 4
 """Plans that are measured when that is asked for."""
+
+PROMPT = 7.0
+"""Seconds of a profile that the first step waits for."""
 
 TOGETHER = 1.25
 """Times as long as one profile that several are measured, one for each number of workers.
@@ -83,6 +86,7 @@ def decide_plan(
                 request=request,
                 limits=limits_of(backend),
                 tune=tune,
+                seconds=PROMPT,
                 where=backend.probe,
                 progress=progress,
             )
@@ -102,7 +106,7 @@ def limits_of(backend: Backend) -> Limits:
         backend.check_replicas(len(backend.devices))
     except InputError:
         why = "There is one replica, as these workers cannot be several."
-    return Limits(one_replica=why, all_devices=backend.all_devices)
+    return Limits(why, backend.all_devices, backend.in_one_memory)
 
 
 def plan_for(
@@ -114,6 +118,7 @@ def plan_for(
     request: Request,
     limits: Limits | None = None,
     tune: bool = False,
+    seconds: float = SECONDS,
     fresh: bool = False,
     where: LinkProbe | None = None,
     progress: Progress | None = None,
@@ -128,6 +133,7 @@ def plan_for(
         request: what is asked of the plan.
         limits: what the workers allow where the kind of plan may be chosen; anything by default.
         tune: whether the best few plans are measured, and the fastest is kept.
+        seconds: about how long to measure; a profile that was measured for `SECONDS` does as well.
         fresh: whether to profile even if the same was profiled before.
         where: the workers with which links are measured; threads by default.
         progress: as in `Pipeline`.
@@ -143,6 +149,7 @@ def plan_for(
         choices=choices,
         request=request,
         limits=limits,
+        seconds=seconds,
         fresh=fresh,
         where=where,
         progress=progress,
@@ -161,16 +168,18 @@ def profiles_for(
     choices: Sequence[Sequence[torch.device]],
     request: Request,
     limits: Limits | None = None,
+    seconds: float = SECONDS,
     fresh: bool = False,
     where: LinkProbe | None = None,
     progress: Progress | None = None,
 ) -> list[Profile]:
     """A profile for each of the lists of devices on which what is asked for is possible.
 
-    Several together are measured `TOGETHER` times as long as one.
+    Several are measured in turns, together `TOGETHER` times as long as one.
 
     Args:
-        program, args, kwargs, choices, request, limits, fresh, where, progress: as of `plan_for`.
+        program, args, kwargs, choices, request, limits, seconds, fresh, where, progress: as of
+            `plan_for`.
 
     Raises:
         PlanError: there is none.
@@ -186,20 +195,26 @@ def profiles_for(
             errors.append(error)
     if not possible:
         raise errors[0]
-    return [
-        profile_for(
-            program,
-            args,
-            kwargs,
-            devices=devices,
-            request=request,
-            seconds=SECONDS if len(possible) == 1 else TOGETHER * SECONDS / len(possible),
-            fresh=fresh,
-            where=where,
-            progress=progress,
-        )
-        for devices in possible
-    ]
+    each = 1.0 if len(possible) == 1 else TOGETHER / len(possible)
+    settings = [([str(device) for device in own], threads_per_worker(own)) for own in possible]
+    costs, _ = cached_profiles(
+        program,
+        args,
+        kwargs,
+        choices=settings,
+        num_microbatches=request.num_microbatches,
+        seconds=each * seconds,
+        longer=each * SECONDS,
+        progress=progress,
+        fresh=fresh,
+    )
+    if request.boundary_dtype is not None:
+        dtype: torch.dtype = getattr(torch, request.boundary_dtype)
+        travelling = bytes_across(program, dtype)
+        costs = [replace_fields(own, travelling=travelling) for own in costs]
+    measured_with = where or ThreadProbe()
+    pairs = zip(costs, possible, strict=True)
+    return [with_links(own, devices, measured_with) for own, devices in pairs]
 
 
 def check_possible(
@@ -254,43 +269,3 @@ def tuned(
     steps = measured(program, leaves, candidates, progress=progress)
     medians = [statistics.median(seconds) for seconds in steps]
     return sorted(zip(medians, candidates, strict=True), key=lambda pair: pair[0])
-
-
-def profile_for(
-    program: Program,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    devices: Sequence[torch.device],
-    request: Request,
-    seconds: float = SECONDS,
-    fresh: bool = False,
-    where: LinkProbe | None = None,
-    progress: Progress | None = None,
-) -> Profile:
-    """What the program costs on these devices, links included.
-
-    Args:
-        program, args, kwargs, request, fresh, where, progress: as of `plan_for`.
-        devices: one for each worker; they exist.
-        seconds: about how long to measure.
-
-    Raises:
-        InputError: more micro-batches than rows.
-    """
-    threads = threads_per_worker(devices)
-    costs, _ = cached_profile(
-        program,
-        args,
-        kwargs,
-        devices=[str(device) for device in devices],
-        num_microbatches=request.num_microbatches,
-        threads=threads,
-        seconds=seconds,
-        progress=progress,
-        fresh=fresh,
-    )
-    if request.boundary_dtype is not None:
-        dtype: torch.dtype = getattr(torch, request.boundary_dtype)
-        costs = replace_fields(costs, travelling=bytes_across(program, dtype))
-    return with_links(costs, devices, where or ThreadProbe())

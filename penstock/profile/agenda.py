@@ -6,6 +6,7 @@ _MOST_DOUBLINGS = 6  # to 64 micro-batches
 _FEWEST_SIZES = 2
 _PROMISING = 1.1  # estimates up to this much longer than the best are worth measuring
 _WORTH_AGAIN = 1.3  # and measured ones up to this much longer, a second time
+_BRIEF = 2.2  # times that a forward and backward take, if only the whole program is timed
 _DOUBTFUL = 0.05  # sizes that take so much longer than the others promise as well
 
 
@@ -24,17 +25,24 @@ class Agenda:
         num_devices: how many stages there will be.
         seconds: to spend; the first two sizes are measured anyway.
         num_microbatches: the only count that matters, or `None`.
+        long: seconds of a forward and backward that are so many that only the whole program is
+            timed, and not every call; but for the first size.
     """
 
     def __init__(
-        self, batch_size: int, num_devices: int, seconds: float, num_microbatches: int | None
+        self,
+        batch_size: int,
+        num_devices: int,
+        seconds: float,
+        num_microbatches: int | None,
+        long: float = float("inf"),
     ) -> None:
         self._batch_size, self._num_devices = batch_size, num_devices
-        self._left = seconds
+        self._left, self._long = seconds, long
         self._costs: dict[int, float] = {}
         self._tried: set[int] = set()
         self._again: set[int] = set()
-        self._prices: dict[int, float] = {}  # seconds that measuring took
+        self._prices: dict[int, float] = {}  # seconds that it took to measure every call
         self._is_fixed = num_microbatches is not None
         if num_microbatches is not None:
             smaller, uneven = divmod(batch_size, num_microbatches)
@@ -83,6 +91,10 @@ class Agenda:
         ]
         return min(again, key=self._estimate, default=None)
 
+    def is_brief(self, rows: int) -> bool:
+        """Whether only the whole program is timed at this size, because it takes so long."""
+        return bool(self._costs) and self._expected(rows) > self._long
+
     def learn(self, rows: int, cost: float, took: float) -> None:
         """A size was measured, for the first or the second time; the better counts.
 
@@ -93,18 +105,27 @@ class Agenda:
         """
         if rows in self._tried:
             self._again.add(rows)
+        is_brief = self.is_brief(rows)
         self._tried.add(rows)
         self._costs[rows] = min(cost, self._costs.get(rows, cost))
         self._left -= took
-        self._prices[rows] = took
+        if not is_brief:
+            self._prices[rows] = took
 
     def refuse(self, rows: int) -> None:
         """Leave out a size, in rows, that the model does not take."""
         self._tried.add(rows)
 
     def _affordable(self, rows: int) -> bool:
+        if self.is_brief(rows):
+            return _BRIEF * self._expected(rows) <= self._left
         nearest = min(self._prices, key=lambda known: abs(known - rows))
         return self._prices[nearest] * rows / nearest <= self._left
+
+    def _expected(self, rows: int) -> float:
+        """About how long its forward and backward take, going by the nearest measured size."""
+        nearest = min(self._costs, key=lambda known: abs(known - rows))
+        return self._costs[nearest] * rows / nearest
 
     def _estimate(self, rows: int) -> float:
         """In proportion to the step time of equal stages: (m + p - 1) micro-batches."""

@@ -22,10 +22,11 @@ from penstock.capture import Program
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.files import write_whole
-from penstock.profile.data import VERSION, Profile
-from penstock.profile.measure import SECONDS, not_measured, profile
+from penstock.profile.data import VERSION, DeviceProfile, Profile
+from penstock.profile.measure import SECONDS, not_measured, profiles
 
 _MOST_FILES = 200
+_MEASURED = (*Profile.__struct_fields__, *DeviceProfile.__struct_fields__)  # by this version
 _OURS = re.compile(r"[0-9a-f]{32}\.json")  # see `cache_key`; others' files in there are theirs
 
 
@@ -83,60 +84,67 @@ def cache_directory() -> Path | None:
         return None
 
 
-def cached_profile(
+def cached_profiles(
     program: Program,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    devices: Sequence[str],
+    choices: Sequence[tuple[Sequence[str], int]],
     num_microbatches: int | Literal["auto"] = "auto",
-    threads: int = 1,
     seconds: float = SECONDS,
+    longer: float = 0.0,
     progress: Progress | None = None,
     cache: ProfileCache | None = None,
     fresh: bool = False,
-) -> tuple[Profile, bool]:
-    """Like `profile`, unless the same was measured before on a machine like this.
+) -> tuple[list[Profile], bool]:
+    """Like `profiles`, unless all of them were measured before, in turns.
 
     Args:
-        program: what to measure.
-        args: positional arguments of a batch; the captured example if neither is given.
-        kwargs: keyword arguments of a batch.
-        devices: the devices to plan for, in order.
-        num_microbatches: as in `profile`.
-        threads: intra-op threads of each CPU worker.
-        seconds: about how long to measure.
+        program, args, kwargs, choices, num_microbatches, seconds: as of `profiles`.
+        longer: those that were measured so long do as well, if it is longer.
         progress: called as the measurement goes on, or once if there is none.
         cache: where profiles are kept; the user's by default.
         fresh: measure in any case, and keep that.
 
     Returns:
-        the profile, and whether it came from the cache.
+        the profiles, and whether they came from the cache.
 
     Raises:
         InputError: the batch does not fit the program, or has fewer rows than micro-batches.
     """
     kept = cache or ProfileCache()
     leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
-    key = cache_key(program, leaves, [*devices, num_microbatches, threads, seconds])
-    found = None if fresh else kept.get(key)
-    if found is not None:
-        if progress:
-            progress(1, 1, "profiled before, kept in the cache")
-        known = not_measured(program, devices, threads, found.one_replica)
-        return msgspec.structs.replace(found, **known), True
-    costs = profile(
+    others = list(choices) if len(choices) > 1 else []
+
+    def keys(seconds: float) -> list[str]:
+        return [
+            cache_key(program, leaves, [*devices, num_microbatches, threads, seconds, *others])
+            for devices, threads in choices
+        ]
+
+    for length in dict.fromkeys([max(longer, seconds), seconds]) if not fresh else ():
+        found = [costs for key in keys(length) if (costs := kept.get(key)) is not None]
+        if len(found) == len(choices):
+            if progress:
+                progress(1, 1, "profiled before, kept in the cache")
+            known = [
+                not_measured(program, devices, threads, costs.one_replica)
+                for costs, (devices, threads) in zip(found, choices, strict=True)
+            ]
+            pairs = zip(found, known, strict=True)
+            return [msgspec.structs.replace(costs, **own) for costs, own in pairs], True
+    found = profiles(
         program,
         args,
         kwargs,
-        devices=devices,
+        choices=choices,
         num_microbatches=num_microbatches,
-        threads=threads,
         seconds=seconds,
         progress=progress,
     )
-    kept.put(key, costs)
-    return costs, False
+    for key, costs in zip(keys(seconds), found, strict=True):
+        kept.put(key, costs)
+    return found, False
 
 
 def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) -> str:
@@ -150,6 +158,7 @@ def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) 
     model = program.model
     described = [
         *("penstock", penstock.__version__, VERSION, "torch", str(torch.__version__)),
+        _MEASURED,
         *(_machine(), torch.get_float32_matmul_precision()),
         torch.are_deterministic_algorithms_enabled(),
         program.fingerprint,

@@ -35,6 +35,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_second: float = 0.0
 
 
+ADDED_PER_SECOND = 4e9
+"""Bytes of gradients that about one core of a CPU adds to others in a second."""
+
+
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of every call on one kind of device.
 
@@ -49,6 +53,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
             and can be put off (`W`); 0 where a backward cannot be halved. Empty means not measured.
         halving: `halving[k]`, the seconds that forward and backward take longer at `rows[k]` if
             every backward is halved that can be. Empty means not measured.
+        contention: `contention[k]`, how many times as long forward and backward take at `rows[k]`
+            while all workers of this kind are at work as on one alone, which has the memory and the
+            interpreter to itself. Empty means 1.
+        added_per_second: bytes of gradients that are added to others; about one core's by default.
     """
 
     kind: str
@@ -58,11 +66,13 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     spread: float
     weight: tuple[tuple[float, ...], ...] = ()
     halving: tuple[float, ...] = ()
+    contention: tuple[float, ...] = ()
+    added_per_second: float = ADDED_PER_SECOND
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "weight", "halving"):
+        for name in ("forward", "backward", "weight", "halving", "contention"):
             lines = len(getattr(self, name))
-            optional = name in ("weight", "halving")
+            optional = name not in ("forward", "backward")
             if lines != len(self.rows) and (lines or not optional):
                 raise InputError(
                     f"{name} has {lines} entries, but {len(self.rows)} sizes were measured"
@@ -91,6 +101,25 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
         if not self.halving:
             return np.zeros(len(weight))
         return np.asarray(weight * (_at(rows, self.rows, self.halving) / max(weight.sum(), 1e-12)))
+
+    def alone(self) -> DeviceProfile:
+        """The costs on a worker while no other is at work."""
+        if not self.contention:
+            return self
+        ratios = self.contention
+
+        def less(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            lines = zip(table, ratios, strict=False)  # there are none if it was not measured
+            return tuple(tuple(seconds / ratio for seconds in line) for line, ratio in lines)
+
+        return msgspec.structs.replace(
+            self,
+            forward=less(self.forward),
+            backward=less(self.backward),
+            weight=less(self.weight),
+            halving=tuple(s / ratio for s, ratio in zip(self.halving, ratios, strict=False)),
+            contention=(),
+        )
 
     @property
     def between(self) -> float:
@@ -149,6 +178,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         forbidden: cuts that are not possible, with the reason.
         travelling: `boundary`, as far as values travel in another precision. Empty means they do
             not.
+        parameters: how many parameters each call is the first to use. Empty means not known.
         saved: bytes per row that each call is the first to hold for its backward. Empty means not
             measured.
         links: between devices, by `"cpu>cpu"`, the kinds of sender and receiver.
@@ -156,6 +186,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         outputs: bytes per row of the memory that each call's results are the first to occupy.
             Empty means not known.
         overhead_seconds: what a worker needs for an action beside the calls in it.
+        adding_seconds: what a parameter takes longer in every backward of one of several replicas,
+            which add up its gradients in the order of micro-batches.
         overlap: whether a worker goes on while what it sends is under way, and need not copy it.
         threads: intra-op threads of each CPU worker; 0 where it is not known.
         one_replica: why the model can have one replica only; empty if it can have several.
@@ -171,12 +203,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[int, ...]
     boundary: tuple[float, ...]
     forbidden: dict[int, str]
+    parameters: tuple[int, ...] = ()
     saved: tuple[float, ...] = ()
     travelling: tuple[float, ...] = ()
     links: dict[str, Link] = msgspec.field(default_factory=dict)
     capacity: dict[str, int] = msgspec.field(default_factory=dict)
     outputs: tuple[float, ...] = ()
     overhead_seconds: float = 0.0
+    adding_seconds: float = 0.0
     overlap: bool = True
     threads: int = 0
     one_replica: str = ""
@@ -213,6 +247,23 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def on(self, device: str) -> DeviceProfile:
         """The costs on one of `devices`, by its name."""
         return self.kinds[device]
+
+    def alone(self, device: str) -> Profile:
+        """The same for one of `devices` alone."""
+        kinds = {**self.kinds, device: self.on(device).alone()}
+        return msgspec.structs.replace(self, devices=(device,), kinds=kinds)
+
+    def of_replica(self) -> Profile:
+        """The same for one of several replicas: backwards add gradients up in order."""
+        more = [self.adding_seconds * count for count in self.parameters]
+        if not any(more):
+            return self
+        kinds = {}
+        for name, kind in self.kinds.items():
+            lines = [zip(line, more, strict=True) for line in kind.backward]
+            backward = tuple(tuple(seconds + own for seconds, own in line) for line in lines)
+            kinds[name] = msgspec.structs.replace(kind, backward=backward)
+        return msgspec.structs.replace(self, kinds=kinds)
 
     def encode(self) -> bytes:
         """JSON with a line for every list of numbers, which have six digits."""

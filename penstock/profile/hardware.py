@@ -140,6 +140,7 @@ def _faster(kind: DeviceProfile, machine: Machine) -> DeviceProfile:
         backward=scaled(kind.backward),
         weight=scaled(kind.weight),
         halving=tuple(seconds / machine.speed for seconds in kind.halving),
+        added_per_second=kind.added_per_second * machine.speed,
     )
 
 

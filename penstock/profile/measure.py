@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar
 
+import numpy as np
 import torch
 
 from penstock.capture import ROWS, Program, Sizes, TensorInfo
 from penstock.capture.blame import lone_row
-from penstock.capture.explain import weight_bytes
+from penstock.capture.explain import first_used
 from penstock.capture.one_replica import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
@@ -19,9 +20,11 @@ from penstock.display.terminal import Progress
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
 from penstock.profile.halving import halving_seconds, launch_and_rate
+from penstock.profile.team import SECONDS as A_SIZE
 from penstock.profile.team import Team
 from penstock.profile.timing import Timing, spread
 
+T = TypeVar("T")
 _Timings = dict[int, list[Timing]]  # by rows
 
 SECONDS = 30.0
@@ -29,6 +32,10 @@ SECONDS = 30.0
 
 _QUICK = 0.4  # seconds of a forward and backward that can be repeated often
 _ON_HALVES = 0.2  # of the time, for what halving costs
+_ON_CONTENTION = 0.1  # of it, for how much workers slow each other down
+_A_SIZE = 1 / 30  # of it, for repeated passes over a size
+_LONG = 2 / 30  # of it: what takes longer is not repeated
+_HALVINGS, _CONTENTIONS = 8, 4  # passes over the smallest size that these take at least
 _NESTS = (
     "There is one replica, as the backward of an autograd Function runs another backward, which "
     "adds to gradients by itself."
@@ -51,8 +58,9 @@ def profile(
 
     Every call is timed on its own to see how the work is divided; the whole forward and backward
     are timed as they will run, and the calls are scaled to add up to that. All CPU workers are
-    measured at the same time, because they share memory and caches when they train as well. How
-    backwards divide into halves, and what is held for them, is measured beside it.
+    measured at the same time, because they share memory and caches when they train as well; by how
+    much that is slower than one of them alone is measured, too. How backwards divide into halves,
+    and what is held for them, is measured beside it.
     Parameters, buffers, gradients, hooks and random generators of the user's model are untouched.
     Sizes that are too small for the model are left out, and so are plans that would need them.
 
@@ -72,17 +80,86 @@ def profile(
     Raises:
         InputError: more micro-batches than rows.
     """
+    (found,) = profiles(
+        program,
+        args,
+        kwargs,
+        choices=[(devices, threads)],
+        num_microbatches=num_microbatches,
+        seconds=seconds,
+        progress=progress,
+    )
+    return found
+
+
+def profiles(
+    program: Program,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    choices: Sequence[tuple[Sequence[str], int]],
+    num_microbatches: int | Literal["auto"] = "auto",
+    seconds: float = SECONDS,
+    progress: Progress | None = None,
+) -> list[Profile]:
+    """Profiles for several lists of devices, which are to be compared.
+
+    They take turns, a size each, because a machine may be much slower in one minute than in the
+    next.
+
+    Args:
+        choices: devices, and intra-op threads of each CPU worker.
+        seconds: about how long to measure each.
+        program, args, kwargs, num_microbatches, progress: as of `profile`.
+
+    Raises:
+        InputError: more micro-batches than rows.
+    """
     leaves = list(program.example)
     if args or kwargs:
         leaves = program.flatten_inputs(args, kwargs or {})
-    given = program.varying.sizes(leaves)
-    batch_size = given[ROWS]
     count = None if num_microbatches == "auto" else num_microbatches
     if count is not None:
-        check_count(count, batch_size)
-    agenda = Agenda(batch_size, len(devices), (1 - _ON_HALVES) * seconds, count)
+        check_count(count, program.varying.sizes(leaves)[ROWS])
+    works = [
+        _profiled(program, leaves, devices, count, threads, seconds, progress)
+        for devices, threads in choices
+    ]
+    kinds = dict.fromkeys(kind for devices, _ in choices for kind in devices)
+    with objects_kept(program.model.modules()), generators_kept(map(torch.device, kinds)):
+        return _in_turns(works)
+
+
+def _in_turns(works: Sequence[Generator[None, None, T]]) -> list[T]:
+    """What these return; each goes on until it yields, then the next does."""
+    found: dict[int, T] = {}
+    while len(found) < len(works):
+        for number, work in enumerate(works):
+            if number not in found:
+                try:
+                    next(work)
+                except StopIteration as end:
+                    found[number] = end.value
+    return [found[number] for number in range(len(works))]
+
+
+def _profiled(
+    program: Program,
+    leaves: Sequence[Any],
+    devices: Sequence[str],
+    count: int | None,
+    threads: int,
+    seconds: float,
+    progress: Progress | None,
+) -> Generator[None, None, Profile]:
+    """Measure a profile; yields after each size."""
+    given = program.varying.sizes(leaves)
+    batch_size = given[ROWS]
+    on_sizes = (1 - _ON_HALVES - _ON_CONTENTION) * seconds
+    agenda = Agenda(batch_size, len(devices), on_sizes, count, _LONG * seconds)
+    of_a_size = min(_A_SIZE * seconds, A_SIZE)
     teams = {
-        kind: Team(program, torch.device(kind), _copies(kind, devices), threads)
+        kind: Team(program, torch.device(kind), _copies(kind, devices), threads, of_a_size)
         for kind in dict.fromkeys(devices)
     }
 
@@ -90,30 +167,34 @@ def profile(
         smaller = {**given, ROWS: rows}
         return program.varying.resized(leaves, smaller), smaller
 
-    own = objects_kept(program.model.modules())
-    with own, generators_kept(torch.device(kind) for kind in teams):
-        try:
-            timings = _measured(teams, agenda, batch_of, progress)
-        except Exception as error:
-            if (clearer := lone_row(error, _rows(batch_size, count or 1))) is not None:
-                raise clearer from error
-            raise
-        on_halves = _ON_HALVES * seconds / len(teams)
-        halving = {
-            k: _halving(teams[k], found, batch_of, on_halves) for k, found in timings.items()
-        }
-        if progress:
-            progress(agenda.expected, agenda.expected, "profiled")
-        least, most = min(timings[devices[0]]), max(timings[devices[0]])
-        nests = teams[devices[0]].nests(*batch_of(least))
-        saved = teams[devices[0]].saved_bytes(*batch_of(most))
+    try:
+        timings = yield from _measured(teams, agenda, batch_of, progress)
+    except Exception as error:
+        if (clearer := lone_row(error, _rows(batch_size, count or 1))) is not None:
+            raise clearer from error
+        raise
+    on_halves = _ON_HALVES * seconds / len(teams)
+    halving = {k: _halving(teams[k], found, batch_of, on_halves) for k, found in timings.items()}
+    on_contention = _ON_CONTENTION * seconds / len(teams)
+    contention = {
+        k: _contention(teams[k], found, batch_of, on_contention) for k, found in timings.items()
+    }
+    if progress:
+        progress(agenda.expected, agenda.expected, "profiled")
+    least, most = min(timings[devices[0]]), max(timings[devices[0]])
+    nests = teams[devices[0]].nests(*batch_of(least))
+    saved = teams[devices[0]].saved_bytes(*batch_of(most))
+    parameters = first_used(program.model, program.train)
     return Profile(
         fingerprint=program.fingerprint,
         batch_size=batch_size,
         devices=tuple(devices),
-        kinds={k: device_profile(k, found, halving[k]) for k, found in timings.items()},
+        kinds={
+            k: device_profile(k, found, halving[k], contention[k]) for k, found in timings.items()
+        },
         labels=program.labels,
-        weights=weight_bytes(program.model, program.train),
+        weights=tuple(sum(p.nbytes for p in used) for used in parameters),
+        parameters=tuple(map(len, parameters)),
         boundary=bytes_across(program),
         forbidden=dict(program.cuts.reasons),
         saved=tuple(count / most for count in saved),
@@ -163,8 +244,8 @@ def _measured(
     agenda: Agenda,
     batch_of: Callable[[int], tuple[list[Any], Sizes]],
     progress: Progress | None,
-) -> dict[str, _Timings]:
-    """All sizes on all kinds of devices, by kind and by rows, ascending."""
+) -> Generator[None, None, dict[str, _Timings]]:
+    """All sizes on all kinds of devices, by kind and by rows, ascending; yields after each size."""
     found: dict[str, _Timings] = {kind: {} for kind in teams}
     refusal: Exception | None = None
     done = 0
@@ -172,9 +253,9 @@ def _measured(
         if progress:
             progress(done, agenda.expected, f"profiling {rows} rows on {', '.join(teams)}")
         done += 1
-        start = time.perf_counter()
+        start, brief = time.perf_counter(), agenda.is_brief(rows)
         try:
-            new = {kind: team.measure(*batch_of(rows)) for kind, team in teams.items()}
+            new = {kind: team.measure(*batch_of(rows), brief) for kind, team in teams.items()}
         except Exception as error:  # BatchNorm, for one, refuses a single value per channel
             if any(found.values()):
                 raise
@@ -185,6 +266,7 @@ def _measured(
             found[kind][rows] = min(found[kind].get(rows, passes), passes, key=_total)
         cost = max(map(_total, new.values()))
         agenda.learn(rows, cost, time.perf_counter() - start)
+        yield
     if refusal is not None and not any(found.values()):
         raise refusal
     if progress:
@@ -204,22 +286,31 @@ def _total(passes: Sequence[Timing]) -> float:
 
 
 def device_profile(
-    kind: str, timings: Mapping[int, Sequence[Timing]], halving: Sequence[float]
+    kind: str,
+    timings: Mapping[int, Sequence[Timing]],
+    halving: Sequence[float],
+    contention: Sequence[float] = (),
 ) -> DeviceProfile:
     """What calls cost on one kind of device.
+
+    Where only the whole program was timed, calls have the parts of it that they have in the nearest
+    size.
 
     Args:
         kind: its name.
         timings: the passes over each size, by rows.
         halving: seconds at each size, see `DeviceProfile`.
+        contention: at each size, likewise.
     """
     forward, backward, weight = [], [], []
     least = halving_seconds(torch.device(kind))  # shorter halves are not worth putting off
-    for passes in timings.values():
+    of_calls = {rows: passes for rows, passes in timings.items() if passes[0].forward}
+    for rows, passes in timings.items():
         whole_forward, whole_backward = _whole(passes)
-        forward.append(_scaled([t.forward for t in passes], whole_forward))
-        backward.append(_scaled([t.backward for t in passes], whole_backward))
-        shares = _medians([t.shares for t in passes if t.shares is not None])
+        calls = of_calls[min(of_calls, key=lambda known: abs(known - rows))]
+        forward.append(_scaled([t.forward for t in calls], whole_forward))
+        backward.append(_scaled([t.backward for t in calls], whole_backward))
+        shares = _medians([t.shares for t in calls if t.shares is not None])
         halves = [b * share for b, share in zip(backward[-1], shares, strict=True)]
         weight.append(tuple(half if half > least else 0.0 for half in halves))
     return DeviceProfile(
@@ -230,6 +321,7 @@ def device_profile(
         weight=tuple(weight),
         spread=statistics.median(spread(passes) for passes in timings.values()),
         halving=tuple(halving) if any(map(any, weight)) else (),
+        contention=tuple(contention),
     )
 
 
@@ -241,19 +333,51 @@ def _halving(
 ) -> list[float]:
     """What halving costs at every size: launch + rate * rows, by two that do not take long.
 
-    These are the smallest, and the largest that can be repeated often.
+    These are the smallest, and the largest that can be repeated often. If even the smallest takes
+    too long, it is only what it costs to halve so many calls, however small they are.
     """
-    if not any(any(t.shares or ()) for passes in timings.values() for t in passes):
-        return [0.0] * len(timings)  # there is nothing to halve
+    shares = [t.shares for passes in timings.values() for t in passes if t.shares]
+    halved = max((sum(map(bool, of_calls)) for of_calls in shares), default=0)
+    if not halved:
+        return [0.0] * len(timings)
     totals = {rows: _total(passes) for rows, passes in timings.items()}
-    few = min(totals)
-    many = max((rows for rows, total in totals.items() if total < _QUICK), default=few)
+    few, many = _small_and_large(totals)
+    if _HALVINGS * totals[few] > seconds:
+        return [halved * halving_seconds(team.members[0].device)] * len(timings)
     end = time.perf_counter() + seconds
     found = {few: team.halving(*batch_of(few), seconds if many == few else seconds / 2)}
     if many > few:
         found[many] = team.halving(*batch_of(many), end - time.perf_counter())
     launch, rate = launch_and_rate(found, totals)
     return [launch + rate * rows for rows in timings]
+
+
+def _contention(
+    team: Team,
+    timings: Mapping[int, Sequence[Timing]],
+    batch_of: Callable[[int], tuple[list[Any], Sizes]],
+    seconds: float,
+) -> list[float]:
+    """How much slower workers are together at every size, by two that do not take long.
+
+    Empty if there is one worker, or too little time.
+    """
+    totals = {rows: _total(passes) for rows, passes in timings.items()}
+    sizes = sorted(set(_small_and_large(totals)))
+    if len(team.members) < 2 or _CONTENTIONS * totals[sizes[0]] > seconds:
+        return []
+    found = [team.contention(*batch_of(rows), seconds / len(sizes)) for rows in sizes]
+    return [float(ratio) for ratio in np.interp(list(timings), sizes, found)]
+
+
+def _small_and_large(totals: Mapping[int, float]) -> tuple[int, int]:
+    """The smallest size, and the largest that can be repeated often.
+
+    Args:
+        totals: seconds of forward and backward, by rows.
+    """
+    few = min(totals)
+    return few, max((rows for rows, total in totals.items() if total < _QUICK), default=few)
 
 
 def _scaled(passes: Sequence[Sequence[float]], total: float) -> tuple[float, ...]:

@@ -75,8 +75,8 @@ class Sampler:
         if not self.model.training:
             self.model.train()
 
-    def passes(self, leaves: Sequence[Any], sizes: Sizes) -> Generator[Timing]:
-        """Time every kind of call, again and again."""
+    def passes(self, leaves: Sequence[Any], sizes: Sizes, brief: bool) -> Generator[Timing]:
+        """Time every kind of call, again and again; there is nothing else to be timed."""
         moved, is_first = self._moved(leaves), True
         with torch.enable_grad():
             while True:

@@ -23,30 +23,56 @@ from penstock.profile.shadow import shadow
 from penstock.profile.stepping import KEY, Steps
 from penstock.profile.timing import Timing, now, spread, timed_backward
 
-_SECONDS = 1.0  # after which no further pass begins
+SECONDS = 1.0
+"""After which no further pass over a size begins, if nobody says otherwise."""
+
 _FEWEST_PASSES, _MOST_PASSES = 3, 9  # in that time
 _STEADY = 0.02  # spread at which it is enough
 _MOST_WARM_UPS, _NO_FASTER = 5, 0.97
+_WARMING_UP = 1.0  # seconds after which no further one begins, but two
 _WHOLES = 2  # in each pass
 _UNSETTLED, _MOST_HALVINGS = 2, 12
+_MOST_CONTENTIONS = 9
 
 T = TypeVar("T")
 
 
 class Team:
-    """As many threads as the device is listed, measuring the same thing at the same time."""
+    """As many threads as the device is listed, measuring the same thing at the same time.
 
-    def __init__(self, program: Program, device: torch.device, copies: int, threads: int) -> None:
+    Args:
+        program: what is measured.
+        device: where.
+        copies: how many threads.
+        threads: intra-op threads of each.
+        seconds: after which no further pass over a size begins.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: torch.device,
+        copies: int,
+        threads: int,
+        seconds: float = SECONDS,
+    ) -> None:
         self.program = program
         self.threads = threads
+        self._seconds = seconds
         copies = 1 if is_on_meta(program.model) else copies  # made-up weights are large
         self.members = [_member(program, device) for _ in range(copies)]
 
-    def measure(self, leaves: Sequence[Any], sizes: Sizes) -> list[Timing]:
-        """The passes of all members over one micro-batch, a second of them or the fewest."""
+    def measure(self, leaves: Sequence[Any], sizes: Sizes, brief: bool = False) -> list[Timing]:
+        """The passes of all members over one micro-batch.
+
+        Args:
+            leaves: the inputs.
+            sizes: how large they are.
+            brief: whether only the whole program is timed, and once, if it has weights.
+        """
         results: list[list[Timing]] = [[] for _ in self.members]
-        pace = _Pace(results, _SECONDS, _MOST_PASSES, _is_steady)
-        self._together(results, lambda member: member.passes(leaves, sizes), pace)
+        pace = _Pace(results, self._seconds, 1 if brief else _MOST_PASSES, _is_steady)
+        self._together(results, lambda member: member.passes(leaves, sizes, brief), pace)
         return [timing for result in results for timing in result]
 
     def halving(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> float:
@@ -68,6 +94,28 @@ class Team:
         pace = _Pace(results, seconds, _MOST_HALVINGS)
         self._together(results, lambda member: member.halvings(leaves, sizes, seconds), pace)
         return statistics.median(more for result in results for more in result)
+
+    def contention(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> float:
+        """How many times as long a micro-batch takes beside those of all members as alone.
+
+        All members and the first one alone take turns, as the speed of a machine changes.
+
+        Args:
+            leaves: the inputs.
+            sizes: how large they are.
+            seconds: after which nothing further begins, but one turn.
+
+        Returns:
+            the median of the turns, at least 1.
+        """
+        first = self.members[0]
+        results: list[list[float]] = [[] for _ in self.members]
+        pace = _Pace(results, seconds, 2 * _MOST_CONTENTIONS, fewest=2)
+        self._together(results, lambda m: m.alternate(leaves, sizes, m is first), pace)
+        rounds = list(zip(*results, strict=True))
+        turns = zip(rounds[::2], rounds[1::2], strict=False)
+        ratios = [statistics.median(together) / alone[0] for together, alone in turns]
+        return float(max(statistics.median(ratios), 1.0))
 
     def _together(
         self,
@@ -147,6 +195,7 @@ class _Pace:
         seconds: after which it is enough.
         most: of every member.
         steady: whether results agree so well that it is enough.
+        fewest: of every member, however long they take.
     """
 
     def __init__(
@@ -155,8 +204,10 @@ class _Pace:
         seconds: float,
         most: int,
         steady: Callable[[Sequence[Sequence[Any]]], bool] = lambda _: False,
+        fewest: int = 1,
     ) -> None:
         self.goes_on = True
+        self._fewest = fewest
         self._results, self._seconds, self._most, self._steady = results, seconds, most, steady
         self._start = time.perf_counter()
 
@@ -165,7 +216,7 @@ class _Pace:
         given = len(self._results[0])
         late = time.perf_counter() - self._start > self._seconds
         enough = late or given >= self._most or self._steady(self._results)
-        self.goes_on = given < 1 or not enough
+        self.goes_on = given < self._fewest or not enough
 
 
 def _is_steady(results: Sequence[Sequence[Timing]]) -> bool:
@@ -183,10 +234,17 @@ class _Member:
         self.model = model
         self.steps = Steps(program, model, device)
 
-    def passes(self, leaves: Sequence[Any], sizes: Sizes) -> Generator[Timing]:
-        """Time the whole, then every call, again and again; results are thrown away."""
+    def passes(self, leaves: Sequence[Any], sizes: Sizes, brief: bool) -> Generator[Timing]:
+        """Time the whole, then every call, again and again; results are thrown away.
+
+        With `brief` there is one pass, without the calls.
+        """
         values = self.steps.values(leaves)
         with torch.enable_grad():
+            if brief:
+                self._whole(values, sizes)  # memory settles
+                yield Timing([], [], [self._whole(values, sizes)])
+                return
             wholes, is_first = self._warmed_up(values, sizes), True
             while True:
                 yield self.steps.timed(values, sizes, wholes, halves=is_first)
@@ -202,15 +260,25 @@ class _Member:
             while True:
                 yield self._halved(values, sizes) - sum(self._whole(values, sizes))
 
+    def alternate(self, leaves: Sequence[Any], sizes: Sizes, is_first: bool) -> Generator[float]:
+        """The seconds of a pass beside others, then of one alone if this is the first member."""
+        values = self.steps.values(leaves)
+        with torch.enable_grad():
+            self._whole(values, sizes)  # memory settles
+            while True:
+                yield sum(self._whole(values, sizes))
+                yield sum(self._whole(values, sizes)) if is_first else 0.0
+
     def _warmed_up(self, values: Sequence[Any], sizes: Sizes) -> list[tuple[float, float]]:
         """The last passes of those that it takes to become no faster.
 
         Memory for a larger micro-batch comes from the kernel at first, which is slow, and the
         first gradients are not added to others.
         """
+        start = time.perf_counter()
         self._whole(values, sizes)
         wholes = [self._whole(values, sizes)]
-        while len(wholes) < _MOST_WARM_UPS:
+        while len(wholes) < _MOST_WARM_UPS and time.perf_counter() - start < _WARMING_UP:
             wholes.append(self._whole(values, sizes))
             if sum(wholes[-1]) > _NO_FASTER * sum(wholes[-2]):
                 break

@@ -17,8 +17,8 @@ class Timing:
     """Seconds of one pass.
 
     Attributes:
-        forward: of every call on its own.
-        backward: of every call on its own.
+        forward: of every call on its own; empty if only the whole was timed.
+        backward: of every call on its own, likewise.
         wholes: forward and backward of the whole program, as it will run.
         shares: of every call the part of its backward that is for its weights alone and can be
             put off, from 0 to 1; `None` in passes that do not measure it.

@@ -70,7 +70,7 @@ class Assembly:
                 source: Source = self.feed if index == 0 else _as_planned(links[index - 1], plan)
                 sink: Sink = self.outlet if index == self._last else _as_planned(links[index], plan)
                 self.stages[index] = replica.stage(index, source, sink)
-        self._compiled: dict[tuple[int, Pass, range, int], _Compiled] = {}
+        self._compiled: dict[tuple[int, Pass, tuple[int, ...], int], _Compiled] = {}
         self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
     def add(self, way: NewWay) -> None:
@@ -96,7 +96,7 @@ class Assembly:
                 stage.begin(order.microbatches, order.wanted, order.before)
                 stage.clear()
             return Outcome()
-        most = len(self._replica.largest_share(len(order.microbatches)))
+        most = self._replica.largest_share(len(order.microbatches))
         compiled = self._compile(worker, order.what, own_share, most)
         outcome = Outcome()
         if order.what == "train" and order.modes.casting:
@@ -107,10 +107,10 @@ class Assembly:
             compiled = compiled._replace(runs=runs)
         self._begin(own, order)
         _run(self._replica.first + worker, compiled, order, position)
-        self._end(own, order, outcome, own_share.start)
+        self._end(own, order, outcome, own_share[0])
         return outcome
 
-    def _compile(self, worker: int, what: Pass, share: range, most: int) -> _Compiled:
+    def _compile(self, worker: int, what: Pass, share: Sequence[int], most: int) -> _Compiled:
         """A worker's actions and callables; the schedule is proven first.
 
         Args:
@@ -121,7 +121,8 @@ class Assembly:
                 wait for each other.
         """
         count = len(share)
-        if (worker, what, share, most) not in self._compiled:
+        key = worker, what, tuple(share), most
+        if key not in self._compiled:
             schedule = self._plan.schedule_for(most)
             check(schedule)
             wanted = set(Kind)
@@ -134,8 +135,8 @@ class Assembly:
             ]
             runs = compile_actions(actions, self.stages, what != "infer")
             codes = [code(action, waits) for action in actions for waits in (True, False)]
-            self._compiled[worker, what, share, most] = _Compiled(actions, runs, codes)
-        return self._compiled[worker, what, share, most]
+            self._compiled[key] = _Compiled(actions, runs, codes)
+        return self._compiled[key]
 
     def _begin(self, own: Sequence[Stage], order: Order) -> None:
         """Give a worker's stages what they need."""

@@ -83,6 +83,7 @@ class Backend(ABC):
         threads: intra-op threads of each CPU worker.
         leads: whether this process plans for all that run the script.
         all_devices: whether a plan has to use every device.
+        in_one_memory: whether replicas on CPUs have the weights in common.
         why_one_replica: why there is one replica where the number may be chosen; empty if there may
             be several.
         probe: where the links between workers are measured.
@@ -91,6 +92,7 @@ class Backend(ABC):
     threads: int
     leads: bool = True
     all_devices: bool = True
+    in_one_memory: bool = True
     why_one_replica: str = ""
     probe: LinkProbe
 
@@ -221,6 +223,12 @@ class DrivenBackend(Backend):
         if plan is None:
             raise PlanError("this process drives all workers, so it has to plan for them")
         plan.check_fits(program.fingerprint, list(map(str, self._devices)), len(program))
+        if len(set(plan.shares)) > 1 and plan.workers_per_replica > 1:
+            raise PlanError(
+                f"the plan's replicas of {plan.workers_per_replica} workers run "
+                f"{', '.join(map(str, plan.shares))} micro-batches; in one memory they could wait "
+                "for each other for ever. Start the script with torchrun, or plan again"
+            )
         return plan
 
     def in_order(self, plan: Plan) -> list[torch.device]:

@@ -1,24 +1,28 @@
-"""What it costs to send values from worker to worker, and to run an action at all.
+"""What it costs to send values from worker to worker, to run an action at all, and to add in order.
 
-Both are measured with the workers, links and stages that train.
+All are measured with the workers, links and stages that train.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch import nn
 
 from penstock.capture.randomness import Key
 from penstock.engine.compile import compile_actions
 from penstock.engine.ends import Endings, Feed, Outlet
+from penstock.engine.replicas import Adding, OrderedSum, SummedStage
 from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch, Stage
+from penstock.engine.turns import LocalTurns
 from penstock.links.link import Sink, Source
 from penstock.profile.data import Link, Profile
 from penstock.profile.timing import now
@@ -30,6 +34,7 @@ _WARM_UPS = 3
 _LARGE = 16 << 20  # bytes
 _ACTIONS = 25  # forwards, and as many backwards
 _REPEATS = 7
+_PARAMETERS, _ADDED = 64, 5  # and micro-batches, whose gradients are added in order
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 
 
@@ -55,9 +60,12 @@ class LinkProbe(Protocol):
     def overhead(self, one: torch.device, other: torch.device) -> float:
         """What `overhead_here` says on the slower of two workers."""
 
+    def adding(self, one: torch.device, other: torch.device) -> float:
+        """What `adding_here` says on the slower of two workers, at work at the same time."""
+
 
 def with_links(profile: Profile, devices: Sequence[torch.device], where: LinkProbe) -> Profile:
-    """The profile, with the links between these devices and the overhead of their workers.
+    """The profile, with the links between these devices and what their workers need besides.
 
     Args:
         profile: of calls.
@@ -72,6 +80,7 @@ def with_links(profile: Profile, devices: Sequence[torch.device], where: LinkPro
         profile,
         links=measure_links(devices, where),
         overhead_seconds=max((where.overhead(*pair) for pair in neighbours), default=0.0),
+        adding_seconds=max((where.adding(*pair) for pair in neighbours), default=0.0),
         overlap=where.overlaps,
     )
 
@@ -149,3 +158,54 @@ def overhead_here(index: int, link: Any, device: torch.device) -> float:
             run()
         taken.append((time.perf_counter() - start) / len(actions))
     return statistics.median(taken[_WARM_UPS:])
+
+
+def adding_here(
+    device: torch.device,
+    adding: Callable[[Sequence[nn.Parameter]], Adding] = lambda _: nullcontext,
+) -> float:
+    """Seconds that a parameter takes longer in every backward if replicas add up its gradients.
+
+    Those of a micro-batch whose turn has not come are computed apart and added later; how long the
+    same backward takes that adds to `.grad` itself is subtracted.
+
+    Args:
+        device: of this worker.
+        adding: for some parameters, what lets their `.grad` be the sum so far, see `OrderedSum`.
+    """
+    turns = LocalTurns()
+    feed, outlet = Feed(device), Outlet(Endings())
+    numbers = range(1, 1 + _ADDED)  # the turn of 0 is over when these have run
+
+    def parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.zeros(1, device=device)) for _ in range(_PARAMETERS)]
+
+    def ways(own: Sequence[nn.Parameter]) -> list[list[Span]]:
+        return [[Span(lambda sizes, key, value: (sum(own, start=value),))]]
+
+    def seconds(stage: Stage) -> float:
+        stage.microbatches = [MicroBatch({}, Key(0, 0, k)) for k in range(numbers.stop)]
+        feed.values = [(torch.ones(1, device=device, requires_grad=True),)] * numbers.stop
+        outlet.gradients = {k: [torch.ones(1, device=device)] for k in numbers}
+        forwards, backwards = (
+            compile_actions([Action(kind, 0, k) for k in numbers], {0: stage}, train=True)
+            for kind in _KINDS
+        )
+        for run in forwards:
+            run()
+        start = now(device)
+        for run in backwards:
+            run()
+        turns.done(0)
+        total.settle()
+        return (now(device) - start) / (len(numbers) * _PARAMETERS)
+
+    added = parameters()
+    total = OrderedSum(turns, adding(added))
+    whole, apart = Stage(0, ways(parameters()), feed, outlet), SummedStage(0, feed, outlet, total)
+    apart.ways = ways(added)
+    more = []
+    for _ in range(_WARM_UPS + _REPEATS):
+        turns.reset()
+        more.append(seconds(apart) - seconds(whole))
+    return max(statistics.median(more[_WARM_UPS:]), 0.0)

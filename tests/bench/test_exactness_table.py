@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
 from penstock.bench.cases.case import CASES, Case
@@ -36,6 +37,32 @@ def test_penstock_is_exact_and_another_accumulation_is_not() -> None:
     verdict = compared(run(fewer, Penstock), expected)
     assert not verdict.is_exact
     assert str(verdict).startswith("differs by ")
+
+
+REFUSED = [("recompute_batchnorm", name) for name in OURS if name.startswith("2")]
+"""Where several replicas would recompute what changes buffers."""
+
+QUICK = ("uneven_microbatches", "fewer_microbatches_than_stages", "evaluation", "loss_scaling")
+
+
+@pytest.mark.usefixtures("pool", "one_thread")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(
+            *(case, name),
+            id=f"{case}-{number}",
+            marks=[] if case in QUICK and number == 2 else [pytest.mark.slow],
+        )
+        for case in BY_NAME
+        for number, name in enumerate(OURS)
+    ],
+)
+def test_every_case_is_exact_or_refused(case: str, name: str) -> None:
+    verdict = Contenders().verdict(BY_NAME[case], name)
+    assert verdict.is_exact is ((case, name) not in REFUSED), verdict
+    assert verdict.refused is ((case, name) in REFUSED), verdict
 
 
 def test_what_is_compared() -> None:

@@ -65,8 +65,9 @@ def test_the_heaviest_calls_first_and_the_others_together() -> None:
     shares = [float(line.split("%")[0].split()[-1]) for line in lines[1:21]]
     assert shares == sorted(shares, reverse=True)
     every = run("--calls", model="long").stdout.splitlines()
-    told = [line for line in every if not line.startswith("halves: ")]  # if any is worth it
-    assert len(told) == 1 + 25 + 1 + 5
+    told = [line for line in every if not line.startswith(("halves: ", "adding: "))]  # if any
+    assert len(told) == 1 + 25 + 1 + 6
+    assert [line for line in told if line.startswith("contention: ")]
 
 
 def test_as_json_and_as_a_file(tmp_path: Path) -> None:

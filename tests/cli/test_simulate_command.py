@@ -175,3 +175,12 @@ def test_without_torch() -> None:
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=wide)
     assert found.stdout.strip() == "0 5 False"
+
+
+def test_a_plan_of_replicas_is_simulated_as_it_is() -> None:
+    costs = msgspec.structs.replace(COSTS, devices=("cpu",) * 4)
+    costs.save("plan.profile.json")
+    ps.plan(costs, replicas=2, num_microbatches=8, schedule="1f1b").save("plan.json")
+    (found,) = outcomes("plan.json")
+    assert (found["replicas"], found["stages"], found["batch_size"]) == (2, 2, 16)
+    assert found["case"]["num_microbatches"] == 4

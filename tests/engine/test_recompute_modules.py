@@ -212,7 +212,7 @@ def test_memory_falls_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.planning.planner.cached_profile", None)
+    monkeypatch.setattr("penstock.planning.planner.cached_profiles", None)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(ps.PlanError, match="in a module named 'layer1'; there are '0', '1'"):
         ps.Pipeline(net, (X,), devices=["cpu"] * 2, recompute=["layer1"], replicas=1)

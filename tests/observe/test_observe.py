@@ -234,3 +234,16 @@ def test_what_is_missing_is_named(missing: str, code: str, advice: str) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert advice in result.stderr.splitlines()[-1]
+
+
+def test_replicas_of_workers_with_several_stages_have_a_line_each() -> None:
+    """There are more stages than workers of a replica, and no more than workers in all."""
+    actions = [Action(Kind.FORWARD, stage, 0) for stage in range(4)]
+    events = [
+        Event(2 * replica + action.stage % 2, action, float(k), float(k + 1))
+        for replica in range(2)
+        for k, action in enumerate(actions)
+    ]
+    lines = as_text(Timeline(4, events)).splitlines()
+    assert len(lines) == 8
+    assert [line[:16].strip() for line in lines[:2]] == ["worker 0 stage 0", "stage 2"]

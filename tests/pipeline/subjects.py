@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import gradients_of, one_device, run_with_threads
-from tests.support.models import ROWS, Case, gpt2, language_loss, uniform_plan
+from tests.support.models import ROWS, Case, gpt2, language_loss, replicated, uniform_plan
 
 STEPS = 2
 SEED = 5
@@ -184,11 +186,26 @@ def plan(name: str, point: Point) -> ps.Plan:
     )
 
 
-def run(name: str, point: Point, **options: Any) -> Bits:
-    """Some steps of a pipeline; under torchrun, what this rank has."""
+def run(
+    name: str,
+    point: Point,
+    replicas: int = 1,
+    during: Callable[[ps.Pipeline], AbstractContextManager[None]] = nullcontext,
+    **options: Any,
+) -> Bits:
+    """Some steps of a pipeline; under torchrun, what this rank has.
+
+    Args:
+        name: of the model.
+        point: how a replica trains it.
+        replicas: how many.
+        during: made with the pipeline, around the steps.
+        **options: of the pipeline.
+    """
     case, subject = subjects()[name], captured(name)
-    chosen = {"plan": plan(name, point), "program": subject.program, **options}
-    with ps.Pipeline(subject.fresh(), case.args, case.kwargs, **chosen, replicas=1) as pipe:
+    chosen = {"plan": replicated(plan(name, point), replicas), **options}
+    chosen["program"] = subject.program
+    with ps.Pipeline(subject.fresh(), case.args, case.kwargs, **chosen) as pipe, during(pipe):
         torch.manual_seed(SEED)
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
         losses = []

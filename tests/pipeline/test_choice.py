@@ -59,8 +59,10 @@ def test_devices_may_be_left_out(kind: Any) -> None:
         workers = len(pipe.plan.devices)
         cores = len(os.sched_getaffinity(0))
         assert len(pipe._workers.members) == workers
-        assert pipe.threads_per_worker == pipe.plan.threads == cores // workers
         threads = {c.threads for c in pipe.plan.considered if not c.only_compared}
+        # One worker may have one thread, too, where dividing small operations costs more.
+        assert pipe.plan.threads in ({1, cores} if workers == 1 else {cores // workers})
+        assert pipe.threads_per_worker == pipe.plan.threads
         assert threads == {cores // n for n in (1, 2, 4, 8, 16, 32, 64) if n <= cores}
         assert_exact(pipe, before)
 

@@ -1,9 +1,13 @@
-"""Models drawn at random: aliases, changes in place, shared layers and buffers, cut anywhere."""
+"""Models drawn at random: aliases, changes in place, shared layers and buffers, cut anywhere.
+
+They run on one replica or on several, whose stages in threads now and then take their time.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,9 +19,10 @@ from torch import nn
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
 from penstock.schedule import SCHEDULES
-from tests.support.models import uniform_plan, workers_for
+from tests.support.delays import slow_stages
+from tests.support.models import replicated, uniform_plan, workers_for
 
-WIDTH, ROWS = 4, 5
+WIDTH, ROWS = 4, 7
 Step = tuple[str, int, int]
 Pool = list[torch.Tensor]
 
@@ -109,7 +114,8 @@ steps = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers
 def check(data: st.DataObject) -> None:
     torch.manual_seed(0)
     model = Drawn(data.draw(st.lists(steps, min_size=2, max_size=9)))
-    count = data.draw(st.sampled_from([1, 2]))
+    count = data.draw(st.sampled_from([1, 2, 3]))
+    replicas = data.draw(st.integers(1, count))
     x = torch.randn(ROWS, WIDTH)
     theirs, batch = copy.deepcopy(model), x.clone()
     try:  # torch itself refuses some changes in place
@@ -123,11 +129,22 @@ def check(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.sampled_from(allowed or [1]), min_size=1, max_size=3)))
     assume(allowed)
     stages = len(cuts) + 1
-    schedule = data.draw(st.sampled_from([s for s in SCHEDULES if workers_for(s, stages)]))
+    fitting = [
+        name
+        for name, recipe in SCHEDULES.items()
+        if workers_for(name, stages) and (replicas == 1 or not recipe.splits_backward)
+    ]
+    schedule = data.draw(st.sampled_from(fitting))
     recompute = data.draw(st.sampled_from(["none", "boundaries", "all"]))
+    if replicas > 1 and program.train.changed:
+        recompute = "none"  # replicas do not recompute what changes buffers
     workers = workers_for(schedule, stages) or 1
-    plan = uniform_plan(program, workers, count, schedule, cuts, recompute)
-    with ps.Pipeline(model, plan=plan, program=program, devices=plan.devices) as pipe:
+    plan = replicated(uniform_plan(program, workers, count, schedule, cuts, recompute), replicas)
+    event(f"replicas: {replicas}")
+    with (
+        slow_stages(seed=0) if replicas > 1 else nullcontext(),
+        ps.Pipeline(model, plan=plan, program=program, devices=plan.devices) as pipe,
+    ):
         batch = x.clone()
         assert [pipe.train_step(batch, loss_fn=loss_of) for _ in "12"] == expected
         assert_same(model, theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import fmean
 
@@ -184,6 +185,12 @@ def test_no_room_for_one() -> None:
     costs = Costs.equal(2, 1.0, 1.0, 1.0)
     with pytest.raises(PlanError, match=r"worker 1 has 2 bytes .* but one takes 3; use smaller"):
         fit(costs, 4, room=Room((9.0, 2.0), (3.0, 3.0)))
+
+
+def test_some_workers_have_room_without_end() -> None:
+    costs = Costs.equal(2, 1.0, 1.0, 1.0)
+    found = fit(costs, 4, room=Room((math.inf, 3.0), (3.0, 3.0)))
+    assert check(found.schedule).in_flight[1] == 1
 
 
 def test_room_for_others() -> None:

@@ -10,7 +10,7 @@ from penstock.plan.plan import WORTH_FEWER, advice
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans, plans_on_any
 from penstock.profile import DeviceProfile
-from tests.plan.test_replicated import CALLS, plan, profile
+from tests.plan.test_replicated import CALLS, mixed, plan, profile
 
 
 def with_threads(workers: int, threads: int, a_row: float) -> ps.Profile:
@@ -72,6 +72,52 @@ def test_who_asks_for_stages_gets_them(asked: dict[str, object]) -> None:
     assert {c.way for c in found.considered if not c.only_compared} == {"pipeline"}
 
 
+@pytest.mark.parametrize(("ratio", "way"), [(1.5, "data parallel"), (2.5, "one device")])
+def test_one_device_alone_is_not_slowed_down_by_others(ratio: float, way: str) -> None:
+    """Two workers that take 2.5 times as long beside each other are slower than one of them."""
+    costs = profile(2)
+    kind = msgspec.structs.replace(costs.kinds["cpu"], contention=(ratio,) * 4)
+    slowed = msgspec.structs.replace(costs, kinds={"cpu": kind})
+    alone = plan(msgspec.structs.replace(costs, devices=("cpu",)), replicas=1)
+    seconds = alone.predicted_step_seconds / ratio
+    found = plan(slowed)
+    assert found.way == way
+    assert found.one_device_seconds == pytest.approx(seconds)
+    compared = plan(slowed, schedule="1f1b")  # with one device, which is not asked for
+    assert compared.one_device_seconds == pytest.approx(seconds)
+    split = [c.predicted_step_seconds for c in compared.considered if c.way == "pipeline"]
+    assert split == [
+        c.predicted_step_seconds
+        for c in plan(costs, schedule="1f1b").considered
+        if c.way == "pipeline"
+    ]
+
+
+def test_replicas_add_every_gradient_of_every_micro_batch_in_order() -> None:
+    costs = profile(2)
+    small = msgspec.structs.replace(costs, parameters=(3,) * CALLS, adding_seconds=1e-3)
+    asked = {"num_microbatches": 8, "schedule": "1f1b"}
+    for replicas, more in ((2, 8 / 2 * 3 * CALLS * 1e-3), (1, 0.0)):
+        free, added = (plan(c, replicas=replicas, **asked) for c in (costs, small))
+        expected = free.predicted_step_seconds + more
+        assert added.predicted_step_seconds == pytest.approx(expected)
+        assert added.one_device_seconds == free.one_device_seconds
+    assert plan(costs).way == "data parallel"
+    assert plan(msgspec.structs.replace(small, adding_seconds=1.0)).replicas == 1
+
+
+def test_one_candidate_is_the_chosen_one() -> None:
+    alone = msgspec.structs.replace(
+        mixed("slow", "fast", weights=10**10), forbidden=dict.fromkeys(range(1, CALLS), "no")
+    )  # each device is a plan of its own
+    for costs, most in ((alone, 1), (profile(2), 4), (mixed("slow", "fast"), 4)):
+        best = plans(costs, Request(), most)[0]
+        (chosen,) = [c for c in best.considered if c.why == "chosen"]
+        assert chosen.predicted_step_seconds == pytest.approx(best.predicted_step_seconds)
+        assert (chosen.way, chosen.schedule) == (best.way, best.schedule)
+        assert chosen.num_microbatches == best.num_microbatches
+
+
 def test_limits_of_workers_and_of_models() -> None:
     """They leave one replica, and the plan says why."""
     why = "There is one replica, as nobody can have two."
@@ -117,3 +163,15 @@ def test_more_devices_than_calls() -> None:
     )
     assert plan(one, replicas=8).replicas == 8
     assert plan(one).way == "data parallel"
+
+
+def test_one_worker_of_several_may_be_faster_than_one_with_all_cores() -> None:
+    """Small calls gain nothing from more threads, nor beside another worker."""
+    both, alone = with_threads(1, 2, 1.0e-3), with_threads(2, 1, 1.8e-3)
+    kind = msgspec.structs.replace(alone.kinds["cpu"], contention=(2.0,) * 4)
+    heavy = msgspec.structs.replace(alone, kinds={"cpu": kind}, weights=(10**9,) * CALLS)
+    found = plans_on_any([both, heavy], Request())[0]
+    assert (found.devices, found.threads) == (("cpu",), 1)
+    assert found.predicted_step_seconds == pytest.approx(found.one_device_seconds)
+    whole = plans_on_any([both, heavy], Request(), limits=Limits(all_devices=True))[0]
+    assert whole.threads == 2 or len(whole.devices) == 2

@@ -80,7 +80,7 @@ def test_every_plan_keeps_its_limit(schedule: str, m: int, limit: int, devices: 
     held = [layout.held(stretch) for stretch in stretches]
     standing = [0.0] * devices
     for stretch in stretches:
-        standing[stretch.worker] += layout.standing(stretch, Memory().per_weight)
+        standing[stretch.worker] += layout.standing(stretch, Memory())
     moving = memory_over_time(plan.timeline(), held)
     assert max(s + memory.peak for s, memory in zip(standing, moving, strict=True)) <= limit
     assert plan.memory_limit == limit
@@ -182,7 +182,7 @@ def test_what_is_held_between_pieces_is_counted() -> None:
     stretch = Stretch(0, 2, 8, ((2, 4), (4, 6)))
     # What enters at 2 and at the edges 4 and 6, and what calls 6 and 7 save.
     assert layout.held(stretch) == 4 * (400 + 400 + 50 + 2 * 1000)
-    assert layout.standing(stretch, 4.0) == 6 * 10 * 4 + 4 * 2 * 1000
+    assert layout.standing(stretch, Memory()) == 6 * 10 * 4 + 4 * 2 * 1000
     assert check(
         ps.plan(hungry(), num_microbatches=4, schedule="gpipe", replicas=1).schedule_for(4)
     ).in_flight
@@ -214,3 +214,11 @@ def test_a_limit_that_nothing_meets_says_what_would_be_enough() -> None:
     assert ps.plan(hungry(), memory_limit=enough, num_microbatches=16, replicas=1)
     with pytest.raises(ps.PlanError):
         ps.plan(hungry(), memory_limit=enough - 100, num_microbatches=16, replicas=1)
+
+
+def test_what_is_held_is_never_less_than_nothing() -> None:
+    """Differences of sums of fractions may be."""
+    saved = (0.7, 0.7, 0.7, 0.4)
+    costs = profile([1.0] * 4, saved=saved, boundary=(0.0,) * 5, batch=1)
+    stretch = Stretch(0, 0, 4, recompute=((0, 2), (2, 4)))
+    assert 0 <= Layout(costs, 1).held(stretch) < 1e-12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,15 @@ import msgspec
 import pytest
 
 import penstock as ps
+from penstock.plan.layout import Layout
 from penstock.plan.request import Request
 from penstock.plan.search import plans
+from penstock.plan.shares import blocks, dealt
+from penstock.plan.stages import EFFORT
 from penstock.profile import DeviceProfile
+from penstock.profile.hardware import parse
+from penstock.schedule import Schedule, Timeline
+from penstock.simulate import simulate
 
 CALLS = 8
 
@@ -91,15 +98,180 @@ def test_a_file_has_all_of_it(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_says_why() -> None:
-    with pytest.raises(ps.PlanError, match="3 replicas need as many equal parts"):
+    with pytest.raises(ps.PlanError, match="3 replicas need as many parts of the devices"):
         plan(profile(4), replicas=3)
-    kind = profile().kinds["cpu"]
-    unlike = msgspec.structs.replace(
-        profile(2), devices=("cpu", "cuda"), kinds={"cpu": kind, "cuda": kind}
-    )
-    with pytest.raises(ps.PlanError, match="2 replicas need as many equal parts"):
-        plan(unlike, replicas=2)
     with pytest.raises(ps.PlanError, match="fitted may halve backwards"):
         plan(profile(2), replicas=2, schedule="fitted")
     with pytest.raises(ps.InputError, match=r"replicas=1\.5"):
         Request(replicas=1.5)  # type: ignore[arg-type]
+
+
+def mixed(*devices: str, weights: int = 0, **capacity: int) -> ps.Profile:
+    """The same on devices of which `fast` is four times as fast as `slow`."""
+    costs = profile(weights=weights)
+    hardware = parse(
+        """
+        [[device]]
+        name = "slow"
+        [[device]]
+        name = "fast"
+        speed = 4.0
+        [link]
+        bandwidth = "10GB/s"
+        """
+    )
+    described = hardware.apply(costs)
+    return msgspec.structs.replace(described, devices=devices, capacity=capacity, batch_size=20)
+
+
+def test_who_is_faster_runs_more_micro_batches() -> None:
+    costs = mixed("slow", "fast")
+    found = plan(costs, replicas=2, num_microbatches=10)
+    assert found.shares == (2, 8)
+    assert [len(found.share(k)) for k in (0, 1)] == [2, 8]
+    work = 20 * CALLS * 3e-3  # of the batch on the slow one
+    assert found.predicted_step_seconds == pytest.approx(work / 5, rel=0.05)
+    alone = plan(msgspec.structs.replace(costs, devices=("fast",)))
+    assert found.predicted_step_seconds < alone.predicted_step_seconds
+
+
+def test_its_timeline_has_the_times_of_every_replica() -> None:
+    found = plan(mixed("slow", "fast"), replicas=2, num_microbatches=10)
+    timeline = found.timeline()
+    assert timeline.num_workers == 2
+    numbers = [{e.action.microbatch for e in timeline.events if e.worker == w} for w in (0, 1)]
+    assert numbers == [set(found.share(0)), set(found.share(1))]
+    slow, fast = timeline.busy()
+    assert slow == pytest.approx(fast)  # a quarter of the work on a device a quarter as fast
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "breadth-first"])
+def test_its_timeline_ends_when_the_step_is_predicted_to(schedule: str) -> None:
+    """A replica that runs fewer micro-batches has the schedule of so many."""
+    costs = mixed("fast", "fast", "slow", "slow", "slow", "slow")
+    found = plan(costs, replicas=3, num_microbatches=20, schedule=schedule)
+    assert len(set(found.shares)) > 1
+    assert found.timeline().seconds == pytest.approx(found.predicted_step_seconds)
+
+
+@pytest.mark.parametrize("devices", [("fast", "slow", "slow"), ("slow", "fast", "fast")])
+def test_there_are_as_many_micro_batches_as_can_be_shared_well(devices: tuple[str, ...]) -> None:
+    """The fewest that suit one device may leave another without work."""
+    costs = msgspec.structs.replace(mixed(*devices), overhead_seconds=1e-4)
+    each = [plan(costs, replicas=3, num_microbatches=count) for count in range(3, 21)]
+    best = min(each, key=lambda found: found.predicted_step_seconds)
+    found = plan(costs, replicas=3)
+    assert found.predicted_step_seconds < 1.02 * best.predicted_step_seconds
+
+
+def test_rows_are_shared_without_rounding_up_what_is_whole() -> None:
+    costs = msgspec.structs.replace(profile(91), batch_size=273)  # 273 * (1 / 91) is more than 3
+    found = plan(costs, replicas=91)
+    assert found.predicted_step_seconds == pytest.approx(3 * CALLS * 3e-3)
+
+
+def test_fewer_rows_than_replicas_are_refused() -> None:
+    with pytest.raises(ps.PlanError, match="2 replicas cannot share 1 rows"):
+        plan(msgspec.structs.replace(profile(2), batch_size=1), replicas=2)
+
+
+def test_cuts_and_shares_are_for_what_each_replica_has() -> None:
+    found = plan(mixed("fast", "fast", "slow", "slow"), replicas=2, schedule="1f1b")
+    both = {found.devices[:2], found.devices[2:]}
+    if len(both) == 1:  # the same devices in both: stages of other lengths
+        first, second = found.stages
+        assert {s.device for s in found.stages} == {"fast", "slow"}
+        assert first.calls[1] - first.calls[0] != second.calls[1] - second.calls[0]
+        assert not found.shares
+    else:
+        assert found.shares[found.devices.index("fast") // 2] > found.num_microbatches / 2
+    work = 20 * CALLS * 3e-3
+    assert found.predicted_step_seconds < 1.3 * work / 10  # of all devices at work all the time
+
+
+def test_a_small_memory_bounds_the_stages_of_all_replicas() -> None:
+    weights = 1 << 20
+    needs = 4 * CALLS * weights  # with gradients and the state of Adam
+    roomy = plan(mixed("fast", "slow", weights=weights), replicas=2)
+    assert roomy.replicas == 2
+    with pytest.raises(ps.PlanError, match="memory"):
+        plan(mixed("fast", "slow", weights=weights, slow=needs // 4), replicas=2)
+
+
+def test_kept_gradients_and_owned_states_are_counted() -> None:
+    weights = 1 << 20
+    costs = mixed("fast", "fast", weights=weights)
+    apart = plan(costs, replicas=2, num_microbatches=8).stages[0].memory_bytes
+    each = CALLS * weights
+    assert apart == pytest.approx(each * (2 + 2 / 2 + 4), rel=0.01)
+    shared = plan(profile(2, weights=weights), replicas=2, num_microbatches=8)
+    assert shared.stages[0].memory_bytes == pytest.approx(each * (4 / 2 + 1), rel=0.01)
+
+
+def test_what_is_shared_is_dealt_by_weight() -> None:
+    assert dealt(5, (1, 1)) == ((0, 2, 4), (1, 3))
+    assert [len(share) for share in dealt(10, (2, 8))] == [2, 8]
+    assert blocks(5, (1, 1)) == [range(3), range(3, 5)]
+    for weights in ((1, 2, 5), (7, 1), (3, 3, 2)):
+        assert tuple(map(len, dealt(sum(weights), weights))) == weights
+        for count in range(20):
+            numbers = sorted(n for share in dealt(count, weights) for n in share)
+            assert numbers == list(range(count))
+
+
+def test_a_file_with_other_shares_than_replicas_is_refused(tmp_path: Path) -> None:
+    found = plan(mixed("slow", "fast"), replicas=2, num_microbatches=10)
+    found.save(tmp_path / "plan.json")
+    assert ps.Plan.load(tmp_path / "plan.json") == found
+    for wrong in ({"shares": (5, 4)}, {"shares": (10,)}, {"shares": (0, 10)}):
+        msgspec.structs.replace(found, **wrong).save(tmp_path / "wrong.json")
+        with pytest.raises(ps.PlanError, match="shares="):
+            ps.Plan.load(tmp_path / "wrong.json")
+    alone = plan(profile(2), replicas=1, num_microbatches=10)
+    msgspec.structs.replace(alone, shares=(2, 8)).save(tmp_path / "wrong.json")
+    with pytest.raises(ps.PlanError, match=r"shares=\(2, 8\) are not 1 numbers"):
+        ps.Plan.load(tmp_path / "wrong.json")
+
+
+def test_the_chosen_plan_is_always_listed() -> None:
+    for devices in (("slow",), ("slow", "fast", "fast"), ("fast", "slow", "slow")):
+        costs = msgspec.structs.replace(mixed(*devices), overhead_seconds=1e-3)
+        found = plan(costs, replicas=len(devices))
+        assert [line for line in str(found).splitlines() if line.endswith("  chosen")]
+        same_kind = [c for c in found.considered if not c.only_compared]
+        assert min(c.seconds for c in same_kind) == pytest.approx(found.predicted_step_seconds)
+
+
+def test_many_different_devices_are_planned_with_little_effort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where even the likeliest case would take too long, the cheapest is tried."""
+    simulated = []
+
+    def counted(schedule: Schedule, *args: Any) -> Timeline:
+        simulated.append(sum(map(len, schedule.workers)))
+        return simulate(schedule, *args)
+
+    monkeypatch.setattr(sys.modules[Layout.__module__], "simulate", counted)
+    names, calls = tuple(f"device{k}" for k in range(16)), 64
+    costs = profile(len(names))
+    kinds = {}
+    for k, name in enumerate(names):
+        each = 1e-3 / (1 + 0.1 * (k % 7))
+        forward, backward = (
+            tuple((times * each * rows,) * calls for rows in (1, 2, 4, 8)) for times in (1, 2)
+        )
+        kind = msgspec.structs.replace(costs.kinds["cpu"], forward=forward, backward=backward)
+        kinds[name] = kind
+    many = msgspec.structs.replace(
+        costs,
+        devices=names,
+        kinds=kinds,
+        batch_size=4096,
+        labels=tuple(f"layer{k}" for k in range(calls)),
+        weights=(1,) * calls,
+        saved=(1.0,) * calls,
+        boundary=(0.0,) * (calls + 1),
+    )
+    assert plans(many, Request())[0].devices
+    assert sum(simulated) < EFFORT

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
+from penstock.plan.candidates import PREFERENCE
+from penstock.schedule import SCHEDULES
 from tests.plan.test_plan import profile
 
 COSTS = st.lists(st.floats(0.01, 10.0), min_size=3, max_size=9)
@@ -83,6 +85,14 @@ def test_an_unknown_schedule() -> None:
         ps.plan(profile([1.0, 1.0]), schedule="2f2b", replicas=1)
 
 
+def test_more_stages_than_there_are_places_for() -> None:
+    few = profile([1.0] * 4, forbidden={2: "because"})
+    said = "stages_per_worker=2 with 2 workers makes more stages than the 3 that"
+    for schedule in ("auto", "fitted"):
+        with pytest.raises(ps.PlanError, match=said):
+            ps.plan(few, stages_per_worker=2, schedule=schedule, replicas=1)
+
+
 def test_more_devices_than_calls() -> None:
     with pytest.raises(ps.PlanError, match="3"):
         ps.plan(profile([1.0, 1.0], devices=3), replicas=1)
@@ -129,3 +139,7 @@ def test_a_fitted_schedule_takes_any_number_of_stages(devices: int) -> None:
     assert several.predicted_step_seconds <= ps.plan(
         costs, schedule="eager-1f1b", num_microbatches=4, replicas=1
     ).predicted_step_seconds * (1 + 1e-9)
+
+
+def test_the_planner_knows_all_schedules() -> None:
+    assert set(PREFERENCE) == set(SCHEDULES)

@@ -56,7 +56,8 @@ def test_more_workers_than_stages_are_replicas() -> None:
     case = WhatIf(workers=256, num_microbatches=16, bandwidth=4.0, latency=0.25)
     found = what_if(equal(), case)
     assert (found.replicas, found.stages, found.batch_size) == (4, 64, 64)
-    assert found.reduce_seconds == pytest.approx(2 * 3 * (4 / 4 / 4.0 + 0.25))
+    hops = 2 * 4 - 3  # of the last bucket, which is the only one
+    assert found.reduce_seconds == pytest.approx(2 * 4 / 4.0 + hops * (4 / 4.0 + 0.25))
     assert "replicas, as the program has places for 64 stages" in found.note
     one = what_if(equal(), replace(case, workers=64))
     assert one.note == ""
@@ -185,3 +186,21 @@ def test_what_a_plan_alone_does_not_know(changes: dict[str, Any], words: str) ->
     case = WhatIf(**{"workers": 2, "num_microbatches": 4, "microbatch_size": 4, **changes})
     with pytest.raises(ps.PlanError, match=f"{words}.* give the profile"):
         what_if_planned(planned(), case)
+
+
+def test_replicas_add_gradients_in_order_as_in_a_plan() -> None:
+    costs = msgspec.structs.replace(equal(), adding_seconds=1e-3)
+    costs = msgspec.structs.replace(costs, parameters=(5,) * costs.num_calls)
+    case = WhatIf(workers=2, num_microbatches=4, replicas=2)
+    free, found = what_if(equal(), case), what_if(costs, case)
+    assert free.step_seconds is not None
+    more = 4 * 5e-3 * costs.num_calls  # in the backward of every micro-batch
+    assert found.step_seconds == pytest.approx(free.step_seconds + more)
+    assert found.one_worker_seconds == free.one_worker_seconds
+
+
+def test_a_plan_of_replicas_needs_its_profile() -> None:
+    replicated = ps.plan(msgspec.structs.replace(equal(), batch_size=4), replicas=2)
+    case = WhatIf(workers=2, num_microbatches=2, replicas=2)
+    with pytest.raises(ps.PlanError, match=r"2 replicas, .* give the profile"):
+        what_if_planned(replicated, case)

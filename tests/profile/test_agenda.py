@@ -64,6 +64,21 @@ def test_time_is_limited_but_two_sizes_are_measured(
     assert order == expected if isinstance(expected, list) else len(order) == expected
 
 
+def test_what_takes_long_is_measured_briefly_so_that_more_sizes_are() -> None:
+    """Every call is timed at 1 and 2 rows, in five times their cost: 15 of 50 seconds."""
+    sizes = Agenda(32, 2, 50.0, None, long=3.0)
+    asked: dict[int, bool] = {}
+    while (rows := sizes.next()) is not None:
+        asked[rows] = brief = sizes.is_brief(rows)
+        sizes.learn(rows, float(rows), (2.2 if brief else 5.0) * rows)
+    assert asked == {1: False, 2: False, 4: True, 8: True}  # 16 would take 35 of the 9 left
+    first = Agenda(32, 2, 50.0, None, long=0.0)
+    assert first.next() == 1
+    assert not first.is_brief(1)  # one size has to be measured as a whole
+    first.learn(1, 1.0, 5.0)
+    assert first.is_brief(2)
+
+
 @pytest.mark.parametrize(
     ("batch", "count", "expected"), [(10, 4, [2, 3]), (12, 4, [3]), (3, 3, [1]), (120, 1, [120])]
 )

@@ -13,7 +13,12 @@ from torch import nn
 import penstock as ps
 from penstock.errors import InputError
 from penstock.profile import cache as cache_module
-from penstock.profile.cache import ProfileCache, cache_directory, cache_key, cached_profile
+from penstock.profile.cache import (
+    ProfileCache,
+    cache_directory,
+    cache_key,
+    cached_profiles,
+)
 from tests.support.models import mlp
 
 X = torch.randn(8, 4)
@@ -24,8 +29,12 @@ def program(model: nn.Module | None = None, x: torch.Tensor = X) -> ps.Program:
 
 
 def measured(of: ps.Program, directory: Path, **changes: Any) -> tuple[ps.Profile, bool]:
-    asked: dict[str, Any] = {"devices": ["cpu"], "num_microbatches": 1, **changes}
-    return cached_profile(of, cache=ProfileCache(directory), **asked)
+    asked: dict[str, Any] = {"devices": ["cpu"], "threads": 1, "num_microbatches": 1, **changes}
+    choices = [(asked.pop("devices"), asked.pop("threads"))]
+    (found,), was_kept = cached_profiles(
+        of, choices=choices, cache=ProfileCache(directory), **asked
+    )
+    return found, was_kept
 
 
 def test_what_was_measured_is_read(tmp_path: Path) -> None:
@@ -36,6 +45,45 @@ def test_what_was_measured_is_read(tmp_path: Path) -> None:
     assert second == type(second).load(next(tmp_path.iterdir()))
     assert second.labels == first.labels
     assert told == [(1, 1, "profiled before, kept in the cache")]
+
+
+def test_lists_of_devices_are_measured_together(tmp_path: Path) -> None:
+    """A part of them that was measured alone, or with others, does not do."""
+    both: list[tuple[list[str], int]] = [(["cpu"], 2), (["cpu", "cpu"], 1)]
+
+    def asked(
+        choices: list[tuple[list[str], int]], **options: Any
+    ) -> tuple[list[ps.Profile], bool]:
+        own = ProfileCache(tmp_path)
+        return cached_profiles(program(), choices=choices, num_microbatches=1, cache=own, **options)
+
+    assert [asked([one])[1] for one in both] == [False, False]
+    first, were_kept = asked(both)
+    assert were_kept is False
+    assert [(c.devices, c.threads) for c in first] == [(("cpu",), 2), (("cpu", "cpu"), 1)]
+    second, were_kept = asked(both)
+    assert were_kept is True
+    assert [(c.devices, c.threads) for c in second] == [(("cpu",), 2), (("cpu", "cpu"), 1)]
+    assert asked(both, fresh=True)[1] is False
+
+
+def test_what_was_measured_for_longer_does_as_well(tmp_path: Path) -> None:
+    def asked(seconds: float, longer: float) -> bool:
+        own, devices = ProfileCache(tmp_path), [(["cpu"], 1)]
+        return cached_profiles(
+            program(),
+            choices=devices,
+            num_microbatches=1,
+            seconds=seconds,
+            longer=longer,
+            cache=own,
+        )[1]
+
+    assert asked(2.0, 0.0) is False
+    assert asked(1.0, 0.0) is False
+    assert asked(0.5, 3.0) is False
+    assert asked(0.25, 2.0) is True
+    assert asked(2.0, 1.0) is True
 
 
 def test_a_fresh_one_replaces_what_was_kept(tmp_path: Path) -> None:
@@ -53,7 +101,7 @@ def test_a_fresh_one_replaces_what_was_kept(tmp_path: Path) -> None:
         {"num_microbatches": 2},
         {"devices": ["cpu", "cpu"]},
         {"threads": 2},
-        {"seconds": 3.0},
+        {"seconds": 31.0},
         {"args": (torch.randn(6, 4),)},
     ],
 )
@@ -119,7 +167,9 @@ def test_another_machine_or_version_has_another_key(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cache_module, "_machine", lambda: "another")
     other = _key(mlp(4, 4, 4))
     monkeypatch.setattr(torch, "__version__", "0.1")
-    assert len({before, other, _key(mlp(4, 4, 4))}) == 3
+    third = _key(mlp(4, 4, 4))
+    monkeypatch.setattr(cache_module, "_MEASURED", ("seconds",))
+    assert len({before, other, third, _key(mlp(4, 4, 4))}) == 4
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"version": 0}'])
@@ -170,7 +220,8 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "cache_directory", lambda: None)
     for _ in range(2):
-        assert cached_profile(program(), devices=["cpu"], num_microbatches=1)[1] is False
+        choices = [(["cpu"], 1)]
+        assert cached_profiles(program(), choices=choices, num_microbatches=1)[1] is False
 
 
 def test_a_batch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:

@@ -76,6 +76,34 @@ def test_the_part_that_can_be_put_off() -> None:
     assert np.array_equal(device((2,), 1.0).weight_seconds(2), [0.0])
 
 
+def test_one_worker_alone_is_not_slowed_down() -> None:
+    kind = device(
+        (2, 4),
+        *(4.0, 6.0),
+        weight=((2.0,), (3.0,)),
+        halving=(1.0, 1.5),
+        contention=(2.0, 1.5),
+    )
+    found = profile(kind).alone("cpu")
+    assert found.devices == ("cpu",)
+    assert found.kinds == {
+        "cpu": device((2, 4), 2.0, 4.0, weight=((1.0,), (2.0,)), halving=(0.5, 1.0))
+    }
+    unmeasured = device((2, 4), 4.0, 6.0)
+    assert unmeasured.alone() == unmeasured
+    alone = device((2, 4), 4.0, 6.0, contention=(2.0, 2.0)).alone()
+    assert (alone.weight, alone.halving) == ((), ())
+
+
+def test_backwards_of_a_replica_add_gradients_in_order() -> None:
+    kind = device((2, 4), 4.0, 6.0)
+    found = profile(kind, parameters=(3,), adding_seconds=0.5).of_replica()
+    assert found.kinds["cpu"].forward == kind.forward
+    assert found.kinds["cpu"].backward == ((9.5,), (13.5,))
+    unknown = profile(kind, adding_seconds=0.5)
+    assert unknown.of_replica() == unknown
+
+
 # -- confidence ---------------------------------------------------------------------------
 
 
@@ -104,14 +132,16 @@ def test_the_worst_kind_decides() -> None:
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
-    kind = device((1, 2), 0.5, 1.25, weight=((0.25,), (0.5,)))
+    kind = device((1, 2), 0.5, 1.25, weight=((0.25,), (0.5,)), contention=(1.5, 1.25))
     found = profile(
         kind,
         saved=(16.0,),
         outputs=(4.0,),
         links={"cpu>cpu": Link(latency_seconds=1e-5)},
         capacity={"cpu": 1 << 30},
+        parameters=(2,),
         overhead_seconds=2e-5,
+        adding_seconds=3e-6,
     )
     path = tmp_path / "profile.json"
     path.write_text("an older one")
@@ -171,6 +201,8 @@ def test_tables_of_another_length_than_the_sizes_are_errors(tmp_path: Path) -> N
             continue
         with pytest.raises(InputError, match=f"halving has {len(wrong)} entries, but 2 sizes were"):
             ps.Profile.load(path)
+    with pytest.raises(InputError, match="contention has 1 entries, but 2 sizes were"):
+        device((1, 2), 1.0, 2.0, contention=(1.0,))
     with pytest.raises(InputError, match="forward has 0 entries, but 1 sizes were measured"):
         DeviceProfile(kind="cpu", rows=(1,), forward=(), backward=((1.0,),), spread=0.0)
 

@@ -247,9 +247,9 @@ def test_what_halving_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)  # however small
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
     program = ps.capture(layers, (torch.randn(4, 2),))
-    kind = ps.profile(program, devices=["cpu"], seconds=0).on("cpu")
+    kind = ps.profile(program, devices=["cpu"], seconds=1).on("cpu")
     assert len(kind.halving) == len(kind.rows)
     for rows, more in zip(kind.rows, kind.halving, strict=True):
         assert more > 0.1 * sum(map(sum, kind.seconds(rows)))
     norms = ps.capture(nn.Sequential(*(nn.LayerNorm(2) for _ in range(3))), (torch.randn(4, 2),))
-    assert ps.profile(norms, devices=["cpu"], seconds=0).on("cpu").halving == ()
+    assert ps.profile(norms, devices=["cpu"], seconds=1).on("cpu").halving == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import penstock as ps
 from penstock.profile import measure
+from penstock.profile import team as team_module
 from penstock.profile.halving import launch_and_rate
+from penstock.profile.team import Team
 from penstock.profile.timing import Timing
 from tests.support.models import cases, mlp
 
@@ -107,6 +110,7 @@ def test_boundaries_are_per_row_and_weights_belong_to_their_first_user() -> None
     program = ps.capture(nn.Sequential(shared, nn.ReLU(), shared), (torch.randn(8, 4),))
     costs = ps.profile(program, devices=["cpu"])
     assert sum(costs.weights) == 4 * (16 + 4)
+    assert costs.parameters == (2, 0, 0)
     assert [round(n, 3) for n in costs.boundary[:1]] == [16.0]
     assert costs.labels == tuple(call.label for call in program.train.calls)
 
@@ -171,13 +175,15 @@ def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
     visits: list[int] = []
 
     class Disturbed:
+        members = ()
+
         def __init__(self, *_: object) -> None:
             pass
 
-        def measure(self, leaves: object, sizes: dict[str, int]) -> list[Timing]:
+        def measure(self, leaves: object, sizes: dict[str, int], brief: bool) -> list[Timing]:
             (rows,) = sizes.values()
             visits.append(rows)
-            seconds = (1.0 + rows) * (2.0 if rows == 4 and visits.count(4) == 1 else 1.0)
+            seconds = 0.01 * (1.0 + rows) * (2.0 if rows == 4 and visits.count(4) == 1 else 1.0)
             calls = [seconds / len(program)] * len(program)
             return [Timing(calls, calls, [(seconds, seconds)], [0.0] * len(program))]
 
@@ -193,14 +199,114 @@ def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
     monkeypatch.setattr(measure, "Team", Disturbed)
     kind = ps.profile(program, devices=["cpu"]).on("cpu")
     assert visits.count(4) == 2
-    assert [sum(line) for line in kind.forward] == pytest.approx([1.0 + r for r in kind.rows])
+    assert [sum(line) for line in kind.forward] == pytest.approx(
+        [0.01 * (1.0 + r) for r in kind.rows]
+    )
 
 
-def test_halving_is_measured_small_and_large_and_lies_on_their_line() -> None:
+def test_workers_together_and_one_alone_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody runs in every other round, only the first in those between."""
+    program = ps.capture(mlp(8, 8, 8), (torch.randn(4, 8),))
+    team = Team(program, torch.device("cpu"), 2, threads=1)
+    left = {
+        team.members[0]: [9.0, 3.0, 1.0, 6.0, 2.0, 5.0, 1.0],  # the first is a warm-up
+        team.members[1]: [9.0, 5.0, 8.0, 5.0],
+    }
+    monkeypatch.setattr(team_module, "_MOST_CONTENTIONS", 3)
+    monkeypatch.setattr(team_module._Member, "_whole", lambda self, *_: (left[self].pop(0), 0.0))
+    leaves, sizes = list(program.example), program.sizes(4)
+    assert team.contention(leaves, sizes, 60.0) == 4.0  # the median of 4, 3.5 and 5
+    assert list(left.values()) == [[], []]
+    left |= {team.members[0]: [9.0, 1.0, 2.0], team.members[1]: [9.0, 1.0]}
+    assert team.contention(leaves, sizes, 0.0) == 1.0  # after one turn, and never less
+
+
+def test_contention_is_measured_small_and_large_and_lies_between() -> None:
+    class Slowed:
+        members = (1, 2)
+
+        def contention(self, leaves: object, sizes: dict[str, int], seconds: float) -> float:
+            assert seconds == 0.5
+            return 2.0 / sizes["rows"]
+
+    timings = {r: [Timing([0.1 * r], [0.0], [(0.1 * r, 0.0)])] for r in (1, 2, 3, 8)}
+    found = measure._contention(Slowed(), timings, lambda n: ([], {"rows": n}), 1.0)  # type: ignore[arg-type]
+    assert found == pytest.approx([2.0, 4 / 3, 2 / 3, 2 / 3])
+    long = {1: [Timing([0.3], [0.0], [(0.3, 0.0)])]}
+    assert measure._contention(Slowed(), long, lambda n: ([], {"rows": n}), 1.0) == []  # type: ignore[arg-type]
+
+
+def test_only_the_whole_is_timed_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = ps.capture(mlp(8, 8, 8), (torch.randn(4, 8),))
+    team = Team(program, torch.device("cpu"), 2, threads=1)
+    ran: list[float] = []
+
+    def whole(*_: object) -> tuple[float, float]:
+        ran.append(0.0)
+        return 1.0, 2.0
+
+    monkeypatch.setattr(team_module._Member, "_whole", whole)
+    leaves, sizes = list(program.example), program.sizes(4)
+    assert team.measure(leaves, sizes, brief=True) == [Timing([], [], [(1.0, 2.0)])] * 2
+    assert len(ran) == 4  # a warm-up each
+    ran.clear()
+    monkeypatch.setattr(team_module, "_WARMING_UP", 0.0)
+    monkeypatch.setattr(team_module, "_MOST_PASSES", 1)
+    (timing, _) = team.measure(leaves, sizes)
+    assert len(timing.forward) == len(program)
+    assert timing.wholes == [(1.0, 2.0)]
+    assert len(ran) == 4  # no further warm-up, as they take too long
+
+
+def test_calls_have_their_part_of_the_nearest_size_where_only_the_whole_was_timed() -> None:
+    timings = {
+        1: [Timing([1.0, 3.0], [2.0, 2.0], [(4.0, 4.0)], [0.0, 0.5])],
+        2: [Timing([2.0, 2.0], [6.0, 2.0], [(4.0, 8.0)], [0.25, 0.0])],
+        8: [Timing([], [], [(8.0, 16.0)])],
+    }
+    found = measure.device_profile("cpu", timings, [0.0] * 3)
+    assert found.forward == ((1.0, 3.0), (2.0, 2.0), (4.0, 4.0))
+    assert found.backward == ((2.0, 2.0), (6.0, 2.0), (12.0, 4.0))
+    assert found.weight == ((0.0, 1.0), (1.5, 0.0), (3.0, 0.0))
+
+
+def test_lists_of_devices_take_turns() -> None:
+    """The speed of a machine changes, and they are to be compared."""
+    program = ps.capture(mlp(8, 8, 8), (torch.randn(4, 8),))
+    told: list[str] = []
+    found = measure.profiles(
+        program,
+        choices=[(["cpu"], 2), (["cpu", "cpu"], 1)],
+        seconds=0.0,
+        progress=lambda done, of, what: told.append(what),
+    )
+    assert [(costs.devices, costs.threads) for costs in found] == [(("cpu",), 2), (("cpu",) * 2, 1)]
+    sizes = [what for what in told if "rows" in what]
+    assert sizes == [f"profiling {rows} rows on cpu" for rows in (1, 1, 2, 2)]
+    (alone,) = measure.profiles(program, choices=[(["cpu"], 1)], num_microbatches=2)
+    assert alone.devices == ("cpu",)
+
+
+def test_one_worker_has_nobody_to_contend_with() -> None:
+    program = ps.capture(mlp(8, 8, 8), (torch.randn(4, 8),))
+    costs = [ps.profile(program, devices=["cpu"] * n, num_microbatches=2) for n in (1, 2)]
+    found = [profile.on("cpu").contention for profile in costs]
+    assert found[0] == ()
+    assert len(found[1]) == 1
+    assert found[1][0] >= 1
+
+
+def test_halving_is_measured_small_and_large_and_lies_on_their_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A launch and a rate; sizes that take long are not halved to learn it."""
+    monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.25)
+    monkeypatch.setattr(measure, "_HALVINGS", 0.4)
     asked: list[int] = []
 
     class Halving:
+        members = (SimpleNamespace(device=torch.device("cpu")),)
+
         def halving(self, leaves: object, sizes: dict[str, int], seconds: float) -> float:
             asked.append(sizes["rows"])
             assert seconds <= 1.0
@@ -215,6 +321,8 @@ def test_halving_is_measured_small_and_large_and_lies_on_their_line() -> None:
     assert asked == [1, 3]
     assert found(1.0, 2, 4) == pytest.approx([0.025, 0.05])  # a row costs as much
     assert asked == [2]
+    assert found(1.5, 2, 4, share=1.0) == [0.25, 0.25]  # so long that it is not measured at all
+    assert asked == []
     assert found(0.1, 1, 2, share=0.0) == [0.0, 0.0]
     assert asked == []
 

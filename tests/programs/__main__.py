@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from penstock.bench.guarded import unguarded
-from tests.programs.drawing import drawn
-from tests.programs.running import outcome
+from penstock.bench.record import origin
+from tests.programs.drawing import OPTIMIZERS, Drawn, drawn, drawn_for_replicas
+from tests.programs.running import NEVER, VERDICTS, Outcome, outcome
+from tests.support.pool import pooled
+
+HEAD = """# Random programs on any number of replicas
+
+Written by `python -m tests.programs --replicas --count {count} --output docs/programs.md`, at
+commit {commit} with torch {torch}.
+
+Every program is a model of a few blocks that read attributes, flags and sizes, tie weights, write
+in place, remember something in buffers, or draw random numbers. It is trained for three or four
+steps with an optimizer of PyTorch and micro-batches of unequal sizes, on 1 to 4 replicas of 1 to 4
+stages, with any schedule that takes them, with and without recomputation, on worker threads or
+worker processes; attributes change between the steps, and in half of the programs stages in threads
+sleep now and then. Results, losses, gradients, weights and buffers are compared after every step
+with `torch.equal` (NaN in the same places) with a loop of plain PyTorch on one device.
+
+*Right*: all of that has the same bits. *Refused*: a `PenstockError` that says why. *Untrainable*:
+plain PyTorch raises an error too. *Wrong*: something differs. *Crash*: any other error.
+"""
+
+Found = Mapping[int, tuple[Drawn, Outcome]]
 
 
 def main() -> int:
@@ -19,6 +43,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--start", type=int, default=0)
+    parser.add_argument(
+        "--replicas", action="store_true", help="on 1 to 4 replicas, trained by an optimizer"
+    )
     parser.add_argument("--hidden", action="store_true", help="they read a global, too")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--audit", help='"auto", or every so many steps; off if left out')
@@ -26,33 +53,92 @@ def main() -> int:
         "--unguarded", action="store_true", help="nobody looks at what forwards read"
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="a page with the counts")
     options = parser.parse_args()
     began = time.perf_counter()
     audit = options.audit
     more = {"audit": int(audit) if audit and audit.isdecimal() else audit}
-    found = {}
-    for number in range(options.start, options.start + options.count):
-        program = drawn(number, options.hidden, options.steps)
-        with unguarded() if options.unguarded else nullcontext():
-            ended = found[number] = outcome(program, **more)
-        if ended.verdict in ("wrong", "crash"):
-            names = [block.__name__ for block in program.blocks]
-            kind = program.steps[max(ended.step, 0)].kind
-            print(f"{number}: {ended.verdict} in step {ended.step} ({kind}): {ended.why}")
-            print(f"    {names}, {program.head}, m={program.microbatches}, {program.recompute}")
-    verdicts = Counter(ended.verdict for ended in found.values())
-    reasons = Counter(e.why.split("\n")[0][:90] for e in found.values() if e.verdict == "refused")
+    found: dict[int, tuple[Drawn, Outcome]] = {}
+    with pooled():
+        for number in range(options.start, options.start + options.count):
+            if options.replicas:
+                program = drawn_for_replicas(number)
+            else:
+                program = drawn(number, options.hidden, options.steps)
+            with unguarded() if options.unguarded else nullcontext():
+                ended = outcome(program, **more)
+            found[number] = program, ended
+            if ended.verdict in NEVER:
+                kind = program.steps[max(ended.step, 0)].kind
+                print(f"{number}: {ended.verdict} in step {ended.step} ({kind}): {ended.why}")
+                names = [block.__name__ for block in program.blocks]
+                print(f"    {names}, {settings(*found[number])}")
+    verdicts = Counter(ended.verdict for _, ended in found.values())
     print(dict(verdicts), f"{time.perf_counter() - began:.0f} s")
-    for reason, count in reasons.most_common(25):
-        print(f"{count:6} {reason}")
+    print(tables(found))
+    if options.output:
+        head = HEAD.format(count=options.count, **origin())
+        options.output.write_text(f"{head}\n{tables(found)}\n")
     if options.json:
         each = [
-            {"program": n, "verdict": e.verdict, "step": e.step, "why": e.why}
-            for n, e in found.items()
+            {
+                "program": n,
+                **settings(program, e),
+                "verdict": e.verdict,
+                "step": e.step,
+                "why": e.why,
+            }
+            for n, (program, e) in found.items()
         ]
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"verdicts": verdicts, "programs": each}, indent=1))
+        data = {**origin(), "verdicts": verdicts, "programs": each}
+        options.json.write_text(json.dumps(data, indent=1))
     return 1 if verdicts["wrong"] or verdicts["crash"] else 0
+
+
+def settings(program: Drawn, ended: Outcome) -> dict[str, Any]:
+    """How a program was run."""
+    optimizer = None if program.optimizer is None else OPTIMIZERS[program.optimizer][0].__name__
+    return {
+        "replicas": program.replicas,
+        "stages": ended.stages,
+        "workers": program.workers,
+        "schedule": program.schedule,
+        "recompute": program.recompute,
+        "micro-batches": program.microbatches,
+        "optimizer": optimizer,
+        "delayed": program.delayed,
+        "head": program.head,
+    }
+
+
+def tables(found: Found) -> str:
+    """How many ended how, by setting, and why some were refused."""
+    each = [(settings(program, ended), ended) for program, ended in found.values()]
+    lines = [f"| | programs | {' | '.join(VERDICTS)} |", "|---" * (2 + len(VERDICTS)) + "|"]
+    for name in ("replicas", "stages", "workers", "schedule", "recompute", "optimizer"):
+        values = sorted({own[name] for own, _ in each if own[name]})
+        for value in values:
+            lines.append(row(f"{name}: {value}", (e for own, e in each if own[name] == value)))
+    several = (e for own, e in each if own["replicas"] > 1)
+    lines += [row("several replicas", several), row("**all**", (e for _, e in each))]
+    reasons = Counter(reason(e) for _, e in each if e.verdict == "refused")
+    if reasons:
+        lines += ["", "| refused | why |", "|---|---|"]
+        lines += [f"| {n} | {why} |".replace("*", "\\*") for why, n in reasons.most_common()]
+    return "\n".join(lines)
+
+
+def reason(ended: Outcome) -> str:
+    """Why a program was refused: the first sentence, without names and shapes."""
+    text = re.sub(r"\w+\[\S*\](?: as \S+\])?", "a tensor", ended.why.split("\n")[0])
+    return re.split(r"[.;] ", re.sub(r"'[^']*'", "'…'", text.partition(": ")[2]))[0]
+
+
+def row(name: str, outcomes: Iterable[Outcome]) -> str:
+    """A line of the table."""
+    counts = Counter(ended.verdict for ended in outcomes)
+    return f"| {name} | {counts.total()} | {' | '.join(str(counts[v]) for v in VERDICTS)} |"
 
 
 if __name__ == "__main__":

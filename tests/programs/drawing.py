@@ -7,9 +7,10 @@ result has some shape, and a list of steps with what is changed before each.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.capture.trees import flatten
+from penstock.schedule import SCHEDULES
+from penstock.workers.backend import Kind as Workers
 
 WIDTH = 6
 
@@ -515,6 +518,22 @@ class Step:
     rows: int
 
 
+OPTIMIZERS: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...] = (
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.RAdam, {"lr": 0.01}),
+    (torch.optim.Adamax, {"lr": 0.01}),
+    (torch.optim.Adagrad, {"lr": 0.05}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    (torch.optim.ASGD, {"lr": 0.01}),
+    (torch.optim.Rprop, {"lr": 0.01}),
+)
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A program.
@@ -524,6 +543,12 @@ class Drawn:
         blocks, head: what the model is made of.
         steps: what is done with it.
         microbatches, schedule, recompute: how it is run.
+        cuts: where it is cut, as shares of the places where that is possible.
+        hidden: whether it reads a module-level variable, too.
+        replicas, workers: how many replicas, on which kind of workers.
+        optimizer: which of `OPTIMIZERS` trains it; `None` for gradient descent by hand.
+        clips: whether gradients are clipped before.
+        delayed: whether stages in threads now and then take their time.
     """
 
     number: int
@@ -533,8 +558,13 @@ class Drawn:
     microbatches: int
     schedule: str
     recompute: str
-    cut: float
-    hidden: bool = field(default=False)
+    cuts: tuple[float, ...]
+    hidden: bool = False
+    replicas: int = 1
+    workers: Workers = "threads"
+    optimizer: int | None = None
+    clips: bool = False
+    delayed: bool = False
 
     def model(self) -> Model:
         """The model, the same each time."""
@@ -574,8 +604,48 @@ def drawn(number: int, hidden: bool = False, steps: int = 5) -> Drawn:
         r.choice([1, 2, 3, 4]),
         r.choice(["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]),
         r.choice(["none", "none", "all", "boundaries"]),
-        r.random(),
+        (r.random(),),
         hidden,
+    )
+
+
+def drawn_for_replicas(number: int) -> Drawn:
+    """The model of this number, trained by an optimizer, on 1 to 4 replicas of 1 to 4 stages."""
+    r = random.Random(f"replicas {number}")
+    model = drawn(number)
+    replicas, stages = r.randint(1, 4), r.choice([1, 2, 2, 3, 4])
+    microbatches = r.randint(replicas, 8)
+    sizes = [2 * microbatches, 2 * microbatches + 1, 3 * microbatches - 1]
+    if not any(issubclass(block, Normed) for block in model.blocks):  # it takes no single row
+        sizes += [microbatches + 1, r.randint(1, replicas)]  # which leaves some with nothing to do
+    other: Kind = r.choice(["call", "evaluation", "train_step"])
+    kinds: list[Kind] = ["train_step", "train_step", other, "train_step"]
+    refused = {k for k, block in enumerate(model.blocks) if block in (Aliased, Hooked, Replaced)}
+    steps = tuple(
+        Step(kind, tuple(c for c in step.changes if c[0] not in refused), r.choice(sizes))
+        for kind, step in zip(kinds, model.steps, strict=False)
+    )
+    remembers = any(issubclass(block, Normed | Averaging) for block in model.blocks)
+    recompute = r.choice(["none", "none", "none", "all", "boundaries"])
+    if remembers and replicas > 1 and r.random() < 0.8:  # replicas do not recompute these
+        recompute = "none"
+    fitting = [
+        name
+        for name, recipe in SCHEDULES.items()
+        if replicas == 1 or not recipe.splits_backward  # which replicas do not
+    ]
+    return dataclasses.replace(
+        model,
+        steps=steps,
+        microbatches=microbatches,
+        schedule=r.choice(fitting),
+        recompute=recompute,
+        cuts=tuple(r.random() for _ in range(stages - 1)),
+        replicas=replicas,
+        workers="processes" if replicas * stages <= 4 and r.random() < 0.4 else "threads",
+        optimizer=r.randrange(len(OPTIMIZERS)),
+        clips=r.random() < 0.3,
+        delayed=r.random() < 0.5,
     )
 
 

@@ -9,19 +9,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 import penstock as ps
 from penstock.capture.trees import flatten, map_leaves
-from tests.programs.drawing import HEADS, OUTSIDE, WIDTH, Drawn, Kind, Step, loss_of
-from tests.support.models import uniform_plan
+from tests.programs.drawing import HEADS, OPTIMIZERS, OUTSIDE, WIDTH, Drawn, Kind, Step, loss_of
+from tests.support.delays import slow_stages
+from tests.support.models import replicated, uniform_plan, workers_for
 
 SEED = 1234
 
-Verdict = Literal["right", "refused", "wrong", "crash", "untrainable"]
+Verdict = Literal["right", "refused", "untrainable", "wrong", "crash"]
+VERDICTS = get_args(Verdict)
+NEVER = ("wrong", "crash")
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ class Outcome:
             or that plain PyTorch cannot train it either.
         why: the message, or what differs.
         step: in which step.
+        stages: into how many it was cut; 0 if it did not come to that.
     """
 
     verdict: Verdict
     why: str = ""
     step: int = -1
+    stages: int = 0
 
 
 class Plain:
@@ -149,17 +154,22 @@ def outcome(program: Drawn, **options: Any) -> Outcome:
 
 def _outcome(program: Drawn, options: dict[str, Any]) -> Outcome:
     ours, theirs = program.model(), program.model()
-    x = torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(program.number))
+    rows = max(11, *(step.rows for step in program.steps))
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(program.number))
     torch.manual_seed(SEED)
-    try:
-        pipe = _pipeline(program, ours, x[:8], options)
-    except (ps.PenstockError, ValueError) as error:
-        return Outcome("refused", f"{type(error).__name__}: {error}")
-    except Exception as error:
-        return Outcome("crash", f"{type(error).__name__}: {error}")
-    plain = Plain(theirs, program.microbatches)
-    torch.set_num_threads(pipe.threads_per_worker)
-    with pipe:
+    stages = 0
+    with ExitStack() as stack:
+        if program.delayed:
+            stack.enter_context(slow_stages(program.number))
+        try:
+            pipe = stack.enter_context(_pipeline(program, ours, x[:8], options))
+            stages = len(pipe.plan.stages)
+            both = Both(program, pipe, theirs)
+        except (ps.PenstockError, ValueError) as error:
+            return Outcome("refused", f"{type(error).__name__}: {error}", stages=stages)
+        except Exception as error:
+            return Outcome("crash", f"{type(error).__name__}: {error}", stages=stages)
+        torch.set_num_threads(pipe.threads_per_worker)
         for number, step in enumerate(program.steps):
             for block, change, seed in step.changes:
                 for model in (ours, theirs):
@@ -168,10 +178,10 @@ def _outcome(program: Drawn, options: dict[str, Any]) -> Outcome:
                         ways[change % len(ways)](model.blocks[block], random.Random(seed))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                ended = _step(program, step, pipe, plain, x[: step.rows])
+                ended = both.step(step, x[: step.rows])
             if ended is not None:
-                return Outcome(ended.verdict, ended.why, number)
-    return Outcome("right")
+                return Outcome(ended.verdict, ended.why, number, stages)
+    return Outcome("right", stages=stages)
 
 
 def _pipeline(
@@ -179,44 +189,85 @@ def _pipeline(
 ) -> ps.Pipeline:
     captured = ps.capture(model, (x,))
     allowed = [k for k in range(1, len(captured)) if captured.cuts.forbidden(k) is None]
-    cuts = [allowed[int(program.cut * len(allowed))]] if allowed else []
-    workers = len(cuts) + 1
-    schedule = program.schedule if cuts else "gpipe"
-    plan = uniform_plan(captured, workers, program.microbatches, schedule, cuts, program.recompute)
+    cuts = sorted({allowed[int(cut * len(allowed))] for cut in program.cuts if allowed})
+    stages = len(cuts) + 1
+    workers = workers_for(program.schedule, stages) if cuts else None
+    schedule = program.schedule if workers else "gpipe"
+    plan = uniform_plan(
+        captured, workers or stages, program.microbatches, schedule, cuts, program.recompute
+    )
+    plan = replicated(plan, program.replicas)
+    options = {"workers": program.workers, **options}
     return ps.Pipeline(model, plan=plan, program=captured, devices=plan.devices, **options)
 
 
-def _step(
-    program: Drawn, step: Step, pipe: ps.Pipeline, plain: Plain, x: torch.Tensor
-) -> Outcome | None:
-    """Run one step on both; what it ends with, if it does not go on."""
-    both = (pipe.model, plain.model)
-    if step.kind == "evaluation":
-        for model in both:
-            model.eval()
-    alone = min(program.microbatches, len(x)) == 1
-    merge = (lambda parts: parts[0]) if alone else HEADS[program.head].merge
-    try:
-        expected = _expected(step, plain, x, merge)
-    except (RuntimeError, ValueError) as error:
-        return Outcome("untrainable", str(error))
-    try:
-        with gradients(step.kind):
-            found = _run(step, pipe, x)
-    except ps.PenstockError as error:
-        if expected is not UNMERGEABLE or not isinstance(error, ps.InputError):
-            return Outcome("refused", f"{type(error).__name__}: {error}")
-        found = UNMERGEABLE
-    except Exception as error:
-        return Outcome("crash", f"{type(error).__name__}: {error}")
-    difference = _difference(expected, found) or _states_differ(plain.model, pipe.model)
-    if difference:
-        return Outcome("wrong", difference)
-    for model in both:
-        _descend(model)
+class Both:
+    """A pipeline and the plain loop beside it, each with its optimizer.
+
+    Args:
+        program: what is done with them.
+        pipe: the one.
+        model: the other's.
+    """
+
+    def __init__(self, program: Drawn, pipe: ps.Pipeline, model: nn.Module) -> None:
+        self._program, self._pipe = program, pipe
+        self._plain = Plain(model, program.microbatches)
+        self._models = (pipe.model, model)
+        self._optimizers: list[Any] = []
+        if program.optimizer is not None:
+            kind, options = OPTIMIZERS[program.optimizer]
+            self._optimizers.append(pipe.optimizer(kind, **options))
+            self._optimizers.append(kind(model.parameters(), **options))
+
+    def step(self, step: Step, x: torch.Tensor) -> Outcome | None:
+        """Run one step on both; what it ends with, if it does not go on."""
         if step.kind == "evaluation":
-            model.train()
-    return None
+            for model in self._models:
+                model.eval()
+        alone = min(self._program.microbatches, len(x)) == 1
+        merge = (lambda parts: parts[0]) if alone else HEADS[self._program.head].merge
+        try:
+            expected = _expected(step, self._plain, x, merge)
+        except (RuntimeError, ValueError) as error:
+            return Outcome("untrainable", str(error))
+        try:
+            with gradients(step.kind):
+                found = _run(step, self._pipe, x)
+        except ps.PenstockError as error:
+            if expected is not UNMERGEABLE or not isinstance(error, ps.InputError):
+                return Outcome("refused", f"{type(error).__name__}: {error}")
+            found = UNMERGEABLE
+        except Exception as error:
+            return Outcome("crash", f"{type(error).__name__}: {error}")
+        difference = _difference(expected, found) or self._states_differ()
+        if not difference:
+            self._descend()
+            difference = self._states_differ()
+        if difference:
+            return Outcome("wrong", difference)
+        for model in self._models:
+            model.zero_grad()
+            if step.kind == "evaluation":
+                model.train()
+        return None
+
+    def _descend(self) -> None:
+        """Update the weights, if there are gradients."""
+        plain = list(self._plain.model.parameters())
+        if self._program.clips and any(p.grad is not None for p in plain):
+            self._pipe.clip_grad_norm_(0.3)
+            nn.utils.clip_grad_norm_(plain, 0.3)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for model in self._models if not self._optimizers else ():
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=0.05)
+
+    def _states_differ(self) -> str:
+        return _states_differ(self._plain.model, self._pipe.model)
 
 
 UNMERGEABLE = "micro-batches' results that cannot be put together"
@@ -244,14 +295,6 @@ def _run(step: Step, pipe: ps.Pipeline, x: torch.Tensor) -> Any:
     if step.kind == "call":
         loss_of(result).backward()
     return result
-
-
-def _descend(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=0.05)
-    model.zero_grad()
 
 
 def _difference(expected: Any, found: Any) -> str:

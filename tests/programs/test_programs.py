@@ -6,10 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests.programs.drawing import drawn
-from tests.programs.running import Outcome, outcome
-
-NEVER = ("wrong", "crash")
+from tests.programs.drawing import drawn, drawn_for_replicas
+from tests.programs.running import NEVER, Outcome, outcome
 
 
 def ended(numbers: range) -> dict[int, Outcome]:
@@ -32,3 +30,28 @@ def test_programs_drawn_at_random() -> None:
 @pytest.mark.parametrize("start", range(40, 2040, 250))
 def test_many_programs_drawn_at_random(start: int) -> None:
     assert not bad(ended(range(start, start + 250)))
+
+
+JUST = ("rows depend on the other rows of the batch", "are to be recomputed, which would disturb")
+"""Why programs are refused: results that cannot be put together, and what replicas do not do."""
+
+
+def on_replicas(numbers: range) -> Counter[str]:
+    """What has become of programs on any number of replicas, none of them bad."""
+    found = {number: outcome(drawn_for_replicas(number), audit=None) for number in numbers}
+    assert not bad(found)
+    refused = {number: each for number, each in found.items() if each.verdict == "refused"}
+    assert not {n: e.why for n, e in refused.items() if not any(why in e.why for why in JUST)}
+    return Counter(each.verdict for each in found.values())
+
+
+@pytest.mark.usefixtures("pool")
+def test_programs_on_any_number_of_replicas() -> None:
+    assert on_replicas(range(8))["right"] >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("start", range(8, 488, 40))
+def test_many_programs_on_any_number_of_replicas(start: int) -> None:
+    assert on_replicas(range(start, start + 40))["right"] >= 25

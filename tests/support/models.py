@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.bench.uniform import uniform_plan
+from penstock.bench.uniform import replicated, uniform_plan
 from penstock.capture import Key
 from penstock.capture.replay import seeded
 from penstock.schedule import SCHEDULES
 
-__all__ = ["uniform_plan"]  # and what is defined here
+__all__ = ["replicated", "uniform_plan"]  # and what is defined here
 
 ROWS = 11  # divides by no number of micro-batches that is tested
 
@@ -208,11 +208,6 @@ def own_forward(
     """The model's own forward, with the random numbers of a replay with this key."""
     with seeded(program, key, model):
         return (model or program.model)(*args, **kwargs)
-
-
-def replicated(plan: ps.Plan, replicas: int) -> ps.Plan:
-    """The same stages, so many times."""
-    return msgspec.structs.replace(plan, other_replicas=(plan.devices,) * (replicas - 1))
 
 
 class Remembers(nn.Module):

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from penstock.engine import replicas
 from penstock.links.local import LocalLink
 from penstock.profile.data import Link
 from penstock.workers import probe
@@ -56,10 +57,33 @@ def test_overhead() -> None:
     assert workers() == []
 
 
+def test_adding_is_what_gradients_take_that_are_added_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a clock that stands still, but for a second for every gradient that is added by itself."""
+    clock = [0.0]
+
+    def slowly(terms: replicas.Terms) -> None:
+        clock[0] += len(terms)
+        added.append([float(gradient) for _, gradient in terms])
+        accumulate(terms)
+
+    added: list[list[float]] = []
+    accumulate = replicas.accumulate
+    monkeypatch.setattr(replicas, "accumulate", slowly)
+    monkeypatch.setattr(probe, "now", lambda _: clock[0])
+    assert probe.adding_here(CPU) == 1.0
+    assert set(map(tuple, added)) == {(1.0,) * probe._PARAMETERS}
+    monkeypatch.setattr(probe, "now", lambda _: -clock[0])
+    assert probe.adding_here(CPU) == 0.0  # noise
+
+
 def test_a_profile_with_both() -> None:
     costs = with_links(profile(device((1,), 1.0)), [CPU, CPU], ThreadProbe())
     assert costs.links.keys() == {"cpu>cpu"}
     assert costs.overhead_seconds > 0
+    alone = with_links(profile(device((1,), 1.0), adding_seconds=1.0), [CPU], ThreadProbe())
+    assert (alone.overhead_seconds, alone.adding_seconds) == (0.0, 0.0)
 
 
 def test_a_failure_is_raised_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:

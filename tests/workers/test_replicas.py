@@ -41,10 +41,12 @@ def make(
     schedule: str = "1f1b",
     recompute: str = "none",
     keep_closed: Any = (),
+    shares: tuple[int, ...] = (),
     **options: Any,
 ) -> ps.Pipeline:
     program = ps.capture(model, args, keep_closed=keep_closed)
-    plan = replicated(uniform_plan(program, stages, count, schedule, recompute=recompute), replicas)
+    plan = uniform_plan(program, stages, count, schedule, recompute=recompute)
+    plan = replicated(plan, replicas, shares)
     options = {"audit": None, **options}
     return ps.Pipeline(model, args, program=program, plan=plan, devices=plan.devices, **options)
 
@@ -123,8 +125,9 @@ def test_whoever_is_faster(batchnorm: Any, kind: str, closed: Any) -> None:
     keep = ("0.linear", "3.linear", *closed)
     keep = (*keep, *(() if batchnorm == "microbatch" else ("1.0",)))
     found = []
-    for stages, replicas in ((2, 1), (1, 2), (1, 3), (2, 2)):  # each worker has one thread
-        options = {"stages": stages, "replicas": replicas, "keep_closed": keep, "workers": kind}
+    for stages, shares in ((2, (5,)), (1, (1, 4)), (1, (2, 2, 1)), (2, ())):  # one thread each
+        options = {"stages": stages, "replicas": len(shares) or 2, "shares": shares}
+        options |= {"keep_closed": keep, "workers": kind}
         with make(build(), batchnorm=batchnorm, **options) as pipe:
             found.append(trained(pipe))
     for other in found[1:]:
@@ -136,6 +139,11 @@ def test_whoever_is_faster(batchnorm: Any, kind: str, closed: Any) -> None:
         assert_same({n: found[1][n] for n in plain}, plain)
         for name, parameter in model.named_parameters():
             assert torch.equal(found[1][f"gradient of {name}"], parameter.grad), name
+
+
+def test_other_shares_of_replicas_with_stages_are_refused_in_one_memory() -> None:
+    with pytest.raises(ps.PlanError, match="2 workers run 1, 4 micro-batches"):
+        make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), stages=2, shares=(1, 4))
 
 
 def test_hooks_of_parameters_see_one_micro_batch_after_the_other() -> None:
@@ -416,7 +424,7 @@ def test_what_is_not_possible_says_so() -> None:
         ps.Pipeline(model, (X,), devices=["cpu"] * 2, replicas=0)
     with pytest.raises(ps.InputError, match=r"replicas=1"):
         make(model, recompute="all")
-    with pytest.raises(ps.PlanError, match="3 replicas need as many equal parts"):
+    with pytest.raises(ps.PlanError, match="3 replicas need as many parts of the devices"):
         ps.Pipeline(model, (X,), devices=["cpu"] * 4, replicas=3)
     with pytest.raises(ps.PlanError, match="zero-bubble may halve backwards"):
         ps.Pipeline(model, (X,), devices=["cpu"] * 2, replicas=2, schedule="zero-bubble")

@@ -1,7 +1,7 @@
 """Checks every model of the zoo, and writes what became of them.
 
     python -m tests.zoo [--family torchvision] [--only NAME | --exceptions] [--share 1/8]
-                        [--limit 50] [--jobs 2] [--again] [--output docs/zoo]
+                        [--limit 50] [--jobs 2] [--again] [--replicas 2] [--output docs/zoo]
 
 What has been found is kept line by line in OUTPUT.jsonl: a run that was stopped goes on where it
 was, and pieces of it can be run one after the other. Models that were checked at this commit are
@@ -26,19 +26,12 @@ from tests.zoo.pool import FAMILIES, available, check_here, entries, run
 
 _WORST = {status: k for k, status in enumerate((*NOT_RUN, *STATUSES))}
 
-HEAD = f"""# The zoo
+HEAD = """# The zoo{title}
 
-Written by `make zoo`, at commit {{commit}}. The models are small ones of their kind, with random
+Written by `{command}`, at commit {commit}. The models are small ones of their kind, with random
 weights: shallow or narrow, where the library lets them be.
 
-Every model is captured, cut into {STAGES[0]} and {STAGES[1]} stages and trained for two steps, of
-{COUNT} micro-batches of unequal sizes each, with a schedule that is drawn by its name (never gpipe,
-unless nothing else takes so many stages); then it is evaluated. Losses, results, gradients and
-buffers are compared, bit for bit, with a loop of plain PyTorch over the same micro-batches. (Where
-a model draws random numbers, those of the loop are seeded as a replay seeds them.) A quarter of the
-models also run in two worker processes, and another quarter on the automatic plan, for which they
-are profiled for {PROFILE:.0f} seconds. One intra-op thread; the loss is the mean of squares of
-everything that comes out.
+{how}
 
 A *model* is one class or configuration of its library; with labels and without it is counted once,
 by what is worst. *Exact*: all of that has the same bits. *Coarse*: exact, but it cannot be cut.
@@ -49,11 +42,34 @@ train*, as no gradient comes out.
 """
 
 
-def markdown(results: Sequence[Result]) -> str:
+_STAGES = f"""\
+Every model is captured, cut into {STAGES[0]} and {STAGES[1]} stages and trained for two steps, of
+{COUNT} micro-batches of unequal sizes each, with a schedule that is drawn by its name (never gpipe,
+unless nothing else takes so many stages); then it is evaluated. Losses, results, gradients and
+buffers are compared, bit for bit, with a loop of plain PyTorch over the same micro-batches. (Where
+a model draws random numbers, those of the loop are seeded as a replay seeds them.) A quarter of the
+models also run in two worker processes, and another quarter on the automatic plan, for which they
+are profiled for {PROFILE:.0f} seconds. One intra-op thread; the loss is the mean of squares of
+everything that comes out."""
+
+_REPLICAS = f"""\
+Every model is captured and trained for two steps, of {COUNT} micro-batches of unequal sizes each,
+on {{replicas}} replicas in threads: of the whole model, and of two stages if it can be cut; then it
+is evaluated. Losses, results, gradients and buffers are compared, bit for bit, with a loop of plain
+PyTorch over the same micro-batches. (Where a model draws random numbers, those of the loop are
+seeded as a replay seeds them.) One intra-op thread; the loss is the mean of squares of everything
+that comes out."""
+
+
+def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
     """A table of the families, and a line for every exception."""
     columns = (*STATUSES, *NOT_RUN)
     found = " and ".join(sorted({result.commit for result in results if result.commit}))
-    lines = [HEAD.format(commit=found or "unknown")]
+    title, command, how = "", "make zoo", _STAGES
+    if replicas:
+        command = " ".join(["python -m tests.zoo", *(f"--replicas {count}" for count in replicas)])
+        title, how = " on replicas", _REPLICAS.format(replicas=" and ".join(map(str, replicas)))
+    lines = [HEAD.format(title=title, command=command, how=how, commit=found or "unknown")]
     lines += [f"| family | models that run | {' | '.join(columns)} |", "|---" * 10 + "|"]
     total: Counter[str] = Counter()
     for family in FAMILIES:
@@ -95,11 +111,18 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="as many as this, at most")
     parser.add_argument("--again", action="store_true", help="also what this commit has checked")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        action="append",
+        default=[],
+        help="as many replicas, of the whole model and of two stages, instead of one",
+    )
     parser.add_argument("--output", type=Path, help="writes OUTPUT.jsonl, .json and .md")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        check_here(options.child[0], options.child[1:])
+        check_here(options.child[0], options.child[1:], options.replicas)
         return 0
     earlier = _read(options.output) if options.output else []
     now = commit()
@@ -122,12 +145,12 @@ def main() -> int:
             with lines.open("a") as file:
                 file.write(json.dumps(result.to_dict()) + "\n")
 
-    results = merged(earlier, run(chosen, options.jobs, note))
+    results = merged(earlier, run(chosen, options.jobs, note, options.replicas))
     if options.output:
         data = [result.to_dict() for result in results]
         options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-        options.output.with_suffix(".md").write_text(markdown(results))
-    print(markdown(results))
+        options.output.with_suffix(".md").write_text(markdown(results, options.replicas))
+    print(markdown(results, options.replicas))
     return int(any(result.status in ("wrong", "crash") for result in results))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ from penstock.capture.trees import flatten, unflatten
 from penstock.comparison.reference import copied, run_with_threads
 from penstock.planning.tuning import mean_square
 from penstock.schedule import SCHEDULES
-from tests.support.models import own_forward, workers_for
+from tests.support.models import own_forward, replicated, workers_for
 from tests.zoo.entry import Entry, Inputs
 
 STAGES = (2, 4)
@@ -132,16 +133,17 @@ class Trial:
     words: str
 
 
-def check(entry: Entry, everything: bool = True) -> Result:
+def check(entry: Entry, everything: bool = True, replicas: Sequence[int] = ()) -> Result:
     """Capture the model and compare it with itself, in training and evaluation.
 
     Args:
         entry: the model.
         everything: also with an automatic plan and in worker processes, where it is its turn.
+        replicas: as many replicas instead, of the whole model and, if it can be cut, of two stages.
     """
     result = Result(entry.name, entry.family, "exact", model=entry.counted)
     try:
-        _check(entry, result, everything)
+        _check(entry, result, everything, replicas)
     except NotRunError as error:
         result.status, result.line = error.status, _line(error)
     except WrongError as error:
@@ -159,7 +161,7 @@ def _line(error: BaseException) -> str:
     return next(iter(text.splitlines()), "")[:300]
 
 
-def _check(entry: Entry, result: Result, everything: bool) -> None:
+def _check(entry: Entry, result: Result, everything: bool, replicas: Sequence[int]) -> None:
     model, batches = _built(entry)
     args, kwargs = batches[0].inputs
     before = _Snapshot(model)
@@ -180,7 +182,11 @@ def _check(entry: Entry, result: Result, everything: bool) -> None:
     traces = (program.train, program.eval)
     result.oracle = "reseeded" if any(c.random for t in traces for c in t.calls) else "plain"
     state = copy.deepcopy(model.state_dict())
-    for trial in _trials(entry, program, result.stages or [1], everything):
+    stages = result.stages or [1]
+    trials = _trials(entry, program, stages, everything)
+    if replicas:
+        trials = _on_replicas(program, [1] if stages == [1] else [1, 2], replicas)
+    for trial in trials:
         _compare(program, trial, batches, state, result.oracle)
         before.check(model)
         result.ran.append(trial.words)
@@ -203,6 +209,16 @@ def _trials(
         costs = ps.profile(program, devices=["cpu", "cpu"], seconds=PROFILE)
         plan = ps.plan(costs)
         yield Trial(plan, "threads", f"automatic plan: {plan.schedule}, m={plan.num_microbatches}")
+
+
+def _on_replicas(
+    program: ps.Program, stages: Sequence[int], replicas: Sequence[int]
+) -> Iterator[Trial]:
+    """Every number of stages on every number of replicas."""
+    for count, times in itertools.product(stages, replicas):
+        plan = replicated(uniform_plan(program, count, COUNT, recompute="none"), times)
+        words = f"{times} replicas of {count} {'stage' if count == 1 else 'stages'}, m={COUNT}"
+        yield Trial(plan, "threads", words)
 
 
 def _plan(program: ps.Program, stages: int, number: int) -> ps.Plan:

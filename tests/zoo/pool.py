@@ -58,13 +58,19 @@ def entries(families: Sequence[str]) -> list[Entry]:
     return [entry for module in modules for entry in module.entries()]
 
 
-def run(found: Sequence[Entry], jobs: int, note: Callable[[Result], None]) -> list[Result]:
+def run(
+    found: Sequence[Entry],
+    jobs: int,
+    note: Callable[[Result], None],
+    replicas: Sequence[int] = (),
+) -> list[Result]:
     """Check these models, some at a time, and tell how it goes.
 
     Args:
         found: the models.
         jobs: how many processes there are at a time.
         note: is given each result when it is there.
+        replicas: see `check`.
     """
     groups = []
     for family, members in groupby(found, key=lambda entry: entry.family):
@@ -74,7 +80,7 @@ def run(found: Sequence[Entry], jobs: int, note: Callable[[Result], None]) -> li
     results: list[Result] = []
 
     def one_group(group: tuple[str, list[str]]) -> None:
-        for result in _in_a_process(*group):
+        for result in _in_a_process(*group, replicas):
             result.model = models[result.family, result.name]
             results.append(result)
             note(result)
@@ -86,11 +92,13 @@ def run(found: Sequence[Entry], jobs: int, note: Callable[[Result], None]) -> li
     return results
 
 
-def _in_a_process(family: str, names: Sequence[str]) -> Iterator[Result]:
+def _in_a_process(family: str, names: Sequence[str], replicas: Sequence[int]) -> Iterator[Result]:
     """Check these in a new process, and go on in another if it dies."""
     left = list(names)
+    options = [f"--replicas={count}" for count in replicas]
     while left:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.zoo", "--child", family, *left]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.zoo", *options]
+        command += ["--child", family, *left]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -109,7 +117,7 @@ class _TooLongError(BaseException):
     """No `Exception`: whatever is being checked must not catch it and go on."""
 
 
-def check_here(family: str, names: Sequence[str]) -> None:
+def check_here(family: str, names: Sequence[str], replicas: Sequence[int] = ()) -> None:
     """Check these in this process; prints a line of JSON for each."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
@@ -122,7 +130,7 @@ def check_here(family: str, names: Sequence[str]) -> None:
     for name in names:
         signal.alarm(_SECONDS)
         try:
-            result = check(by_name[name])
+            result = check(by_name[name], replicas=replicas)
         except _TooLongError:
             result = Result(name, family, "crash", line=f"not done after {_SECONDS} s")
         finally:

@@ -36,6 +36,21 @@ def test_plain_models_are_exact(name: str) -> None:
         assert why in result.closed[path]
 
 
+ON_REPLICAS = ("Recurrent", "Experts", "Normed", "Stored")
+"""Of those that run by default: lengths, choices by value, statistics, tensors in attributes."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in ON_REPLICAS else [pytest.mark.slow]) for n in PLAIN],
+)
+def test_plain_models_are_exact_on_replicas(name: str) -> None:
+    result = check(PLAIN[name], replicas=(2, 3))
+    assert result.status in ("exact", "coarse"), result.line
+    assert [words.split()[0] for words in result.ran[:2]] == ["2", "3"]
+
+
 def test_no_two_have_the_same_name() -> None:
     assert len(PLAIN) == len(entries())
 

@@ -131,6 +131,14 @@ def test_a_model_is_counted_once_by_what_is_worst() -> None:
     assert "| plain | 3 | 1 | 1 | 0 | 1 | 0 | 0 | 0 | 0 |" in page
     assert "at commit 0123" in page
     assert "| C | plain | crash | KeyError: a \\| b |" in page
+    assert "Written by `python -m tests.zoo --replicas 2`" in zoo.markdown(results, [2])
+
+
+def test_on_replicas() -> None:
+    found = check(entry(), replicas=[2, 3])
+    assert found.ran == [
+        f"{r} replicas of {p}, m=3" for p in ("1 stage", "2 stages") for r in (2, 3)
+    ]
 
 
 def test_a_run_goes_on_where_it_was(
@@ -138,7 +146,7 @@ def test_a_run_goes_on_where_it_was(
 ) -> None:
     asked: list[str] = []
 
-    def run(found: list[Entry], jobs: int, note: object) -> list[Result]:
+    def run(found: list[Entry], jobs: int, note: object, replicas: object) -> list[Result]:
         results = [Result(e.name, e.family, "exact", model=e.counted) for e in found]
         for result in results:
             asked.append(result.name)
@@ -180,7 +188,7 @@ def test_a_run_goes_on_where_it_was(
 
 @pytest.mark.parametrize("status", ["wrong", "crash"])
 def test_the_exit_code(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(found: list[Entry], jobs: int, note: object) -> list[Result]:
+    def run(found: list[Entry], jobs: int, note: object, replicas: object) -> list[Result]:
         return [Result("a", "plain", status)]
 
     monkeypatch.setattr(zoo, "entries", lambda families: [entry()])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import penstock as ps
-from penstock.bench.uniform import uniform_plan
+from penstock.bench.uniform import replicated, uniform_plan
 from penstock.capture.trees import flatten, unflatten
 from penstock.workers.backend import Kind
 
@@ -208,10 +208,17 @@ class OneDevice(Trainer):
 
 
 class Penstock(Trainer):
-    """Penstock on two workers of this process."""
+    """Penstock on two workers of this process: a stage each.
+
+    Attributes:
+        workers: their kind.
+        stages: of a replica, each on a worker of its own.
+        replicas: how many.
+    """
 
     workers: Kind = "threads"
-    devices: tuple[str, ...] = ("cpu", "cpu")
+    stages = 2
+    replicas = 1
 
     def __init__(self, setup: Setup, seed: int = 1) -> None:
         super().__init__(setup, seed)
@@ -223,15 +230,16 @@ class Penstock(Trainer):
             program = ps.capture(self.model, inputs)
             plan = uniform_plan(
                 program,
-                len(self.devices),
-                setup.microbatches,
-                cuts=list(setup.cuts) or None if len(self.devices) > 1 else None,
+                self.stages,
+                max(setup.microbatches, self.replicas),
+                cuts=list(setup.cuts) or None if self.stages > 1 else None,
                 recompute="all" if setup.recompute else "none",
             )
+            plan = replicated(plan, self.replicas)
             self._pipe = ps.Pipeline(
                 self.model,
                 inputs,
-                devices=self.devices,
+                devices=plan.devices,
                 program=program,
                 plan=plan,
                 workers=self.workers,
@@ -249,9 +257,12 @@ class Penstock(Trainer):
     ) -> None:
         self.model.train()
         pipe = self._pipeline(inputs)
-        result = pipe.train_step(
-            *inputs, target=target, loss_fn=loss, weight=weight, metrics=metrics, outputs=outputs
-        )
+        options: Any = {"weight": weight, "metrics": metrics, "outputs": outputs}
+        if self.setup.microbatches < pipe.plan.num_microbatches:  # some replicas get none
+            parts, targets = (split(t, self.setup.microbatches) for t in (inputs, target))
+            result = pipe.train_microbatches(parts, targets=targets, loss_fn=loss, **options)
+        else:
+            result = pipe.train_step(*inputs, target=target, loss_fn=loss, **options)
         if isinstance(result, Tensor):
             self.losses.append(result)
         else:
@@ -281,7 +292,7 @@ class Penstock(Trainer):
             self._pipe.save(folder, optimizer=optimizer)
             self.close()
             other = type(self)(self.setup, seed=9)
-            other.devices = self.devices[:1]
+            other.stages = other.replicas = 1
             pipe = other._pipeline(inputs)
             again = pipe.optimizer(kind, **options)
             ps.load(folder).restore(pipe, optimizer=again)
@@ -293,9 +304,27 @@ class Penstock(Trainer):
 
 
 class PenstockProcesses(Penstock):
-    """Penstock on two worker processes."""
+    """Penstock on two worker processes: a stage each."""
 
     workers = "processes"
+
+
+class PenstockReplicas(Penstock):
+    """Penstock on two workers of this process: the whole model each."""
+
+    stages, replicas = 1, 2
+
+
+class PenstockReplicaProcesses(PenstockReplicas):
+    """Penstock on two worker processes: the whole model each."""
+
+    workers = "processes"
+
+
+class PenstockTwoByTwo(PenstockProcesses):
+    """Penstock on four worker processes: two replicas of two stages."""
+
+    replicas = 2
 
 
 def split(tree: Any, microbatches: int) -> list[Any]:

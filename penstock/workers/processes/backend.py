@@ -17,7 +17,7 @@ from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Workers
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
-from penstock.workers.probe import overhead_here, ping, pong
+from penstock.workers.probe import adding_here, overhead_here, ping, pong
 from penstock.workers.processes.jobs import Modes
 from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.processes.worker_state import CPU, WorkerState
@@ -107,14 +107,21 @@ class ProcessProbe:
         """The larger overhead of two processes that are linked."""
         return float(max(self._joined()))
 
+    def adding(self, one: torch.device, other: torch.device) -> float:
+        """The larger cost of adding in order, of two processes at the same time."""
+        return float(max(self._first_two([_add, _add])))
+
     def _joined(self, size: int = 0, rounds: int = 0) -> list[Any]:
         """What the first two workers measure at the ends of a link between them."""
         here, there = socket.socketpair()
         with here, there:
             grants = self.pool.grant(here.fileno(), 0), self.pool.grant(there.fileno(), 1)
-        jobs: list[Job] = [_AtEnd(k, grant, size, rounds) for k, grant in enumerate(grants)]
-        idle = [_idle] * (len(self.pool) - len(jobs))
-        return self.pool.run(jobs + idle, _TIMEOUT)[: len(jobs)]
+        return self._first_two([_AtEnd(k, g, size, rounds) for k, g in enumerate(grants)])
+
+    def _first_two(self, jobs: Sequence[Job]) -> list[Any]:
+        """The results of a job for each of the first two workers."""
+        idle: list[Job] = [_idle] * (len(self.pool) - len(jobs))
+        return self.pool.run([*jobs, *idle], _TIMEOUT)[: len(jobs)]
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,14 @@ class _AtEnd:
             return ping(own.sink(self.grant), CPU, self.size, self.rounds)
         pong(own.source(self.grant), CPU, self.rounds)
         return None
+
+
+def _add(own: WorkerState) -> float:
+    """Measure what it costs to add in order."""
+    try:
+        return adding_here(CPU, own.lend)
+    finally:
+        own.empty()
 
 
 def _idle(own: WorkerState) -> None:

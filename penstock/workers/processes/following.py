@@ -27,6 +27,8 @@ _VERSION = attrgetter("_version")
 News = Mapping[int, Mapping[str, Any]]
 """For modules, by their number, the attributes that are others now; `MISSING` for those gone."""
 
+_News = dict[int, dict[str, Any]]
+
 
 class Unchanged:
     """Some modules of a model, of which a process has copies.
@@ -103,8 +105,9 @@ class Following:
         self._shares = shares
         self._vars: list[dict[str, Any]] = []
         self._known: list[dict[str, Any]] = []
-        self._unsure: dict[int, dict[str, Any]] = {}  # sent, but perhaps lost
-        self._again: dict[int, dict[str, Any]] = {}
+        self._unsure: _News = {}  # sent, but perhaps lost
+        self._again: _News = {}  # lost, perhaps, and not yet sent again
+        self._expected: list[Any] = []  # what is compared before every pass
         self._gather()
 
     def add(self, modules: Iterable[nn.Module]) -> None:
@@ -113,6 +116,7 @@ class Following:
             self._vars.append(attributes_of(module))
             self._known.append(self._own(self._vars[-1]))
         self._gather()
+        self._expected = []  # look at all: others may have changed since the last pass
 
     def _gather(self) -> None:
         self._dicts: list[dict[str, Any]] = []
@@ -164,16 +168,18 @@ class Following:
         same = len(now) == len(self._expected) and all(map(is_, now, self._expected))
         if same and not self._again and self._versions == list(map(_VERSION, self._tensors)):
             return {}
-        news, self._again = self._again, {}
-        for number, (own, known) in enumerate(zip(self._vars, self._known, strict=True)):
-            found = self._own(own)
+        news = {number: dict(names) for number, names in self._again.items()}
+        every = list(map(self._own, self._vars))
+        for number, (own, known, found) in enumerate(
+            zip(self._vars, self._known, every, strict=True)
+        ):
             names = (name for name in {**known, **found} if known.get(name) != found.get(name))
             for name in names:
                 self._check(name, own.get(name))
                 news.setdefault(number, {})[name] = own.get(name, MISSING)
-            self._known[number] = found
+        self._known, self._again = every, {}  # only now, as it cannot fail any more
         self._gather()
-        self._unsure = {**self._unsure, **news}
+        self._unsure = _merged(self._unsure, news)
         return news
 
     def _check(self, name: str, value: Any) -> None:
@@ -209,7 +215,12 @@ class Following:
 
     def doubt(self) -> None:
         """What was told may be lost."""
-        self._again, self._unsure = self._unsure, {}
+        self._again, self._unsure = _merged(self._again, self._unsure), {}
+
+
+def _merged(older: _News, newer: _News) -> _News:
+    """Both; what is newer counts."""
+    return {n: {**older.get(n, {}), **newer.get(n, {})} for n in {**older, **newer}}
 
 
 class Remote:

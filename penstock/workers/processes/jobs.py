@@ -150,7 +150,8 @@ class Build:
             replica, of = self.member.replica, self.plan.replicas
             turnstile = own.have_turns(replica, of, self.common.bell, self.common.bells)
             turnstile.extend(own.segment(*self.common.turns).integers())
-            own.replica = Replica(replica, of, replica * count, self._in_order(own, turnstile))
+            in_order = self._in_order(own, turnstile)
+            own.replica = Replica(replica, self.plan.weights, replica * count, in_order)
         for training in (True, False):
             devices = [CPU] * count
             own.assemblies[training] = Assembly(self.plan, devices, links, [own.place], own.replica)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.engine.replicas import ONLY
+from penstock.engine.replicas import ONLY, Adding
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import Inbox, pack, portable, unpack
@@ -209,6 +209,13 @@ class WorkerState:
             self._put(enumerate(self._parameters()))
         else:
             self._check_apart(self._parameters())
+
+    def lend(self, parameters: Sequence[nn.Parameter]) -> Adding:
+        """What lets these parameters have gradients in a slot; nothing else is here."""
+        self.tensors = dict(enumerate(parameters))
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
+        self.slots[self._slot] = Slot(gradients, bytearray(len(gradients)))
+        return self.adding
 
     @contextmanager
     def adding(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -222,7 +222,7 @@ class ProcessWorkers(Workers):
             self._backups.begin(order.number, backups)
             passes = [self._pass(k, order, loss, tuple(self._forgotten)) for k in self._places]
             jobs = [
-                passes[member.place].of(Replica(member.replica, replicas))
+                passes[member.place].of(Replica(member.replica, self._plan.weights))
                 for member in self.members
             ]
             self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
@@ -274,10 +274,10 @@ class ProcessWorkers(Workers):
                 self._remotes[place].move_norms([each for each in seen if each])
             outcome = Outcome.of(parts)
             _bring(outcome.buffers, order.loss)
-            for remote in self._remotes:
-                remote.confirm()
-            if not self._pool.under_way:
+            if not self._pool.under_way:  # else what they are told may not have arrived
                 self._shared.confirm()
+                for remote in self._remotes:
+                    remote.confirm()
             self._backups.drop(order.number)  # last: until then everything can be undone
         except BaseException as error:
             self.give_up(error)

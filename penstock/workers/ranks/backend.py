@@ -38,6 +38,8 @@ class RankBackend(Backend):
         "replicas= asks for several."
     )
 
+    in_one_memory = False
+
     def __init__(self, devices: Devices | None) -> None:
         self._launch = rendezvous(devices)
         entries = self._launch.entries

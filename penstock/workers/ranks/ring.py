@@ -35,9 +35,7 @@ from penstock.errors import InputError
 from penstock.links.link import Sink, Source, Values
 from penstock.links.process_group import Line
 from penstock.links.shared_memory import Giver, Taker
-
-BUCKET = 4 << 20
-"""Bytes of parameters that travel in one message, unless a single one is larger."""
+from penstock.plan.shares import BUCKET, blocks
 
 
 class Ring:
@@ -287,15 +285,13 @@ class RankReplica(Replica):
 
     total: ChainedSum | None = None
 
-    def share(self, microbatches: int) -> range:
-        """Those of so many micro-batches that it runs: a block of them, the first ones larger."""
-        each, more = divmod(microbatches, self.of)
-        start = self.number * each + min(self.number, more)
-        return range(start, start + each + (self.number < more))
+    def share(self, microbatches: int) -> Sequence[int]:
+        """Those of so many micro-batches that it runs: a block of them."""
+        return blocks(microbatches, self.weights)[self.number]
 
-    def largest_share(self, microbatches: int) -> range:
-        """What it runs itself: replicas do not wait for each other before they are done."""
-        return self.share(microbatches)
+    def largest_share(self, microbatches: int) -> int:
+        """How many it runs itself: replicas do not wait for each other before they are done."""
+        return len(self.share(microbatches))
 
     def stage(self, index: int, source: Source, sink: Sink) -> Stage:
         """A stage without ways."""

@@ -146,7 +146,7 @@ class RankWorkers(Workers):
         self._ranks.workers = [order.index(rank) for rank in range(len(order))]
         self._total = ChainedSum(self._ring, self._own_parameters) if self._ring else None
         first = self._me - self._place
-        self._here = replica = RankReplica(self._replica, plan.replicas, first, total=self._total)
+        self._here = replica = RankReplica(self._replica, plan.weights, first, total=self._total)
         self._assemblies = {
             training: Assembly(plan, self.devices, self._ends, [self._place], replica)
             for training in (True, False)

@@ -14,7 +14,7 @@ from penstock.errors import InputError
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Workers
-from penstock.workers.probe import overhead_here, ping, pong
+from penstock.workers.probe import adding_here, overhead_here, ping, pong
 from penstock.workers.threads.pool import ThreadPool
 from penstock.workers.threads.workers import ThreadWorkers
 
@@ -72,6 +72,15 @@ class ThreadProbe:
         link = LocalLink(one, other)
         jobs = (partial(overhead_here, 0, link, one), partial(overhead_here, 1, link, other))
         return float(max(_run((one, other), jobs, link.abort, link.reset)))
+
+    def adding(self, one: torch.device, other: torch.device) -> float:
+        """The larger cost of adding in order, of two threads at the same time."""
+        jobs = [partial(adding_here, device) for device in (one, other)]
+        return float(max(_run((one, other), jobs, _nothing, _nothing)))
+
+
+def _nothing() -> None:
+    """Neither waits for the other."""
 
 
 def _run(

@@ -55,9 +55,7 @@ class ThreadWorkers(Workers):
         self._turns = AllTurns()
         stages = range(len(plan.stages) if plan.replicas > 1 else 0)
         shared = {index: InOrder(self._turns.make) for index in stages}
-        self._replicas = [
-            Replica(k, plan.replicas, k * count, shared) for k in range(plan.replicas)
-        ]
+        self._replicas = [Replica(k, plan.weights, k * count, shared) for k in range(plan.replicas)]
         self._in_order = list(shared.values())
         self._ran = Before()
         self._links = [

@@ -76,6 +76,7 @@ def what_a_backend_has(kind: Kind) -> None:
         assert len(times) == 4
         assert min(times) > 0
         assert backend.probe.overhead(one, other) > 0
+        assert backend.probe.adding(one, other) >= 0
     with backend.operation("waiting for the one that leads"):
         pass
     backend.close()

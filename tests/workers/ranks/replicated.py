@@ -64,7 +64,8 @@ def with_plan(
 ) -> ps.Pipeline:
     """A pipeline of so many stages and replicas."""
     program = ps.capture(model, (X,), keep_closed=keep_closed)
-    plan = replicated(uniform_plan(program, stages, m), count)
+    shares = (1,) * (count - 1) + (m - count + 1,)  # the last one runs most
+    plan = replicated(uniform_plan(program, stages, m), count, shares if count > 1 else ())
     return ps.Pipeline(model, (X,), program=program, plan=plan, **{"audit": None, **options})
 
 

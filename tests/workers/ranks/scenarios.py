@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from penstock.workers.ranks import operations, rendezvous
 from tests.checkpoint.steps import Run
 from tests.pipeline.subjects import run, sampled
 from tests.support import precision
+from tests.support.delays import slow_stages
 from tests.support.models import uniform_plan
 from tests.support.training import LABELS, USES, balanced, hits, split, used
 from tests.support.training import X as X_ROUTED
@@ -127,6 +129,16 @@ def contract_product(rank: int, name: str) -> Any:
     tolerate_missing_torchvision_operators()
     chosen = [(name, point) for point in TWO]
     return {(name, point): run(name, point) for name, point in chosen}
+
+
+def any_replicas(rank: int, shape: str) -> Any:
+    """The models of the contract on as many replicas, of which one is late."""
+    from tests.pipeline.test_any_replicas import NAMES, parsed
+
+    tolerate_missing_torchvision_operators()
+    point, replicas = parsed(shape)
+    with slow_stages(rank) if rank == 1 else nullcontext():
+        return {name: run(name, point, replicas) for name in NAMES}
 
 
 def apart(rank: int) -> None:

@@ -22,17 +22,17 @@ pytestmark = pytest.mark.skipif(
 X = torch.randn(8, 6)
 
 
-def number() -> int:
-    """How many threads this process has."""
-    return len(os.listdir("/proc/self/task"))
+def threads_now() -> set[str]:
+    """The threads that this process has: others' may end at any time, so they are not counted."""
+    return set(os.listdir("/proc/self/task"))
 
 
-def falls_to(count: int) -> bool:
-    """Whether there are so many threads before long: they end by themselves."""
+def are_gone(since: set[str]) -> bool:
+    """Whether all threads begun since then are gone before long: they end by themselves."""
     deadline = time.monotonic() + 10
-    while number() > count and time.monotonic() < deadline:
+    while threads_now() - since and time.monotonic() < deadline:
         time.sleep(0.001)
-    return number() == count
+    return not threads_now() - since
 
 
 def compute() -> torch.Tensor:
@@ -47,14 +47,14 @@ def with_two_threads(body: Callable[[], None]) -> None:
 
 def test_they_end_and_come_back_with_the_next_operation() -> None:
     def body() -> None:
-        before = number()
+        before = threads_now()
         expected = compute()
-        assert number() == before + 1
+        assert len(threads_now() - before) == 1
         end_idle_threads(2)
-        assert falls_to(before)
+        assert are_gone(since=before)
         end_idle_threads(2)
         assert torch.equal(compute(), expected)
-        assert number() == before + 1
+        assert len(threads_now() - before) == 1
 
     with_two_threads(body)
 
@@ -64,11 +64,11 @@ def test_a_pass_ends_those_of_the_script() -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
         with ps.Pipeline(model, (X,), devices=["cpu"], audit=None) as pipe:
             pipe.train_step(X, target=X, loss_fn=F.mse_loss)
-            before = number()
+            before = threads_now()
             compute()
-            assert number() == before + 1
+            assert len(threads_now() - before) == 1
             pipe.train_step(X, target=X, loss_fn=F.mse_loss)
-            assert falls_to(before)
+            assert are_gone(since=before)
 
     with_two_threads(body)
 
@@ -81,10 +81,10 @@ def test_they_stay_where_nobody_needs_their_cores_or_without_the_library(
         monkeypatch.setattr(cores, "_gnu_openmp", lambda: None)
 
     def body() -> None:
-        before = number()
+        before = threads_now()
         compute()
         end_idle_threads(threads)
         time.sleep(0.1)
-        assert number() == before + 1
+        assert len(threads_now() - before) == 1
 
     with_two_threads(body)
