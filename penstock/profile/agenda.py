@@ -15,10 +15,13 @@ class Agenda:
 
     How long a row takes depends on the size of the micro-batch in jumps (matrix and convolution
     kernels work in blocks), so that only a measured size is a safe choice. First come the sizes
-    of 1, 2, 4, ... micro-batches, smallest first; then those that split the batch evenly and whose
-    estimate is near the best. What is left of the time goes into measuring sizes a second time,
-    later: something else that was running meanwhile must not decide. Those that took longer than
-    the others let expect come before those that are best.
+    of 1, 2, 4, ... micro-batches: the smallest, by which the time for others is estimated, and
+    then, as far as there is time, the one that gives every device one micro-batch, half of it, and
+    so on, because a row takes less time in a larger micro-batch; those that leave devices idle are
+    last. Then come those that split the batch evenly and whose estimate is near the best. What is
+    left of the time goes into measuring sizes a second time, later: something else that was running
+    meanwhile must not decide. Those that took longer than the others let expect come before those
+    that are best.
 
     Args:
         batch_size: rows of the batch.
@@ -59,11 +62,8 @@ class Agenda:
 
     def next(self) -> int | None:
         """The size to measure next, in rows; `None` when it is enough."""
-        for rows in self._basic:
-            if rows not in self._tried:
-                if self._is_fixed or len(self._costs) < _FEWEST_SIZES or self._affordable(rows):
-                    return rows
-                break
+        if (basic := self._next_basic()) is not None:
+            return basic
         doubtful = [
             rows
             for rows in self._costs
@@ -90,6 +90,16 @@ class Agenda:
             and self._estimate(rows) < _WORTH_AGAIN * best
         ]
         return min(again, key=self._estimate, default=None)
+
+    def _next_basic(self) -> int | None:
+        """The most promising that there is time for, but the smallest before all others."""
+        left = [rows for rows in self._basic if rows not in self._tried]
+        if left and (self._is_fixed or not self._costs):
+            return left[0]
+        each = -(-self._batch_size // self._num_devices)
+        promising = sorted(left, key=lambda rows: rows if rows > each else -rows)
+        affordable = filter(self._affordable, promising)
+        return next(affordable, left[0] if left and len(self._costs) < _FEWEST_SIZES else None)
 
     def is_brief(self, rows: int) -> bool:
         """Whether only the whole program is timed at this size, because it takes so long."""

@@ -43,7 +43,7 @@ def asked(
 
 def test_powers_of_two_first_and_then_even_splits_between_them() -> None:
     order = measured(24, lambda rows: 1 + rows)
-    assert order[:6] == [1, 2, 3, 6, 12, 24]
+    assert order[:6] == [1, 12, 6, 3, 2, 24]
     assert set(order[6:]) <= {4, 8}
 
 
@@ -53,25 +53,40 @@ def test_sizes_that_cannot_be_the_best_are_not_measured_in_between() -> None:
 
 def test_a_size_between_may_be_cheap() -> None:
     """Of 60 rows with a launch of 8 rows' time, about sqrt(8 * 60) rows are best."""
-    assert measured(60, lambda rows: rows + 8.0) == [1, 2, 4, 8, 15, 30, 60, 20, 12]
+    assert measured(60, lambda rows: rows + 8.0) == [1, 30, 15, 8, 4, 2, 60, 20, 12]
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.0, [1, 2]), (40.0, [1, 2, 4]), (1e3, 6)])
-def test_time_is_limited_but_two_sizes_are_measured(
-    seconds: float, expected: list[int] | int
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.0, [1, 2]), (40.0, [1, 4, 2]), (100.0, [1, 16, 2]), (1e3, [1, 16, 8, 4, 2, 32])],
+)
+def test_time_is_limited_but_two_sizes_are_measured(seconds: float, expected: list[int]) -> None:
+    assert measured(32, seconds=seconds) == expected
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(1, 64), (2, 32), (4, 16), (3, 16)])
+def test_the_most_promising_is_measured_where_there_is_little_time(
+    devices: int, expected: int
 ) -> None:
-    order = measured(32, seconds=seconds)
-    assert order == expected if isinstance(expected, list) else len(order) == expected
+    """One micro-batch for every device, if that is a size; a row takes less time in it."""
+    order = measured(64, lambda rows: 8.0 + rows, devices=devices, seconds=5 * 9.0 * 65)
+    assert order[:2] == [1, expected]
+
+
+def test_what_takes_less_than_one_row_promised_comes_into_reach() -> None:
+    """By one row all 32 would take 960 of 600; after 16 it is known to be 240."""
+    order = measured(32, lambda rows: 4.0 + rows, devices=1, seconds=600.0)
+    assert order[:3] == [1, 16, 32]
 
 
 def test_what_takes_long_is_measured_briefly_so_that_more_sizes_are() -> None:
-    """Every call is timed at 1 and 2 rows, in five times their cost: 15 of 50 seconds."""
+    """Every call is timed at 1 row, in five times its cost: 5 of 50 seconds."""
     sizes = Agenda(32, 2, 50.0, None, long=3.0)
     asked: dict[int, bool] = {}
     while (rows := sizes.next()) is not None:
         asked[rows] = brief = sizes.is_brief(rows)
         sizes.learn(rows, float(rows), (2.2 if brief else 5.0) * rows)
-    assert asked == {1: False, 2: False, 4: True, 8: True}  # 16 would take 35 of the 9 left
+    assert asked == {1: False, 16: True, 4: True}  # 16 take 35 of 45, and 8 would take 18 of 10
     first = Agenda(32, 2, 50.0, None, long=0.0)
     assert first.next() == 1
     assert not first.is_brief(1)  # one size has to be measured as a whole
@@ -98,7 +113,7 @@ def test_the_best_are_measured_again_while_there_is_time() -> None:
     order = asked(32, lambda rows: rows + 2.0)
     assert order[: len(first)] == first
     again = order[len(first) :]
-    assert again == [8, 4, 16]  # not 1, 2 and 32, which are far from the best
+    assert again == [8, 16, 4]  # not 1, 2 and 32, which are far from the best
     assert asked(32, lambda rows: rows + 2.0, seconds=5 * 91.0) == [*first, 8, 4]
 
 
@@ -114,7 +129,7 @@ def test_what_disturbed_the_first_measurement_does_not_count() -> None:
 
 def test_a_size_that_took_longer_than_the_others_let_expect_is_measured_again_first() -> None:
     """Also one that is far from the best: its time would be predicted all the same."""
-    first = [1, 2, 4, 8, 16, 32]
+    first = [1, 16, 8, 4, 2, 32]
     for disturbed in first:
         order = asked(32, lambda rows, d=disturbed: (rows + 2.0) * (1.3 if rows == d else 1.0))
         assert order[: len(first)] == first
