@@ -17,7 +17,7 @@ from penstock.schedule import SCHEDULES, Costs, Event, Rules, Schedule, Timeline
 from penstock.simulate import Network, simulate
 from penstock.units import show_bytes, show_seconds
 
-_VERSION = 2
+_VERSION = 3
 
 HALF = ("bfloat16", "float16")
 """The half-precision dtypes to which boundary values may be rounded."""

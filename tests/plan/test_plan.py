@@ -125,7 +125,7 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
     with pytest.raises(ps.PlanError, match=r"plan.json is not a plan"):
         ps.Plan.load(path)
     msgspec.structs.replace(ps.plan(profile([1, 2]), replicas=1), version=99).save(path)
-    with pytest.raises(ps.PlanError, match="version 99, this Penstock reads version 2"):
+    with pytest.raises(ps.PlanError, match="version 99, this Penstock reads version 3"):
         ps.Plan.load(path)
 
 
