@@ -141,11 +141,9 @@ class Layout:
 
         Each is (workers, calls).
         """
-        kinds = [self.profile.on(device) for device in self.profile.devices]
-        both = [kind.seconds(rows) for kind in kinds]
-        forward, backward = np.stack([f for f, _ in both]), np.stack([b for _, b in both])
-        weight = np.stack([kind.weight_seconds(rows) for kind in kinds])
-        return forward, backward, weight, np.stack([k.halving_seconds(rows) for k in kinds])
+        costs = [self.profile.on(device).costs(rows) for device in self.profile.devices]
+        forward, backward, weight, halving = map(np.stack, zip(*costs, strict=True))
+        return forward, backward, weight, halving
 
     def hops(self, stretches: Sequence[Stretch]) -> list[Link]:
         """The link between every two neighbouring stages."""

@@ -137,7 +137,7 @@ class _Division:
     def __init__(
         self, profile: Profile, request: Request, sharing: Sharing, parts: Sequence[Devices]
     ) -> None:
-        self.profile = profile.of_replica()
+        self.profile = profile.of_replica
         self.request = request
         self.sharing = sharing
         self.parts = parts

@@ -12,6 +12,7 @@ from penstock.plan.alternatives import alternatives
 from penstock.plan.plan import WORTH_FEWER, Candidate, Plan, fastest_of
 from penstock.plan.replicated import Sharing, plans_of_replicas
 from penstock.plan.request import Auto, Cut, Limits, Recompute, Request
+from penstock.plan.shortage import NothingFits
 from penstock.plan.stages import EFFORT, plans_of_stages
 from penstock.profile.data import Profile
 
@@ -89,7 +90,20 @@ def plans_on_any(
         PlanError, InputError: as `plan` does.
     """
     request.check_count(profiles[0].batch_size)
-    limits = limits or Limits()
+    try:
+        return _on_any(profiles, request, most, limits or Limits())
+    except NothingFits as error:
+        raise error.explained() from error
+
+
+def _on_any(
+    profiles: Sequence[Profile], request: Request, most: int, limits: Limits
+) -> list[Plan]:
+    """As `plans_on_any`; where nothing fits, the error does not say yet what would.
+
+    Raises:
+        PlanError, InputError: as `plan` does.
+    """
     if len(profiles) == 1 and request.replicas == 1:
         others = alternatives(profiles[0], request.memory)
         return plans_of_stages(profiles[0], request, most, others)

@@ -20,14 +20,8 @@ _FRUGAL = "1f1b"  # of the schedules with whole backwards the one that holds lea
 _TIMES_DEVICES = 4  # more than so many times as many are not tried
 
 
-def nothing_fits(
-    profile: Profile,
-    request: Request,
-    memory: Memory,
-    short: CapacityError,
-    placement: Sequence[int],
-) -> PlanError:
-    """The error for a request that no plan can meet.
+class NothingFits(PlanError):
+    """Nothing fits the memory. What would is searched for only if `explained` is called.
 
     Args:
         profile: what was measured.
@@ -36,22 +30,38 @@ def nothing_fits(
         short: the closest that was found.
         placement: the worker of every stage there.
     """
-    found = short.shortfall
-    device = profile.devices[placement[found.device]]
-    have = found.needed - found.bytes
-    first, last = found.calls
-    text = (
-        f"no plan fits the memory: at best, the stage of {profile.labels[first]} to "
-        f"{profile.labels[last - 1]} takes {show_bytes(found.needed)}, and {device} may hold "
-        f"{show_bytes(have)}: {show_bytes(found.bytes)} too little"
-    )
-    changes = list(_changes(profile, request, memory))
-    if not changes:
-        count = profile.batch_size
-        most = replace(request, recompute="auto", num_microbatches=count, cuts=None)
-        missing = show_bytes(_missing(profile, most, memory))
-        changes = [f'{missing} more a worker, with recompute="auto" and num_microbatches={count}']
-    return PlanError(f"{text}. What would fit: {'; '.join(changes)}")
+
+    def __init__(
+        self,
+        profile: Profile,
+        request: Request,
+        memory: Memory,
+        short: CapacityError,
+        placement: Sequence[int],
+    ) -> None:
+        self.profile, self.request, self.memory = profile, request, memory
+        found = short.shortfall
+        device = profile.devices[placement[found.device]]
+        have = found.needed - found.bytes
+        first, last = found.calls
+        super().__init__(
+            f"no plan fits the memory: at best, the stage of {profile.labels[first]} to "
+            f"{profile.labels[last - 1]} takes {show_bytes(found.needed)}, and {device} may hold "
+            f"{show_bytes(have)}: {show_bytes(found.bytes)} too little"
+        )
+
+    def explained(self) -> PlanError:
+        """The same error with what would fit."""
+        profile, request, memory = self.profile, self.request, self.memory
+        changes = list(_changes(profile, request, memory))
+        if not changes:
+            count = profile.batch_size
+            most = replace(request, recompute="auto", num_microbatches=count, cuts=None)
+            missing = show_bytes(_missing(profile, most, memory))
+            changes = [
+                f'{missing} more a worker, with recompute="auto" and num_microbatches={count}'
+            ]
+        return PlanError(f"{self}. What would fit: {'; '.join(changes)}")
 
 
 def _changes(profile: Profile, request: Request, memory: Memory) -> Iterator[str]:

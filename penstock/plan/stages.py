@@ -29,7 +29,7 @@ from penstock.plan.layout import Layout, Memory
 from penstock.plan.partition import CapacityError, partition
 from penstock.plan.plan import Candidate, Plan
 from penstock.plan.request import Auto, Request
-from penstock.plan.shortage import nothing_fits
+from penstock.plan.shortage import NothingFits
 from penstock.profile.data import Profile
 from penstock.schedule import SCHEDULES, StagesPerWorker
 from penstock.units import show_bytes
@@ -176,7 +176,7 @@ class StageSearch:
             if self.short is None:
                 raise self._too_many_stages()
             shortage = self.profile, self.request, self.memory
-            raise nothing_fits(*shortage, *self.short) from self.short[0]
+            raise NothingFits(*shortage, *self.short) from self.short[0]
         ordered = _ordered(self._fitted(self._refined(options)))
         plans = []
         for chosen in ordered[:most]:

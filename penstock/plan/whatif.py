@@ -169,7 +169,7 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
     case = replace(case, memory=replace(case.memory, replicas=replicas, is_shared=is_shared))
     stages = case.workers // replicas * case.per_worker
     rows = _rows(case, replicas)
-    own = profile.of_replica() if replicas > 1 else profile
+    own = profile.of_replica if replicas > 1 else profile
     layout = Layout(_machines(own, case, case.workers // replicas, rows), case.num_microbatches)
     outcome = Outcome(case, replicas, stages, case.batch or rows * replicas, None, note=note)
     try:

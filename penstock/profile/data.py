@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,7 +40,23 @@ ADDED_PER_SECOND = 4e9
 """Bytes of gradients that about one core of a CPU adds to others in a second."""
 
 
-class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
+class CallCosts(NamedTuple):
+    """What every call takes for a micro-batch: (calls,) each.
+
+    Attributes:
+        forward: seconds.
+        backward: of the whole backward.
+        weight: the part of it that can be put off.
+        halving: what halves take longer.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    weight: Seconds
+    halving: Seconds
+
+
+class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The cost of every call on one kind of device.
 
     Attributes:
@@ -77,6 +94,16 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(
                     f"{name} has {lines} entries, but {len(self.rows)} sizes were measured"
                 )
+
+    @cached_property
+    def costs(self) -> Callable[[float], CallCosts]:
+        """What every call takes at so many rows; computed once, as planning asks often."""
+        return cache(self._costs)
+
+    def _costs(self, rows: float) -> CallCosts:
+        return CallCosts(
+            *self.seconds(rows), self.weight_seconds(rows), self.halving_seconds(rows)
+        )
 
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
@@ -164,7 +191,7 @@ class Confidence(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Measured costs of every call of a program, and what crosses every cut.
 
     Attributes:
@@ -253,6 +280,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         kinds = {**self.kinds, device: self.on(device).alone()}
         return msgspec.structs.replace(self, devices=(device,), kinds=kinds)
 
+    @cached_property
     def of_replica(self) -> Profile:
         """The same for one of several replicas: backwards add gradients up in order."""
         more = [self.adding_seconds * count for count in self.parameters]

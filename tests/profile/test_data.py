@@ -97,11 +97,11 @@ def test_one_worker_alone_is_not_slowed_down() -> None:
 
 def test_backwards_of_a_replica_add_gradients_in_order() -> None:
     kind = device((2, 4), 4.0, 6.0)
-    found = profile(kind, parameters=(3,), adding_seconds=0.5).of_replica()
+    found = profile(kind, parameters=(3,), adding_seconds=0.5).of_replica
     assert found.kinds["cpu"].forward == kind.forward
     assert found.kinds["cpu"].backward == ((9.5,), (13.5,))
     unknown = profile(kind, adding_seconds=0.5)
-    assert unknown.of_replica() == unknown
+    assert unknown.of_replica == unknown
 
 
 # -- confidence ---------------------------------------------------------------------------
