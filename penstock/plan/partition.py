@@ -32,6 +32,9 @@ from penstock.plan.problem import (
 from penstock.plan.solver import TOLERANCE, least_limit, lightest_route
 from penstock.units import show_bytes
 
+_DROWNING = 100.0
+"""What takes so many times as long as a hopeless call takes digits from the others."""
+
 _MOST_NODES = 4096
 """How many ways to have used the devices are looked at; that many of three kinds take seconds."""
 
@@ -177,7 +180,7 @@ def _solve(
     # A call that is hopeless on some device would drown the digits of the others in the sums over
     # that device's calls. Being hopeless is all that matters about it.
     clear, hopeless = problem, 2 * limit / terms.num_microbatches
-    if 0 < hopeless < max(float(np.max(variant.seconds)) for variant in variants):
+    if 0 < _DROWNING * hopeless < max(float(np.max(variant.seconds)) for variant in variants):
         clipped = [replace(v, seconds=np.minimum(v.seconds, hopeless)) for v in variants]
         clear = Problem.of(clipped, caps, steps, terms)
         limit = least_limit(clear)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -305,6 +306,33 @@ class Problem:
     def last(self) -> int:
         """The node of all devices."""
         return self.steps[-1].target
+
+    @cached_property
+    def is_limited(self) -> bool:
+        """Whether any stage may have to end before the last call."""
+        every = chain.from_iterable(self.variants)
+        return any(bool((costs.furthest < self.end).any()) for costs in every)
+
+    @property
+    def most(self) -> float:
+        """What no value of the objective exceeds, if all stages may be of any length."""
+        every = list(chain.from_iterable(self.variants))
+        slowest = _until(np.max([costs.each for costs in every], axis=0))[-1]
+        hops = self.terms.hop.max(axis=1).sum()
+        base = max(float(costs.base.max()) for costs in every)
+        return float((self.terms.num_microbatches + self.terms.fill) * slowest + hops + base)
+
+    @cached_property
+    def shut_within(self) -> Floats:
+        """(n + 1): inf where no cut may be, else zero."""
+        return np.where(self.terms.usable, 0.0, np.inf)
+
+    @cached_property
+    def shut_at_last(self) -> Floats:
+        """(n + 1): zero at the end, where the last stage ends, else inf."""
+        shut = np.full(self.end + 1, np.inf)
+        shut[-1] = 0.0
+        return shut
 
     def best_variant(self, row: int, first: int, last: int) -> int:
         """The variant that is best for a stage that holds these calls, and fits.

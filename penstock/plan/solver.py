@@ -51,23 +51,29 @@ class _Sweep:
 
 def least_limit(problem: Problem) -> float:
     """The optimum: the smallest limit that can be met, or inf if memory allows none."""
-    unlimited = _sweep(problem, math.inf, np.zeros(problem.last + 1, np.intp))
-    if not unlimited.feasible:
-        return math.inf
-    high = unlimited.accepted
+    high = problem.most
+    if problem.is_limited:
+        unlimited = _sweep(problem, math.inf, np.zeros(problem.last + 1, np.intp))
+        if not unlimited.feasible:
+            return math.inf
+        high = unlimited.accepted
     low = _too_low(problem, high)
     stride = low / 1024 or high
     earliest = _earliest(problem, high)
+    limit = min(low + stride, (low + high) / 2)
     while math.nextafter(low, math.inf) < high:
-        limit = min(low + stride, (low + high) / 2)
         limit = math.floor(limit) if problem.whole else limit
         sweep = _sweep(problem, limit, earliest)
+        jumped = False
         if sweep.feasible:
             high = min(limit, sweep.accepted)
             earliest = _earliest(problem, high)
         else:
             low = max(math.nextafter(limit, math.inf), sweep.rejected)
+            jumped = low > limit + stride
             stride *= 4
+        # What lies far beyond a limit may be a call on which all depends: the optimum itself.
+        limit = low if jumped else min(low + stride, (low + high) / 2)
     return high
 
 
@@ -116,73 +122,69 @@ def _sweep(problem: Problem, limit: float, earliest: Positions) -> _Sweep:
     accepted, rejected = 0.0, np.inf
     for step, starts in _open_steps(problem, elapsed):
         begun = elapsed[step.source, starts]
-        ends = _ends(problem, step, int(earliest[step.target]))
+        shut, hop = _shut(problem, step), problem.terms.hop[step.stage]
         for variant in problem.variants[step.row]:
             until, furthest = variant.until, variant.furthest[starts]
             worst = begun + variant.base[starts] - m * until[starts]
             reach = _reach(variant, m, worst, starts, limit)
+            met = np.where(reach > starts, worst + m * until[reach], 0.0)
+            accepted = max(accepted, met.max())
+            beyond = worst + m * until[np.minimum(reach + 1, furthest)]
+            rejected = min(rejected, np.where(reach < furthest, beyond, np.inf).min())
 
-            moved = reach > starts
-            accepted = max(accepted, (worst + m * until[reach])[moved].max(initial=0.0))
-            more = reach < furthest
-            beyond = worst[more] + m * until[reach[more] + 1]
-            rejected = min(rejected, beyond.min(initial=np.inf))
-
-            least = _least_over(begun - fill * until[starts], starts, reach, problem.end)
-            found = least + fill * until + problem.terms.hop[step.stage]
-            np.minimum(elapsed[step.target], found, out=elapsed[step.target], where=ends)
+            left, least = _least_over(begun - fill * until[starts], starts, reach)
+            skipped = max(0, int(earliest[step.target]) - left)
+            ends = slice(left + skipped, left + len(least))
+            found = least[skipped:] + fill * until[ends] + hop[ends] + shut[ends]
+            target = elapsed[step.target, ends]
+            np.minimum(target, found, out=target)
     return _Sweep(elapsed, float(accepted), float(rejected))
 
 
 def _open_steps(problem: Problem, elapsed: Floats) -> Iterator[tuple[Step, Positions]]:
     """The steps that can be taken, with the positions from which."""
     for step in problem.steps:
-        starts = np.flatnonzero(np.isfinite(elapsed[step.source]))
+        starts = (elapsed[step.source] < np.inf).nonzero()[0]
         if starts.size:
             yield step, starts
 
 
-def _ends(problem: Problem, step: Step, earliest: int) -> NDArray[np.bool_]:
-    """(n + 1): where the stage of this step may end."""
-    ends = problem.terms.usable.copy()
-    if step.target == problem.last:
-        ends[:] = False
-        ends[-1] = True
-    ends[:earliest] = False
-    return ends
+def _shut(problem: Problem, step: Step) -> Floats:
+    """(n + 1): zero where the stage of this step may end, else inf."""
+    return problem.shut_within if step.target != problem.last else problem.shut_at_last
 
 
 def _reach(
     variant: DeviceCosts, m: int, worst: Floats, starts: Positions, limit: float
 ) -> Positions:
     """How far the stages go that begin at `starts`, where `worst` is what they begin with."""
-    within = np.searchsorted(variant.until, (limit - worst) / m, side="right") - 1
-    return np.clip(within, starts, variant.furthest[starts])
+    within = variant.until.searchsorted((limit - worst) / m, side="right") - 1
+    return np.minimum(np.maximum(within, starts), variant.furthest[starts])
 
 
-def _least_over(values: Floats, starts: Positions, reach: Positions, end: int) -> Floats:
-    """`out[k]` is the smallest `values[i]` with `starts[i] < k <= reach[i]`, inf without any.
+def _least_over(values: Floats, starts: Positions, reach: Positions) -> tuple[int, Floats]:
+    """From the position that is returned, the smallest `values[i]` with `starts[i] < k <= reach[i]`.
 
     Every range is the union of two blocks whose length is a power of two. They are entered in the
     table of that length, and handed down to the halves of the block until the length is one.
     """
-    out: Floats = np.full(end + 1, np.inf)
     some = reach > starts
-    if not some.any():
-        return out
-    values, first, last = values[some], starts[some] + 1, reach[some]
-    left, right = int(first[0]), int(last.max())
-    first, last = first - left, last - left
+    if not some.all():
+        values, starts, reach = values[some], starts[some], reach[some]
+        if not starts.size:
+            return 0, np.empty(0)
+    left = int(starts[0]) + 1
+    first, last = starts + 1 - left, reach - left
     levels = np.frexp(last - first + 1)[1] - 1
-    table: Floats = np.full((int(levels.max()) + 1, right - left + 1), np.inf)
+    size = int(last.max()) + 1
+    table: Floats = np.full((int(levels.max()) + 1, size), np.inf)
     table[levels, first] = values
     np.minimum.at(table, (levels, last + 1 - (1 << levels)), values)
     for level in range(len(table) - 1, 0, -1):
         half = 1 << (level - 1)
         np.minimum(table[level - 1], table[level], out=table[level - 1])
         np.minimum(table[level - 1, half:], table[level, :-half], out=table[level - 1, half:])
-    out[left : right + 1] = table[0]
-    return out
+    return left, table[0]
 
 
 def _least_ties(problem: Problem, elapsed: Floats, limit: float) -> Floats:
@@ -195,11 +197,10 @@ def _least_ties(problem: Problem, elapsed: Floats, limit: float) -> Floats:
         for variant in problem.variants[step.row]:
             worst = begun + variant.base[starts] - m * variant.until[starts]
             reach = _reach(variant, m, worst, starts, limit)
-            found = (
-                _least_over(ties[step.source, starts], starts, reach, problem.end)
-                + problem.terms.tie
-            )
-            np.minimum(ties[step.target], found, out=ties[step.target])
+            left, least = _least_over(ties[step.source, starts], starts, reach)
+            ends = slice(left, left + len(least))
+            target = ties[step.target, ends]
+            np.minimum(target, least + problem.terms.tie[ends], out=target)
     return ties
 
 
