@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -23,7 +24,10 @@ PREFERENCE = (
 STAGES_PER_WORKER = 2
 """Where a schedule takes any number, and none is asked for."""
 
-_FILLS = (1.0, 0.5, 0.0)
+UNLIKELY = 1.3
+"""What is estimated to take so many times as long is not expected to turn out faster."""
+
+_FILLS = (0.5, 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -206,15 +210,24 @@ def cutter_for(
     return Cutter(layout, placement_of(name, stages, workers), flying, memory, recompute, only)
 
 
-def fastest(cutter: Cutter, name: str) -> Option:
+def fastest(cutter: Cutter, name: str, beat: float = math.inf) -> Option:
     """The exact partitions that weigh filling and draining differently; the fastest simulated.
+
+    Args:
+        cutter: what makes them.
+        name: of the schedule.
+        beat: if the first partition takes much longer than this, there is no other.
 
     Raises:
         CapacityError: nothing fits the memory.
     """
-    found = dict.fromkeys(tuple(cutter.best(fill)) for fill in _FILLS)
-    options = [Option(cutter.layout, stretches, name, cutter.memory) for stretches in found]
-    return min(options, key=lambda option: option.seconds)
+    found: dict[tuple[Stretch, ...], Option] = {}
+    for fill in _FILLS:
+        stretches = tuple(cutter.best(fill))
+        found.setdefault(stretches, Option(cutter.layout, stretches, name, cutter.memory))
+        if min(option.seconds for option in found.values()) > UNLIKELY * beat:
+            break
+    return min(found.values(), key=lambda option: option.seconds)
 
 
 @cache

@@ -112,6 +112,12 @@ class Layout:
         return places
 
     @cached_property
+    def pieces(self) -> Floats:
+        """(workers, pieces); the seconds of all calls between two places for a cut."""
+        places = np.flatnonzero(self.allowed[:-1])
+        return np.add.reduceat(self.seconds, np.union1d(places, [0]), axis=1)
+
+    @cached_property
     def forward(self) -> Floats:
         """(workers, calls); the forward of the largest micro-batch."""
         return self._by_rows[self.most_rows][0]

@@ -16,10 +16,10 @@ from msgspec.structs import replace as replace_fields
 from penstock.errors import PlanError
 from penstock.plan.alternatives import adding_seconds, chain_seconds
 from penstock.plan.candidates import Option
-from penstock.plan.layout import Layout, Stretch
+from penstock.plan.layout import Layout
 from penstock.plan.plan import Candidate, Plan
 from penstock.plan.request import Auto, Request
-from penstock.plan.stages import StageSearch
+from penstock.plan.stages import StageSearch, nth_smallest
 from penstock.profile.data import Link, Profile
 from penstock.schedule import SCHEDULES
 
@@ -39,11 +39,13 @@ class Sharing:
         in_one_memory: whether they have the weights, their gradients and the optimizer's state in
             common; otherwise each has its own, and gradients go from one to the next.
         effort: how many actions may be simulated to find the best plan.
+        beat: the seconds of a step that was found already, see `StageSearch`.
     """
 
     replicas: int
     in_one_memory: bool
     effort: float
+    beat: float = math.inf
 
 
 def plans_of_replicas(
@@ -63,20 +65,22 @@ def plans_of_replicas(
         InputError: as `penstock.plan.search.plan` does.
     """
     request = _without_halves(profile, request, sharing.replicas)
-    found: list[Plan] = []
+    found: list[_Tried] = []
     errors: list[PlanError] = []
     divisions = _divisions(profile, sharing.replicas)
     sharing = replace(sharing, effort=sharing.effort / len(divisions))
     for parts in divisions:
         division = _Division(profile, request, sharing, parts)
         for lead in division.leads:
+            beat = min(sharing.beat, nth_smallest([tried.seconds for tried in found], most))
             try:
-                found += division.plans(lead, most, others)
+                found += division.tried(lead, most, beat)
             except PlanError as error:
                 errors.append(error)
     if not found:
         raise errors[0]
-    return sorted(found, key=lambda plan: plan.predicted_step_seconds)[:most]
+    best = sorted(found, key=lambda tried: tried.seconds)[:most]
+    return [tried.plan(others) for tried in best]
 
 
 def _without_halves(profile: Profile, request: Request, replicas: int) -> Request:
@@ -124,6 +128,48 @@ def _divisions(profile: Profile, replicas: int) -> list[list[Devices]]:
     return [together, apart]
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """Stages that were tried on the devices of all replicas.
+
+    Attributes:
+        division: the devices.
+        seconds: of a step, with the time in which gradients are added up.
+        total: how many micro-batches there are.
+        options: the stages of every replica, with its micro-batches.
+        shares: how many these are, if not equally many.
+        considered: what they were compared with.
+    """
+
+    division: _Division
+    seconds: float
+    total: int
+    options: tuple[Option, ...]
+    shares: tuple[int, ...] = ()
+    considered: tuple[Candidate, ...] = ()
+
+    def plan(self, others: Sequence[Candidate]) -> Plan:
+        """The plan that runs them, compared with others, too."""
+        first = self.options[0]
+        different = dict.fromkeys(self.options) if self.shares else [first]
+        stages = {option: tuple(option.stage_plans()) for option in different}
+        every = sorted([*others, *self.considered], key=lambda candidate: candidate.seconds)
+        return replace_fields(
+            first.plan(),
+            batch_size=self.division.profile.batch_size,
+            num_microbatches=self.total,
+            other_replicas=tuple(self.division.parts[1:]),
+            other_stages=tuple(stages[o] for o in self.options[1:]) if self.shares else (),
+            shares=self.shares,
+            predicted_step_seconds=self.seconds,
+            bound_seconds=max(option.bound for option in different),
+            one_device_seconds=others[0].predicted_step_seconds if others else None,
+            data_parallel_seconds=others[1].predicted_step_seconds if others else None,
+            boundary_dtype=self.division.request.boundary_dtype,
+            considered=tuple(every),
+        )
+
+
 class _Division:
     """The devices of every replica.
 
@@ -159,8 +205,13 @@ class _Division:
         slowest = min(self.different, key=lambda part: self.speed[part])
         return list(dict.fromkeys([fastest, slowest, min(self.different, key=memory)]))[:_LEADS]
 
-    def plans(self, lead: Devices, most: int, others: Sequence[Candidate]) -> list[Plan]:
-        """The best few plans whose cuts suit these devices.
+    def tried(self, lead: Devices, most: int, beat: float) -> list[_Tried]:
+        """The best few cuts that suit these devices, tried on all.
+
+        Args:
+            lead: the devices.
+            most: how many are wanted.
+            beat: the seconds of a step that was found already.
 
         Raises:
             PlanError, InputError: as `plans_of_replicas` does.
@@ -178,31 +229,26 @@ class _Division:
         own = replace_fields(self.profile, devices=lead, batch_size=rows)
         asked = replace(self.request, replicas=1, num_microbatches=count)
         effort = self.sharing.effort / len(self.leads)
-        search = StageSearch(own, asked, self.memory, halves=False, effort=effort)
-        found: list[Plan] = []
-        for plan in search.plans(most if len(self.different) == 1 else max(most, _TRIED)):
-            total = largest if wanted != "auto" else round(plan.num_microbatches / part)
+        beat *= max(1.0, rows / (whole * part))  # whose rows were not rounded up
+        search = StageSearch(own, asked, self.memory, halves=False, effort=effort, beat=beat)
+        found: list[_Tried] = []
+        trying = most if len(self.different) == 1 else max(most, _TRIED)
+        options = search.ordered(trying)
+        for option in options[:trying]:
+            total = largest if wanted != "auto" else round(option.layout.count / part)
             total = max(replicas, min(total, largest))
-            effort -= 2 * total * len(plan.stages) + _TRYING * len(self.different)
+            effort -= 2 * total * len(option.stretches) + _TRYING * len(self.different)
             if len(found) >= most and effort < 0:
                 break
-            replicated = self._replicated(plan, total)
-            if replicated is None:
+            tried = self._replicated(option, total)
+            if tried is None:
                 continue
-            factor = replicated.predicted_step_seconds / plan.predicted_step_seconds
-            tried = plan.considered
-            if replicated.shares:  # the other candidates were not tried on all devices
-                tried = tuple(c for c in tried if c.why == "chosen")
-            mine = [self._candidate(c, factor, largest, part) for c in tried]
-            every = sorted([*others, *mine], key=lambda candidate: candidate.seconds)
-            found.append(
-                replace_fields(
-                    replicated,
-                    one_device_seconds=others[0].predicted_step_seconds if others else None,
-                    data_parallel_seconds=others[1].predicted_step_seconds if others else None,
-                    considered=tuple(every),
-                )
-            )
+            considered = [option.candidate(option)]
+            if not tried.shares:  # else the others were not tried on all devices
+                considered = [*(o.candidate(option) for o in options), *search.rejected]
+            factor = tried.seconds / option.seconds
+            mine = [self._candidate(c, factor, largest, part) for c in considered]
+            found.append(replace(tried, considered=tuple(mine)))
         if not found:
             raise PlanError(
                 f"{replicas} replicas: a stage that fits the memory of {', '.join(lead)} does not "
@@ -210,62 +256,42 @@ class _Division:
             )
         return found
 
-    def _replicated(self, plan: Plan, total: int) -> Plan | None:
-        """The stages of a plan on all parts, with so many micro-batches.
+    def _replicated(self, option: Option, total: int) -> _Tried | None:
+        """The stages of an option on all parts, with so many micro-batches.
 
         `None` if they do not fit the memory of one.
         """
         parts = self.parts
-        made = replace_fields(
-            plan,
-            batch_size=self.profile.batch_size,
-            num_microbatches=total,
-            other_replicas=tuple(parts[1:]),
-        )
         if len(self.different) == 1:
-            seconds = plan.predicted_step_seconds + self._adding(plan, plan.num_microbatches)
-            return replace_fields(made, predicted_step_seconds=seconds)
+            seconds = option.seconds + self._adding(option, option.layout.count)
+            return _Tried(self, seconds, total, (option,) * len(parts))
         rows = -(-self.profile.batch_size // total)
-        options = {part: self._option(plan, part, rows, 1) for part in self.different}
-        shares = _shared([options[part] for part in parts], total)
-        every = {
-            (part, share): self._option(plan, part, rows, share)
-            for part, share in zip(parts, shares, strict=True)
-        }
-        for option in every.values():
-            caps = self.memory.caps(option.layout.profile)
-            if any(peak > cap for peak, cap in zip(option.peaks, caps, strict=True)):
+        ones = {part: self._option(option, part, rows, 1) for part in self.different}
+        shares = _shared([ones[part] for part in parts], total)
+        pairs = list(zip(parts, shares, strict=True))
+        every = {(part, n): self._option(option, part, rows, n) for part, n in pairs}
+        for own in every.values():
+            caps = self.memory.caps(own.layout.profile)
+            if any(peak > cap for peak, cap in zip(own.peaks, caps, strict=True)):
                 return None
-        seconds = max(option.seconds for option in every.values())
-        of_each = [
-            tuple(every[part, share].stage_plans())
-            for part, share in zip(parts, shares, strict=True)
-        ]
-        return replace_fields(
-            made,
-            stages=of_each[0],
-            other_stages=tuple(of_each[1:]),
-            shares=tuple(shares),
-            predicted_step_seconds=seconds + self._adding(plan, max(shares)),
-            bound_seconds=max(option.bound for option in every.values()),
-        )
+        seconds = max(own.seconds for own in every.values()) + self._adding(option, max(shares))
+        return _Tried(self, seconds, total, tuple(every[pair] for pair in pairs), tuple(shares))
 
-    def _option(self, plan: Plan, part: Devices, rows: int, count: int) -> Option:
-        """The stages of a plan on one part, with so many micro-batches of so many rows."""
+    def _option(self, found: Option, part: Devices, rows: int, count: int) -> Option:
+        """The stages of an option on one part, with so many micro-batches of so many rows."""
         own = replace_fields(self.profile, devices=part, batch_size=rows * count)
-        stretches = tuple(Stretch(s.worker, *s.calls, s.recompute) for s in plan.stages)
-        return Option(Layout(own, count), stretches, plan.schedule, self.memory)
+        return Option(Layout(own, count), found.stretches, found.name, self.memory)
 
-    def _adding(self, plan: Plan, share: int) -> float:
+    def _adding(self, option: Option, share: int) -> float:
         """Seconds in which the gradients of all replicas are added up, after the last backward.
 
         Args:
-            plan: the stages of a replica.
+            option: the stages of a replica.
             share: how many micro-batches each runs.
         """
-        held = [0.0] * plan.workers_per_replica
-        for stage in plan.stages:
-            held[stage.worker] += stage.weight_bytes
+        held = [0.0] * option.num_workers
+        for stretch in option.stretches:
+            held[stretch.worker] += sum(self.profile.weights[stretch.start : stretch.stop])
         adding = min(kind.added_per_second for kind in self.profile.kinds.values())
         if self.sharing.in_one_memory:
             return adding_seconds(held, self.sharing.replicas, adding)

@@ -13,7 +13,7 @@ from penstock.plan.plan import WORTH_FEWER, Candidate, Plan, fastest_of
 from penstock.plan.replicated import Sharing, plans_of_replicas
 from penstock.plan.request import Auto, Cut, Limits, Recompute, Request
 from penstock.plan.shortage import NothingFits
-from penstock.plan.stages import EFFORT, plans_of_stages
+from penstock.plan.stages import EFFORT, nth_smallest, plans_of_stages
 from penstock.profile.data import Profile
 
 
@@ -131,21 +131,26 @@ def _of_all_kinds(
     is_free = request.replicas == "auto" and number > 1
     why = (limits.one_replica or profile.one_replica) if is_free else ""
     found: list[Plan] = []
+    failed: list[PlanError] = []
     others = alternatives(profile, request.memory, replicas=not is_free or bool(why))
     numbers = request.replica_numbers(number, bool(why))
     effort = EFFORT / len(numbers)
-    for replicas in numbers:
+    # Few stages first: it takes little to find what many have to beat.
+    for replicas in reversed(numbers):
         if is_free and replicas > profile.batch_size:
-            break
+            continue
+        beat = nth_smallest([plan.predicted_step_seconds for plan in found], most)
         try:
             if replicas == 1:
-                found += plans_of_stages(profile, request, most, others, effort)
+                more = plans_of_stages(profile, request, most, others, effort, beat)
             else:
                 in_one_memory = limits.in_one_memory and set(profile.devices) == {"cpu"}
-                sharing = Sharing(replicas, in_one_memory, effort)
-                found += plans_of_replicas(profile, request, sharing, most, others)
+                sharing = Sharing(replicas, in_one_memory, effort, beat)
+                more = plans_of_replicas(profile, request, sharing, most, others)
+            found = [*more, *found]
         except PlanError as error:
-            errors.append(error)
+            failed.append(error)
+    errors += reversed(failed)
     return [replace_fields(plan, note=why) for plan in found]
 
 

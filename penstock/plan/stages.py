@@ -8,6 +8,7 @@ stages does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, permutations
@@ -20,6 +21,7 @@ from penstock.errors import PlanError
 from penstock.plan.candidates import (
     PREFERENCE,
     STAGES_PER_WORKER,
+    UNLIKELY,
     Option,
     cutter_for,
     fastest,
@@ -44,6 +46,8 @@ _BUDGET = 40  # rules that are tried for each
 _MOST_MOVES = 20
 _FEW = 3  # devices, of which all orders are tried
 _REACH = 4  # places on each side of a cut
+_LARGE = 1500  # calls given to stages; with fewer, what cannot be the fastest is listed, too
+_NEARLY = 0.95  # of a bound that takes devices to be faster by one factor for all calls
 _CUTTING = 24  # what finding the cuts of a schedule costs, in actions for each of its forwards
 
 
@@ -53,6 +57,7 @@ def plans_of_stages(
     most: int,
     others: Sequence[Candidate] = (),
     effort: float = EFFORT,
+    beat: float = math.inf,
 ) -> list[Plan]:
     """The best few plans of stages on all devices.
 
@@ -61,20 +66,21 @@ def plans_of_stages(
         most: how many plans.
         others: what they are compared with, see `alternatives`.
         effort: about how many actions may be simulated.
+        beat: as of `StageSearch`.
 
     Raises:
         PlanError, InputError: as `plan` does.
     """
     request = replace(request, replicas=1)
     if not request.any_order:
-        return StageSearch(profile, request, effort=effort).plans(most, others)
+        return StageSearch(profile, request, effort=effort, beat=beat).plans(most, others)
     found: list[Plan] = []
     errors: list[PlanError] = []
     orders = _orders(profile, request)
     for order in orders:
         try:
             ordered = replace_fields(profile, devices=order)
-            search = StageSearch(ordered, request, effort=effort / len(orders))
+            search = StageSearch(ordered, request, effort=effort / len(orders), beat=beat)
             found += search.plans(most, others)
         except PlanError as error:
             errors.append(error)
@@ -122,6 +128,34 @@ class _Case(NamedTuple):
         return self.layout.count * self.stages * _CUTTING
 
     @property
+    def work(self) -> int:
+        """What it takes to find them, in calls that are given to stages."""
+        return self.stages * self.layout.profile.num_calls
+
+    @property
+    def least_seconds(self) -> float:
+        """A step hardly takes less, with whichever cuts.
+
+        No worker is done before its part of the work, if calls could be divided at will, and none
+        before the longest calls between two places to cut. With one whole backward a stage, stages
+        also wait for those before them (see `step_bound`).
+        """
+        layout, count = self.layout, self.layout.count
+        workers = len(layout.profile.devices)
+        speeds = 1 / layout.pieces.sum(axis=1)
+        divided = count * float(1 / np.sum(speeds))
+        longest = count * float(layout.pieces.min(axis=0).max())
+        least = _NEARLY * max(divided, longest)
+        if count >= workers:
+            least = max(least, self.likely_seconds / UNLIKELY)
+        if self.stages != workers or SCHEDULES[self.name].splits_backward:
+            return least
+        done, fill = 0.0, min(1.0, layout.least_fill)  # of the program, in a second of the step
+        for speed in reversed(speeds.tolist()):
+            done = max(done, speed / count + done * (1 - fill / count))
+        return max(least, _NEARLY / done)
+
+    @property
     def likely_seconds(self) -> float:
         """About what a step takes, if the calls could be divided at will."""
         count, workers = self.layout.count, len(self.layout.profile.devices)
@@ -140,6 +174,8 @@ class StageSearch:
         memory: what training holds; by default as requested.
         halves: whether backwards may be halved.
         effort: about how many actions may be simulated.
+        beat: the seconds of a step that was found already; if the program or the pipeline is large,
+            what is not likely to be faster is left out.
     """
 
     def __init__(
@@ -149,8 +185,10 @@ class StageSearch:
         memory: Memory | None = None,
         halves: bool = True,
         effort: float = EFFORT,
+        beat: float = math.inf,
     ) -> None:
         self.profile = profile
+        self.beat = beat
         self.halves = halves
         self.request = request
         self.memory = memory or request.memory
@@ -171,13 +209,7 @@ class StageSearch:
         Raises:
             PlanError: none fits the memory.
         """
-        options = self._options()
-        if not options:
-            if self.short is None:
-                raise self._too_many_stages()
-            shortage = self.profile, self.request, self.memory
-            raise NothingFits(*shortage, *self.short) from self.short[0]
-        ordered = _ordered(self._fitted(self._refined(options)))
+        ordered = self.ordered(most)
         plans = []
         for chosen in ordered[:most]:
             compared = [_against(other, chosen) for other in others] if self.workers > 1 else []
@@ -192,10 +224,30 @@ class StageSearch:
             plans.append(plan)
         return plans
 
-    def _options(self) -> list[Option]:
+    def ordered(self, most: int) -> list[Option]:
+        """The best option for every schedule and count, the best first.
+
+        Args:
+            most: how many of them matter.
+
+        Raises:
+            PlanError: none fits the memory.
+        """
+        options = self._options(most)
+        if not options:
+            if self.short is None:
+                raise self._too_many_stages()
+            shortage = self.profile, self.request, self.memory
+            raise NothingFits(*shortage, *self.short) from self.short[0]
+        return _ordered(self._fitted(self._refined(options)))
+
+    def _options(self, most: int) -> list[Option]:
         """The fastest cuts for every count and schedule that fit the memory.
 
         With many workers only the likeliest counts and schedules, so that it takes seconds.
+
+        Args:
+            most: how many of them matter.
         """
         counts = _counts(self.profile, self.request.num_microbatches)
         cases = [
@@ -207,9 +259,12 @@ class StageSearch:
         options: list[Option] = []
         left: list[_Case] = []
         for case in sorted(cases, key=lambda case: case.likely_seconds):
+            beat = self._to_beat(case, options, most)
+            if options and case.least_seconds > beat:
+                continue
             if not self._may_spend(case.effort):
                 left.append(case)
-            elif (option := self._best(*case)) is not None:
+            elif (option := self._best(*case, beat)) is not None:
                 options.append(option)
         for case in sorted(left, key=lambda case: case.effort):
             if options:
@@ -217,6 +272,12 @@ class StageSearch:
             if (option := self._best(*case)) is not None:
                 options.append(option)
         return options
+
+    def _to_beat(self, case: _Case, options: Sequence[Option], most: int) -> float:
+        """The seconds that a case has to come close to; anything if it is small."""
+        if case.work < _LARGE:
+            return math.inf
+        return min(self.beat, nth_smallest([option.seconds for option in options], most))
 
     def _may_spend(self, effort: float) -> bool:
         """Whether there is time for something else."""
@@ -260,11 +321,13 @@ class StageSearch:
             "use fewer devices"
         )
 
-    def _best(self, layout: Layout, name: str, stages: int) -> Option | None:
+    def _best(
+        self, layout: Layout, name: str, stages: int, beat: float = math.inf
+    ) -> Option | None:
         """The fastest cuts for a schedule; `None` if none fits the memory."""
         cutter = self._cutter(layout, name, stages)
         try:
-            return fastest(cutter, name)
+            return fastest(cutter, name, beat)
         except CapacityError as error:
             if self.short is None or len(cutter.placement) < len(self.short[1]):
                 self.short = error, cutter.placement
@@ -334,6 +397,11 @@ class StageSearch:
             if may or (self.request.schedule == "fitted" and not made):
                 made.append(option.fitted(_BUDGET))
         return made if self.request.schedule == "fitted" else [*options, *made]
+
+
+def nth_smallest(seconds: Sequence[float], number: int) -> float:
+    """The seconds of this place, counted from 1; infinite if there are not so many."""
+    return sorted(seconds)[number - 1] if len(seconds) >= number else math.inf
 
 
 def _against(found: Candidate, chosen: Option) -> Candidate:
