@@ -10,8 +10,9 @@ over the kinds instead of `p + 1`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -80,15 +81,26 @@ class Shortfall:
 class CapacityError(PlanError):
     """The program does not fit the memory of the devices, however it is cut.
 
-    Attributes:
-        shortfall: by how much, and where.
+    By how much is found out when it is asked for, as planning tries much that does not fit.
+
+    Args:
+        find: what finds the shortfall.
     """
 
-    def __init__(self, shortfall: Shortfall) -> None:
-        self.shortfall = shortfall
+    def __init__(self, find: Callable[[], Shortfall]) -> None:
+        super().__init__("the program does not fit")
+        self._find = find
+
+    @cached_property
+    def shortfall(self) -> Shortfall:
+        """By how much, and where."""
+        return self._find()
+
+    def __str__(self) -> str:
+        shortfall = self.shortfall
         first, last = shortfall.calls
         have = shortfall.needed - shortfall.bytes
-        super().__init__(
+        return (
             f"the program does not fit: every device would need {show_bytes(shortfall.bytes)} "
             f"more ({shortfall.bytes:.0f} bytes). Cut as well as possible, stage {shortfall.stage} "
             f"(calls {first} to {last - 1}) takes {show_bytes(shortfall.needed)}, and its device "
@@ -176,7 +188,7 @@ def _solve(
     problem = Problem.of(variants, caps, steps, terms)
     limit = least_limit(problem)
     if math.isinf(limit):
-        raise CapacityError(_shortfall(variants, caps, steps, terms))
+        raise CapacityError(lambda: _shortfall(variants, caps, steps, terms))
     # A call that is hopeless on some device would drown the digits of the others in the sums over
     # that device's calls. Being hopeless is all that matters about it.
     clear, hopeless = problem, 2 * limit / terms.num_microbatches

@@ -21,14 +21,13 @@ _TIMES_DEVICES = 4  # more than so many times as many are not tried
 
 
 class NothingFits(PlanError):
-    """Nothing fits the memory. What would is searched for only if `explained` is called.
+    """Nothing fits the memory. By how much, and what would, is found only if it is explained.
 
     Args:
         profile: what was measured.
         request: what was requested.
         memory: what training holds.
-        short: the closest that was found.
-        placement: the worker of every stage there.
+        shorts: what was tried, with the worker of every stage.
     """
 
     def __init__(
@@ -36,23 +35,22 @@ class NothingFits(PlanError):
         profile: Profile,
         request: Request,
         memory: Memory,
-        short: CapacityError,
-        placement: Sequence[int],
+        shorts: Sequence[tuple[CapacityError, Sequence[int]]],
     ) -> None:
+        super().__init__("no plan fits the memory")
         self.profile, self.request, self.memory = profile, request, memory
-        found = short.shortfall
+        self.shorts = shorts
+
+    def explained(self) -> PlanError:
+        """The error that says how close it is, and what would fit."""
+        profile, request, memory = self.profile, self.request, self.memory
+        fewest = min(len(placement) for _, placement in self.shorts)
+        few = [short for short in self.shorts if len(short[1]) == fewest]
+        closest, placement = min(few, key=lambda short: short[0].shortfall.bytes)
+        found = closest.shortfall
         device = profile.devices[placement[found.device]]
         have = found.needed - found.bytes
         first, last = found.calls
-        super().__init__(
-            f"no plan fits the memory: at best, the stage of {profile.labels[first]} to "
-            f"{profile.labels[last - 1]} takes {show_bytes(found.needed)}, and {device} may hold "
-            f"{show_bytes(have)}: {show_bytes(found.bytes)} too little"
-        )
-
-    def explained(self) -> PlanError:
-        """The same error with what would fit."""
-        profile, request, memory = self.profile, self.request, self.memory
         changes = list(_changes(profile, request, memory))
         if not changes:
             count = profile.batch_size
@@ -61,7 +59,12 @@ class NothingFits(PlanError):
             changes = [
                 f'{missing} more a worker, with recompute="auto" and num_microbatches={count}'
             ]
-        return PlanError(f"{self}. What would fit: {'; '.join(changes)}")
+        return PlanError(
+            f"{self}: at best, the stage of {profile.labels[first]} to "
+            f"{profile.labels[last - 1]} takes {show_bytes(found.needed)}, and {device} may hold "
+            f"{show_bytes(have)}: {show_bytes(found.bytes)} too little. "
+            f"What would fit: {'; '.join(changes)}"
+        )
 
 
 def _changes(profile: Profile, request: Request, memory: Memory) -> Iterator[str]:

@@ -196,8 +196,7 @@ class StageSearch:
         self.cuts = request.positions(profile.labels, profile.forbidden, self.workers)
         self.recompute = request.recomputed(profile.labels, profile.forbidden)
         self.effort = effort
-        self.rejected: list[Candidate] = []
-        self.short: tuple[CapacityError, tuple[int, ...]] | None = None
+        self.short: list[tuple[_Case, CapacityError, tuple[int, ...]]] = []
 
     def plans(self, most: int, others: Sequence[Candidate] = ()) -> list[Plan]:
         """The best plans, the best first.
@@ -235,10 +234,10 @@ class StageSearch:
         """
         options = self._options(most)
         if not options:
-            if self.short is None:
+            if not self.short:
                 raise self._too_many_stages()
-            shortage = self.profile, self.request, self.memory
-            raise NothingFits(*shortage, *self.short) from self.short[0]
+            shorts = [(error, placement) for _, error, placement in self.short]
+            raise NothingFits(self.profile, self.request, self.memory, shorts)
         return _ordered(self._fitted(self._refined(options)))
 
     def _options(self, most: int) -> list[Option]:
@@ -264,12 +263,12 @@ class StageSearch:
                 continue
             if not self._may_spend(case.effort):
                 left.append(case)
-            elif (option := self._best(*case, beat)) is not None:
+            elif (option := self._best(case, beat)) is not None:
                 options.append(option)
         for case in sorted(left, key=lambda case: case.effort):
             if options:
                 break
-            if (option := self._best(*case)) is not None:
+            if (option := self._best(case)) is not None:
                 options.append(option)
         return options
 
@@ -321,37 +320,33 @@ class StageSearch:
             "use fewer devices"
         )
 
-    def _best(
-        self, layout: Layout, name: str, stages: int, beat: float = math.inf
-    ) -> Option | None:
+    def _best(self, case: _Case, beat: float = math.inf) -> Option | None:
         """The fastest cuts for a schedule; `None` if none fits the memory."""
-        cutter = self._cutter(layout, name, stages)
+        cutter = self._cutter(*case)
         try:
-            return fastest(cutter, name, beat)
+            return fastest(cutter, case.name, beat)
         except CapacityError as error:
-            if self.short is None or len(cutter.placement) < len(self.short[1]):
-                self.short = error, cutter.placement
-            elif len(cutter.placement) == len(self.short[1]):
-                closer = error.shortfall.bytes < self.short[0].shortfall.bytes
-                self.short = (error, cutter.placement) if closer else self.short
-            self._reject(layout, name, stages, error)
+            self.short.append((case, error, cutter.placement))
             return None
 
     def _cutter(self, layout: Layout, name: str, stages: int) -> Cutter:
         return cutter_for(layout, name, stages, self.memory, self.recompute, self.cuts)
 
-    def _reject(self, layout: Layout, name: str, stages: int, error: CapacityError) -> None:
-        self.rejected.append(
+    @property
+    def rejected(self) -> list[Candidate]:
+        """What does not fit the memory, and by how much."""
+        return [
             Candidate(
-                schedule=name,
-                num_microbatches=layout.count,
-                stages=stages,
+                schedule=case.name,
+                num_microbatches=case.layout.count,
+                stages=case.stages,
                 predicted_step_seconds=None,
                 threads=self.profile.threads,
-                way="pipeline" if stages > 1 else "one device",
+                way="pipeline" if case.stages > 1 else "one device",
                 why=f"does not fit the memory by {show_bytes(error.shortfall.bytes)}",
             )
-        )
+            for case, error, _ in self.short
+        ]
 
     def _refined(self, options: list[Option]) -> list[Option]:
         """The same options, the fastest of them improved."""
