@@ -12,7 +12,7 @@ from penstock.plan.alternatives import alternatives
 from penstock.plan.plan import WORTH_FEWER, Candidate, Plan, fastest_of
 from penstock.plan.replicated import Sharing, plans_of_replicas
 from penstock.plan.request import Auto, Cut, Limits, Recompute, Request
-from penstock.plan.shortage import NothingFits
+from penstock.plan.shortage import NothingFitsError
 from penstock.plan.stages import EFFORT, nth_smallest, plans_of_stages
 from penstock.profile.data import Profile
 
@@ -92,13 +92,11 @@ def plans_on_any(
     request.check_count(profiles[0].batch_size)
     try:
         return _on_any(profiles, request, most, limits or Limits())
-    except NothingFits as error:
+    except NothingFitsError as error:
         raise error.explained() from error
 
 
-def _on_any(
-    profiles: Sequence[Profile], request: Request, most: int, limits: Limits
-) -> list[Plan]:
+def _on_any(profiles: Sequence[Profile], request: Request, most: int, limits: Limits) -> list[Plan]:
     """As `plans_on_any`; where nothing fits, the error does not say yet what would.
 
     Raises:

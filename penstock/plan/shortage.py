@@ -20,7 +20,7 @@ _FRUGAL = "1f1b"  # of the schedules with whole backwards the one that holds lea
 _TIMES_DEVICES = 4  # more than so many times as many are not tried
 
 
-class NothingFits(PlanError):
+class NothingFitsError(PlanError):
     """Nothing fits the memory. By how much, and what would, is found only if it is explained.
 
     Args:

@@ -163,7 +163,7 @@ def _reach(
 
 
 def _least_over(values: Floats, starts: Positions, reach: Positions) -> tuple[int, Floats]:
-    """From the position that is returned, the smallest `values[i]` with `starts[i] < k <= reach[i]`.
+    """For every `k` from the returned position, the least `values[i]`, `starts[i] < k <= reach[i]`.
 
     Every range is the union of two blocks whose length is a power of two. They are entered in the
     table of that length, and handed down to the halves of the block until the length is one.

@@ -31,7 +31,7 @@ from penstock.plan.layout import Layout, Memory
 from penstock.plan.partition import CapacityError, partition
 from penstock.plan.plan import Candidate, Plan
 from penstock.plan.request import Auto, Request
-from penstock.plan.shortage import NothingFits
+from penstock.plan.shortage import NothingFitsError
 from penstock.profile.data import Profile
 from penstock.schedule import SCHEDULES, StagesPerWorker
 from penstock.units import show_bytes
@@ -237,7 +237,7 @@ class StageSearch:
             if not self.short:
                 raise self._too_many_stages()
             shorts = [(error, placement) for _, error, placement in self.short]
-            raise NothingFits(self.profile, self.request, self.memory, shorts)
+            raise NothingFitsError(self.profile, self.request, self.memory, shorts)
         return _ordered(self._fitted(self._refined(options)))
 
     def _options(self, most: int) -> list[Option]:

@@ -101,9 +101,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return cache(self._costs)
 
     def _costs(self, rows: float) -> CallCosts:
-        return CallCosts(
-            *self.seconds(rows), self.weight_seconds(rows), self.halving_seconds(rows)
-        )
+        return CallCosts(*self.seconds(rows), self.weight_seconds(rows), self.halving_seconds(rows))
 
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
