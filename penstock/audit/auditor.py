@@ -26,7 +26,7 @@ from penstock.audit.pace import Pace, Setting
 from penstock.capture import Program, Trace, untouched
 from penstock.capture.calls import TensorInfo, ambient, input_leaves
 from penstock.capture.replay import seeded
-from penstock.capture.trees import flatten, unflatten
+from penstock.capture.trees import leaves_of, unflatten
 from penstock.comparison.compare import Comparison, compare, compare_results
 from penstock.comparison.reference import run_with_threads
 from penstock.engine.batch import Batch
@@ -311,7 +311,7 @@ class _Subject:
         found = compare_results("results", expected, output)
         if not found.ok or not any(split.differentiable):
             return [found]
-        return [found, self._gradients(split, flatten(output)[0])]
+        return [found, self._gradients(split, leaves_of(output, self._way.trace.output_structure))]
 
     def _gradients(self, split: _Split, leaves: Sequence[Any]) -> Comparison:
         """Compare gradients one by one as they come, so that no second set of them is held."""

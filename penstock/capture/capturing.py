@@ -40,7 +40,7 @@ from penstock.capture.reads import input_property
 from penstock.capture.recorder import record
 from penstock.capture.results import joined
 from penstock.capture.sizes import Undecided, adapted, describe, differs_from, generalise
-from penstock.capture.trees import Structure, flatten, unflatten
+from penstock.capture.trees import Structure, flatten, leaves_of, unflatten
 from penstock.errors import CaptureError, InputError, PenstockError
 
 _KEY = Key(0, 0, 0)
@@ -512,7 +512,8 @@ class _Capturer:
                     numbers=self.numbers,
                 )
                 trace.reads.resting = _resting(self.model, trace)
-            return trace, [_without_history(leaf) for leaf in flatten(result)[0]]
+            leaves = leaves_of(result, trace.output_structure)
+            return trace, [_without_history(leaf) for leaf in leaves]
 
         trace, results = self._without_saving(recorded)
         for mark in self._marks:
@@ -556,7 +557,8 @@ class _Capturer:
                 trace.shared = (*self.program.train.shared, *shared(self.model, objects))
                 self.program.left |= left_behind(self.model, before)
                 self.program.remembering |= remembering(self.model, before, objects)
-                return [_without_history(leaf) for leaf in flatten(result)[0]]
+                leaves = leaves_of(result, trace.output_structure)
+                return [_without_history(leaf) for leaf in leaves]
 
         wrong = _different(expected, self._without_saving(replayed))
         if not wrong:

@@ -169,14 +169,19 @@ def is_one_product(result: object, entering: Iterable[torch.Tensor] = ()) -> boo
 
     Args:
         result: where it starts.
-        entering: where it ends, apart from leaves.
+        entering: where it ends, apart from leaves; it has to reach all of them.
     """
     if not isinstance(result, torch.Tensor) or result.grad_fn is None or result._backward_hooks:
         return False
     products, waiting = 0, [result.grad_fn]
-    seen: set[Node] = {v.grad_fn for v in entering if v.grad_fn is not None}
+    ends = {get_gradient_edge(v).node for v in entering}
+    reached: set[Node] = set()
+    seen: set[Node] = set()
     while waiting:
         node = waiting.pop()
+        if node in ends:
+            reached.add(node)
+            continue
         if node in seen:
             continue
         seen.add(node)
@@ -185,7 +190,7 @@ def is_one_product(result: object, entering: Iterable[torch.Tensor] = ()) -> boo
         elif node.name().rpartition("::")[2] not in _FREE:
             return False
         waiting += _next(node)
-    return products == 1
+    return products == 1 and reached == ends
 
 
 def _next(node: Node) -> Iterable[Node]:

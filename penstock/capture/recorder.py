@@ -63,7 +63,7 @@ from penstock.capture.randomness import (
     type_checks_apart,
 )
 from penstock.capture.reads import Reading
-from penstock.capture.trees import flatten, map_leaves, unflatten
+from penstock.capture.trees import flatten, flatten_result, holds_tensors, map_leaves, unflatten
 from penstock.capture.watching import (
     Contents,
     OpenAttributes,
@@ -332,9 +332,13 @@ class Recorder(TorchFunctionMode):
     def end(self, result: object) -> None:
         """Finish the trace with what the model returned."""
         self._check_draws("")
-        leaves, structure = flatten(result)
+        leaves, structure = flatten_result(result, self._makes)
         self.trace.outputs = tuple(self._encode(leaf) for leaf in leaves)
         self.trace.output_structure = structure
+
+    def _makes(self, value: object) -> bool:
+        """Whether it is an object of open modules' Python that holds tensors of recorded calls."""
+        return self.known.get(value) is None and holds_tensors(value)
 
     def _record(
         self,

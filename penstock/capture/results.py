@@ -34,7 +34,7 @@ from penstock.capture.calls import (
     function_name,
 )
 from penstock.capture.dims import Varying
-from penstock.capture.trees import flatten, leaf_paths
+from penstock.capture.trees import flatten, leaf_paths, leaves_of
 
 Make = Callable[[], Callable[[Sequence[Any]], Any]]
 """Makes what runs a trace on the leaves of inputs, with the same random numbers every time."""
@@ -262,7 +262,8 @@ def _compared_by(
 
     def given(*pieces: int) -> dict[int, torch.Tensor]:
         replay = make()
-        results = flatten(replay(varying.rows_of(inputs, sizes, (rows, rows), pieces)))[0]
+        result = replay(varying.rows_of(inputs, sizes, (rows, rows), pieces))
+        results = leaves_of(result, trace.output_structure)
         return {k: results[k] for k in leaves}
 
     with torch.no_grad():

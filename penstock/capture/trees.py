@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -120,17 +122,90 @@ def _open_registered(value: object, kind: type) -> _Level:
 def flatten(tree: object) -> tuple[list[Any], Structure | None]:
     """The leaves of `tree` from left to right, and its structure (`None` when it is a leaf)."""
     leaves: list[Any] = []
-    return leaves, _flatten(tree, leaves)
+    return leaves, _flatten(tree, leaves, _open)
 
 
-def _flatten(tree: object, leaves: list[Any]) -> Structure | None:
+def flatten_result(
+    tree: object, opens: Callable[[object], bool] | None = None
+) -> tuple[list[Any], Structure | None]:
+    """The same for what a model returns, where objects that hold tensors are opened as well.
+
+    Such are the caches of keys and values that language models return. They are put together again
+    from their attributes, so this is not for arguments: who gets one may change it. An object that
+    is there twice is opened once: that it is the same one would be lost.
+
+    Args:
+        tree: the result.
+        opens: which of them are opened; all by default, see `holds_tensors`.
+    """
+    leaves: list[Any] = []
+    opened: dict[int, object] = {}
+
+    def level_of(value: Any) -> _Level | None:
+        level = _open(value)
+        if level is None and id(value) not in opened and (opens or holds_tensors)(value):
+            opened[id(value)] = value
+            return _open_object(value)
+        return level
+
+    return leaves, _flatten(tree, leaves, level_of)
+
+
+def leaves_of(tree: object, structure: Structure | None) -> list[Any]:
+    """The leaves of another result; what this structure has opened is opened in it."""
     level = _open(tree)
+    if level is None and structure is not None and type(tree) is structure.kind:
+        level = _open_object(tree)
+    if level is None:
+        return [tree]
+    known = structure.children if structure is not None else ()
+    each = zip_longest(level[0], known[: len(level[0])])
+    return [leaf for child, inner in each for leaf in leaves_of(child, inner)]
+
+
+def _flatten(
+    tree: object, leaves: list[Any], level_of: Callable[[Any], _Level | None]
+) -> Structure | None:
+    level = level_of(tree)
     if level is None:
         leaves.append(tree)
         return None
     children, keys, build = level
-    inner = tuple(_flatten(c, leaves) for c in children)
+    inner = tuple(_flatten(c, leaves, level_of) for c in children)
     return Structure(build.kind, _said_of(build.kind), keys, inner, build)
+
+
+def _open_object(value: object) -> _Level:
+    names = list(vars(value))
+    keys = tuple(("attribute", name) for name in names)
+    return list(vars(value).values()), keys, _Rebuild(type(value), names)
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether it is an object of a plain class, with a tensor somewhere in its attributes."""
+    return _is_object(value) and _reaches_tensor(value, {})
+
+
+def _is_object(value: object) -> bool:
+    """Whether attributes are all that there is to it."""
+    kind = type(value)
+    return (
+        kind not in _ATOMS
+        and not isinstance(value, (Leaf, torch.Tensor, torch.nn.Module, type, Enum))
+        and not callable(value)
+        and kind.__new__ is object.__new__  # not a list, dict, number or the like
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        and hasattr(value, "__dict__")
+    )
+
+
+def _reaches_tensor(value: object, seen: dict[int, object]) -> bool:
+    """Whether there is a tensor in it, but for what was `seen` already."""
+    if isinstance(value, torch.Tensor) or id(value) in seen:
+        return isinstance(value, torch.Tensor)
+    seen[id(value)] = value
+    level = _open(value) or (_open_object(value) if _is_object(value) else None)
+    return level is not None and any(_reaches_tensor(child, seen) for child in level[0])
 
 
 def _said_of(kind: type) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from penstock.capture import Attribute, Key, Program, Trace
 from penstock.capture.equality import has_nan, same, same_tensor
 from penstock.capture.replay import ForwardResults, replay_results
-from penstock.capture.trees import flatten
+from penstock.capture.trees import flatten_result
 from penstock.comparison.reference import copied, run_with_threads
 from penstock.oracle import Oracle, tensors
 from penstock.plan import Plan
@@ -176,7 +176,7 @@ def compare_leaves(what: str, ours: Sequence[object], theirs: Sequence[object]) 
 
 def compare_results(what: str, ours: Any, theirs: Any) -> Comparison:
     """Compare two results of a model and their structures."""
-    (mine, structure), (others, other) = flatten(ours), flatten(theirs)
+    (mine, structure), (others, other) = flatten_result(ours), flatten_result(theirs)
     if structure != other:
         return Comparison(f"{what} (another structure)", len(mine), ("all",), float("inf"))
     return compare_leaves(what, mine, others)

@@ -13,7 +13,7 @@ import torch
 from penstock.capture import Program
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
-from penstock.capture.trees import flatten
+from penstock.capture.trees import flatten_result
 from penstock.devices.choice import threads_per_worker
 from penstock.display.terminal import Progress
 from penstock.engine.batch import Batch
@@ -97,7 +97,7 @@ def mean_square(output: Any) -> torch.Tensor:
     """
     parts = [
         leaf.square().mean()
-        for leaf in flatten(output)[0]
+        for leaf in flatten_result(output)[0]
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     ]
     return torch.stack(parts).sum()

@@ -156,6 +156,31 @@ def test_the_very_first_backward_sums_in_the_order_of_a_whole_one() -> None:
     assert all(torch.equal(found[1][name], whole) for name, whole in found[0].items())
 
 
+class Positions(nn.Module):
+    """Reads nothing of what it is given but its size, as many embeddings of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(x.shape) @ self.weight
+
+
+def test_a_call_whose_gradients_do_not_reach_what_entered_is_not_halved() -> None:
+    model, deferral = nn.Sequential(nn.Linear(8, 8), Positions(), nn.Linear(8, 8)), Deferral()
+    x = torch.randn(ROWS, 8)
+    program = ps.capture(model, (x,), keep_closed=["1"])
+    inputs, outputs = program.cuts.boundary(0), program.cuts.results
+    stage = lower(model, program.train, range(len(program)), inputs, outputs, None, deferral)
+    for _ in range(2):
+        backward(stage, x)
+        run_pending(deferral.take())
+    assert model[0].weight.grad is None
+    assert model[1].weight.grad is not None
+    assert model[2].weight.grad is not None
+
+
 def test_the_first_half_leaves_the_weights_for_the_second() -> None:
     model, deferral = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), Deferral()
     stage = lowered(model, torch.randn(ROWS, 4), deferral)

@@ -1,0 +1,143 @@
+"""Models that return objects of their own: caches of keys and values, above all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.capture.trees import flatten_result, leaves_of, unflatten
+from tests.support.models import gpt2
+
+X = torch.randn(8, 6)
+Y = torch.randn(8, 6)
+
+
+class Layer:
+    """What one block remembers."""
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.length = 0
+
+    def update(self, keys: torch.Tensor) -> torch.Tensor:
+        self.keys, self.length = keys, self.length + keys.shape[1]
+        return self.keys
+
+
+class Cache:
+    """An object of a plain class, as deep as those of transformers."""
+
+    def __init__(self) -> None:
+        self.layers = [Layer() for _ in range(4)]
+        self.kind = Layer
+        self.me: object = None
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(6, 6), number
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return cache.layers[self.number].update(self.linear(x)).tanh()
+
+
+class Cached(nn.Module):
+    """Returns its cache; once, or in another way."""
+
+    def __init__(self, returns: str = "once") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, range(4)))
+        self.returns = returns
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        if self.returns == "twice":
+            return {"y": x, "cache": cache, "again": cache}
+        if self.returns == "within itself":
+            cache.me = cache
+        return {"y": x, "cache": cache}
+
+
+def keys_of(result: dict[str, Any]) -> list[torch.Tensor]:
+    return [layer.keys for layer in result["cache"].layers]
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_model_that_returns_its_cache_is_cut(kind: Any) -> None:
+    model = Cached()
+    parts = [model(x) for x in X.split(2)]
+    devices = ["cpu", "cpu"]
+    with ps.Pipeline(
+        copy.deepcopy(model), (X,), devices=devices, replicas=1, num_microbatches=4, workers=kind
+    ) as pipe:
+        assert len(pipe.plan.stages) > 1
+        result = pipe(X)
+        assert type(result["cache"]) is Cache
+        assert result["cache"].kind is Layer
+        assert [layer.length for layer in result["cache"].layers] == [6] * 4
+        for number, keys in enumerate(keys_of(result)):
+            assert torch.equal(keys, torch.cat([keys_of(part)[number] for part in parts]))
+        loss = pipe.train_step(X, target=Y, loss_fn=uses_the_cache)
+    expected = [uses_the_cache(part, y) / 4 for part, y in zip(parts, Y.split(2), strict=True)]
+    assert torch.equal(loss, torch.stack(expected).detach().sum())
+
+
+def uses_the_cache(result: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
+    return (result["y"] - y).square().mean() + keys_of(result)[1].abs().mean()
+
+
+@pytest.mark.parametrize("returns", ["twice", "within itself"])
+def test_an_object_that_is_there_twice_keeps_the_model_whole(returns: str) -> None:
+    program = ps.capture(Cached(returns), (X,))
+    assert len(program) == 1
+    assert "passes a Cache" in program.closed[""]
+
+
+def test_a_language_model_as_its_configuration_makes_it() -> None:
+    """With `use_cache`, which is the default of transformers' models."""
+    from transformers import DynamicCache
+
+    model = gpt2().eval()
+    model.config.use_cache = True
+    ids = torch.randint(64, (4, 8))
+    with torch.no_grad():
+        parts = [model(x).past_key_values for x in ids.split(2)]
+    with (
+        ps.Pipeline(model, (ids,), devices=["cpu", "cpu"], replicas=1, num_microbatches=2) as pipe,
+        torch.no_grad(),
+    ):
+        cache = pipe(ids).past_key_values
+    assert len(pipe.plan.stages) > 1
+    assert type(cache) is DynamicCache
+    assert len(cache.layers) == 2
+    for number, layer in enumerate(cache.layers):
+        for name in ("keys", "values"):
+            expected = torch.cat([getattr(part.layers[number], name) for part in parts])
+            assert torch.equal(getattr(layer, name), expected)
+
+
+def test_objects_without_tensors_stay_as_they_are() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self.number = 3
+
+    plain, cache = Plain(), Cache()
+    leaves, structure = flatten_result({"plain": plain, "cache": cache, "x": X})
+    assert leaves[0] is plain
+    assert leaves[1] is cache  # there is no tensor in it
+    cache.layers[2].keys = X
+    leaves, structure = flatten_result({"plain": plain, "cache": cache, "x": X})
+    assert cache not in leaves[:1]
+    rebuilt = unflatten(structure, leaves)
+    assert rebuilt["cache"].layers[2].keys is X
+    assert rebuilt["cache"].layers[0] is cache.layers[0]
+    again = leaves_of({"plain": plain, "cache": cache, "x": Y}, structure)
+    assert [leaf is not other for leaf, other in zip(leaves, again, strict=True)].count(True) == 1
