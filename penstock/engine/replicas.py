@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -357,29 +357,29 @@ def _users_of_memories(
     return users
 
 
-class _Reached(NamedTuple):
+class Reached(NamedTuple):
     """What a backward comes to.
 
     Attributes:
         leaves: the leaves, each once.
         nested: whether an autograd Function on the way runs another backward in its own, as those
             of reversible networks and of reentrant checkpoints do.
-        custom: whether there is an autograd Function at all, which may hide that it does.
+        functions: the autograd Functions on the way, any of which may hide that it does.
     """
 
     leaves: list[torch.Tensor]
     nested: bool
-    custom: bool
+    functions: set[type]
 
-
-def _reached(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> _Reached:
-    """What a backward from these roots comes to."""
-    nodes = list(history(root.node for root, _ in pairs))
-    return _Reached(
-        [node.variable for node in nodes if node.name().endswith("AccumulateGrad")],  # type: ignore[attr-defined]
-        any(map(nests, nodes)),
-        any(hasattr(node, "_forward_cls") for node in nodes),
-    )
+    @classmethod
+    def of(cls, roots: Iterable[GradientEdge]) -> Reached:
+        """What a backward from these roots comes to."""
+        nodes = list(history(root.node for root in roots))
+        return cls(
+            [node.variable for node in nodes if node.name().endswith("AccumulateGrad")],  # type: ignore[attr-defined]
+            any(map(nests, nodes)),
+            {node._forward_cls for node in nodes if hasattr(node, "_forward_cls")},
+        )
 
 
 class SummedStage(Stage):
@@ -422,9 +422,9 @@ class SummedStage(Stage):
         ]
         if not pairs:
             return
-        found, nested, custom = _reached(pairs)
+        found, nested, functions = Reached.of(root for root, _ in pairs)
         leaves = [leaf for leaf in found if leaf is not entry.anchor]
-        if (has_come and not custom) or nested or any(leaf._backward_hooks for leaf in leaves):
+        if (has_come and not functions) or nested or any(leaf._backward_hooks for leaf in leaves):
             if nested:  # who knows of which graph
                 leaves = self._parameters()
             self._backward_in_turn(roots, gradients, entry, leaves)
@@ -436,7 +436,7 @@ class SummedStage(Stage):
         if not wanted:
             return
         starts, values = [root for root, _ in pairs], [gradient for _, gradient in pairs]
-        computed = torch.autograd.grad(starts, wanted, values, allow_unused=True)
+        computed = self._computed(starts, wanted, values)
         self._terms.append(
             [(leaf, g) for leaf, g in zip(leaves, computed, strict=False) if g is not None]
         )
@@ -447,7 +447,20 @@ class SummedStage(Stage):
         """Add to `.grad` of these leaves as a backward does, when this micro-batch has its turn."""
         earlier, self._terms = self._terms, []
         with self._total.in_turn(self._number, earlier, leaves):
-            super()._backward_of(roots, gradients, entry)
+            self._add_directly(roots, gradients, entry)
+
+    def _add_directly(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+        """The backward of a span as on one device, which adds to `.grad`."""
+        super()._backward_of(roots, gradients, entry)
+
+    def _computed(
+        self,
+        starts: Sequence[GradientEdge],
+        leaves: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of leaves, apart from `.grad`; `None` for those that are not reached."""
+        return torch.autograd.grad(starts, leaves, values, allow_unused=True)
 
     def _parameters(self) -> list[torch.Tensor]:
         """All that the stage has, on all ways."""

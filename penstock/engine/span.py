@@ -256,3 +256,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.entry.catch(gradients)
         return (None, None, *(None for _ in gradients))
+
+
+OWN_FUNCTIONS: frozenset[type] = frozenset({_Enter})
+"""Autograd Functions that stages put into graphs; their backwards run no other."""

@@ -186,10 +186,30 @@ class Line:
             while not self._signals:
                 self._wait()
                 self._hear()
-            signal = self._signals.popleft()
-            values = self._received(signal)
-            if signal.dispatch >= self._owner.dispatch:
+            values = self._next()
+            if values is not None:
                 return values
+
+    def get_nowait(self) -> Values | None:
+        """The next values, if it is known that they are sent; waits until all of them are here.
+
+        Raises:
+            Gone: the other process is gone.
+        """
+        while True:
+            while self._wire.ready():
+                self._hear()
+            if not self._signals:
+                return None
+            values = self._next()
+            if values is not None:
+                return values
+
+    def _next(self) -> Values | None:
+        """The values of which the oldest signal speaks; `None` if they are of earlier jobs."""
+        signal = self._signals.popleft()
+        values = self._received(signal)
+        return values if signal.dispatch >= self._owner.dispatch else None
 
     def _hear(self) -> None:
         message = _decode(self._wire.receive().data)

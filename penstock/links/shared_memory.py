@@ -289,6 +289,9 @@ class Giver(Protocol):
     def get(self) -> Values:
         """The next; waits for them."""
 
+    def get_nowait(self) -> Values | None:
+        """The next, if they are there."""
+
 
 class Sender(Lender):
     """Sends the values of boundaries.
@@ -351,11 +354,28 @@ class Receiver:
         while True:
             if self._wait is not None:
                 self._wait()
-            data, fd = self._wire.receive()
-            message = _decode(data)
-            values = self._borrower.borrow(message.values, fd)
-            if message.dispatch >= self._owner.dispatch:
+            values = self._received()
+            if values is not None:
                 return values
+
+    def get_nowait(self) -> Values | None:
+        """The next values, if they are there.
+
+        Raises:
+            Gone: the other process is gone.
+        """
+        while self._wire.ready():
+            values = self._received()
+            if values is not None:
+                return values
+        return None
+
+    def _received(self) -> Values | None:
+        """The values of one message; `None` if they are of earlier jobs."""
+        data, fd = self._wire.receive()
+        message = _decode(data)
+        values = self._borrower.borrow(message.values, fd)
+        return values if message.dispatch >= self._owner.dispatch else None
 
 
 class Sink:

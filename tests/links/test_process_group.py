@@ -154,3 +154,14 @@ def test_a_message_that_does_not_come(ends: Ends) -> None:
     ends.near.close()
     with pytest.raises(Gone):
         ends.far.get()
+
+
+def test_what_is_there_is_had_without_waiting(ends: Ends) -> None:
+    assert ends.far.get_nowait() is None
+    ends.near.put((torch.zeros(2),))
+    ends.dispatch = 1
+    assert ends.far.get_nowait() is None  # of a dispatch that was given up
+    ends.near.put((torch.ones(2),))
+    found = ends.far.get_nowait()
+    assert found is not None
+    assert torch.equal(found[0], torch.ones(2))

@@ -214,3 +214,17 @@ def test_what_was_sent_before_is_the_same_object() -> None:
     assert first[0] is second["again"]
     assert first[0].weight is weight
     assert first[0].bias is not module.bias
+
+
+def test_what_is_there_is_had_without_waiting(ends: Ends) -> None:
+    assert ends.receiver.get_nowait() is None
+    ends.sender.put((torch.zeros(2),))
+    ends.dispatch = 1
+    assert ends.receiver.get_nowait() is None  # of a dispatch that was given up
+    ends.sender.put((torch.ones(2),))
+    found = ends.receiver.get_nowait()
+    assert found is not None
+    assert torch.equal(found[0], torch.ones(2))
+    ends.wires[0].close()
+    with pytest.raises(Gone):
+        ends.receiver.get_nowait()

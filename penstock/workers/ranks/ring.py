@@ -19,20 +19,24 @@ sends the new weights to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from penstock.engine.batchnorm import Seen
-from penstock.engine.replicas import Replica, SummedStage, Terms, accumulate
+from penstock.engine.replicas import Reached, Replica, SummedStage, Terms, accumulate
+from penstock.engine.span import OWN_FUNCTIONS, Entry, Span
 from penstock.engine.stage import Before, MicroBatch, Stage
 from penstock.errors import InputError
-from penstock.links.link import Sink, Source, Values
+from penstock.links.link import Gradients, Roots, Sink, Source, Values
 from penstock.links.process_group import Line
 from penstock.links.shared_memory import Giver, Taker
 from penstock.plan.shares import BUCKET, blocks
@@ -82,6 +86,10 @@ class Ring:
         """The next values from the one before; waits for them."""
         return self._back.get()
 
+    def receive_nowait(self) -> Values | None:
+        """The next values from the one before, if they are there."""
+        return self._back.get_nowait()
+
     def all_gather(self, kind: Hashable, values: Sequence[Any]) -> list[Sequence[Any]]:
         """What every replica has of something, by its number.
 
@@ -98,7 +106,11 @@ class Ring:
 
 
 class ChainedSum:
-    """A replica's part of the sum of gradients that goes around a ring.
+    """A replica's part of the sum of gradients that goes around a ring, bucket by bucket.
+
+    A bucket's sum goes on as soon as it has come and this replica's gradients are final; nobody
+    waits for that before all backwards are done. So buckets may overtake each other: a message
+    says which one it has.
 
     Args:
         ring: the replicas.
@@ -107,15 +119,35 @@ class ChainedSum:
 
     def __init__(self, ring: Ring, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self.lends = False
+        self.overlaps = False
         self._ring = ring
         self._parameters = parameters
+        self._usual: list[_Bucket] = []  # that were sent in the last pass
         self.begin()
 
-    def begin(self) -> None:
-        """A pass begins, or the last one was given up."""
-        self._kept: list[Sequence[Terms]] = []
-        self._has_come = self._ring.is_first
-        self._own = {id(parameter) for parameter in self._parameters()}
+    def begin(self, several: Collection[nn.Parameter] = ()) -> None:
+        """A pass begins, or the last one was given up.
+
+        Args:
+            several: the parameters that several stages of this rank use.
+        """
+        ring, parameters = self._ring, self._parameters()
+        self.overlaps = not any(_has_hooks(p) or p.device.type != "cpu" for p in parameters)
+        self._buckets = buckets_of(parameters)
+        self._number = {id(p): k for k, bucket in enumerate(self._buckets) for p in bucket}
+        self._several = set(map(id, several))
+        self._open = [{id(p) for p in bucket if p.requires_grad} for bucket in self._buckets]
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._come: dict[int, Sequence[torch.Tensor | None]] = {}
+        self._has_come = ring.is_first
+        count = len(self._buckets)
+        self._to_send = dict.fromkeys(range(count))
+        self._sums = 0 if ring.is_first else count  # that are to come
+        self._totals = 0 if ring.is_last else count
+        self._sent: list[_Bucket] = []
+        messages = [_Bucket(ring.is_last, k) for k in range(count)]
+        messages += [_Bucket(True, k) for k in range(count) if ring.passes_totals_on]
+        ring.expect(self._usual if len(self._usual) == len(messages) else messages)
 
     def has_come(self, number: int) -> bool:
         """Whether `.grad` has the sum of all micro-batches before those of this replica."""
@@ -127,19 +159,19 @@ class ChainedSum:
         Raises:
             InputError: there are some of tensors that other replicas do not have.
         """
-        for leaf, _ in (term for terms in gradients for term in terms):
-            if id(leaf) not in self._own:
+        for leaf, gradient in (term for terms in gradients for term in terms):
+            if id(leaf) not in self._number:
                 raise InputError(
                     f"the loss has a gradient for a tensor of shape {tuple(leaf.shape)} that is no "
                     "parameter of the model; every replica is a process with a tensor of its own, "
                     "so it cannot be added up. Make it a part of the model, or use "
                     'workers="threads", or replicas=1'
                 )
-        if not self._has_come:
-            self._kept.append(gradients)
-            return
-        for terms in gradients:
-            accumulate(terms)
+            if not self._has_come:
+                self._kept.setdefault(id(leaf), []).append(gradient)
+        if self._has_come:
+            for terms in gradients:
+                accumulate(terms)
 
     @contextmanager
     def in_turn(
@@ -147,50 +179,168 @@ class ChainedSum:
     ) -> Iterator[None]:
         """Around a backward that adds to `.grad` itself; waits for the sum of those before."""
         if not self._has_come:
-            for bucket in self._buckets():
-                self._take(bucket)
-            self._kept, self._has_come = [], True
+            while self._sums:
+                self._note(self._ring.receive())
+            for k in self._to_send:
+                _put(self._buckets[k], self._sum(k))
+            self._has_come = True
         self.add(number, earlier)
         yield
 
     def clear(self) -> None:
         """Stages share the sum, which is begun anew with each pass."""
 
+    # -- as gradients become final ----------------------------------------------------------
+
+    @contextmanager
+    def awaiting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Around a backward that adds to `.grad` of these for the last time."""
+        handles = [p.register_post_accumulate_grad_hook(self._added_to) for p in parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _added_to(self, parameter: torch.Tensor) -> None:
+        self.final([parameter])
+
+    @contextmanager
+    def catching(self, parameters: Sequence[nn.Parameter]) -> Iterator[set[int]]:
+        """Around a backward that computes gradients of these, apart from `.grad`, the last time.
+
+        Yields:
+            of which ones, by id, it has got them: they are not to be added again.
+        """
+        caught: set[int] = set()
+
+        def catch(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+            if gradient is not None:
+                caught.add(id(parameter))
+                self.add(0, [[(parameter, gradient)]])
+                self.final([parameter])
+
+        handles = [p.register_hook(partial(catch, p)) for p in parameters]
+        try:
+            yield caught
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def final(self, parameters: Iterable[torch.Tensor]) -> None:
+        """This replica adds nothing more to these; what can be sent without waiting is.
+
+        Raises:
+            Gone: a neighbour is gone.
+        """
+        for parameter in parameters:
+            if id(parameter) not in self._several:
+                self._open[self._number[id(parameter)]].discard(id(parameter))
+        self._send_what_is_final()
+        while self._awaits_more and (values := self._ring.receive_nowait()) is not None:
+            self._note(values)
+            self._send_what_is_final()
+
     def finish(self) -> None:
         """All backwards of this replica are done: add its gradients to the sum, and have it all."""
-        ring, buckets = self._ring, self._buckets()
-        sums = [("sum", k) for k in range(len(buckets))]
-        totals = [("total", k) for k in range(len(buckets) if ring.passes_totals_on else 0)]
-        ring.expect([*sums, *totals])
-        for bucket in buckets:
-            if not self._has_come:
-                self._take(bucket)
-            ring.send([_gradient(parameter) for parameter in bucket])
-        self._kept, self._has_come = [], True
-        for bucket in buckets if not ring.is_last else ():
-            values = ring.receive()
-            if ring.passes_totals_on:
-                ring.send(values)
-            _put(bucket, values)
+        for still in self._open:
+            still.clear()
+        self.final(())
+        while self._awaits_more:
+            self._note(self._ring.receive())
+            self._send_what_is_final()
+        self._usual = self._sent
 
-    def _take(self, bucket: Sequence[nn.Parameter]) -> None:
-        """Have the sum of these so far, and add what was kept."""
-        _put(bucket, self._ring.receive())
-        mine = {id(parameter) for parameter in bucket}
-        for terms in (terms for gradients in self._kept for terms in gradients):
-            accumulate([(leaf, gradient) for leaf, gradient in terms if id(leaf) in mine])
+    @property
+    def _awaits_more(self) -> bool:
+        """Whether anything is still to come."""
+        return bool(self._sums or self._totals)
 
-    def _buckets(self) -> list[list[nn.Parameter]]:
-        """The parameters, some together: the last ones, whose gradients are first, come first."""
-        buckets: list[list[nn.Parameter]] = []
-        size = BUCKET
-        for parameter in reversed(self._parameters()):
-            if size + parameter.nbytes > BUCKET:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(parameter)
-            size += parameter.nbytes
-        return buckets
+    def _note(self, values: Values) -> None:
+        """Take note of what the replica before has sent: a sum so far, or that of all."""
+        (is_total, k), *gradients = values
+        if not is_total:
+            self._sums -= 1
+            self._come[k] = gradients
+            return
+        self._totals -= 1
+        if self._ring.passes_totals_on:
+            self._send(_Bucket(True, k), gradients)
+        _put(self._buckets[k], gradients)
+
+    def _send_what_is_final(self) -> None:
+        """Send the sums of buckets that have come, and whose gradients here are final."""
+        for k in list(self._to_send):
+            if not self._open[k] and (self._has_come or k in self._come):
+                del self._to_send[k]
+                gradients = self._sum(k)
+                self._send(_Bucket(self._ring.is_last, k), gradients)
+                if self._ring.is_last:
+                    _put(self._buckets[k], gradients)
+
+    def _send(self, which: _Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._sent.append(which)
+        self._ring.send([tuple(which), *gradients])
+
+    @torch.no_grad()
+    def _sum(self, k: int) -> Sequence[torch.Tensor | None]:
+        """The sum of a bucket's gradients, this replica's included."""
+        bucket = self._buckets[k]
+        if k not in self._come:
+            return [_gradient(parameter) for parameter in bucket]
+        return [
+            _added(parameter, so_far, self._kept.pop(id(parameter), ()))
+            for parameter, so_far in zip(bucket, self._come.pop(k), strict=True)
+        ]
+
+
+class _Bucket(NamedTuple):
+    """What a message has: whether the sums of all replicas, and the number of the bucket."""
+
+    is_total: bool
+    number: int
+
+
+def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters, some together: the last ones, whose gradients are first, come first."""
+    buckets: list[list[nn.Parameter]] = []
+    size = BUCKET
+    for parameter in reversed(parameters):
+        if size >= BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.nbytes
+    return buckets
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether it has hooks, which are called in the order of micro-batches."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _added(
+    parameter: nn.Parameter, so_far: torch.Tensor | None, terms: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """A sum and some gradients, one after the other, with the bits and layout of autograd's.
+
+    Hooks of the parameter after accumulation are called, and see the sum in `.grad`.
+    """
+    dense = so_far is not None and all(
+        each.layout is torch.strided and each.dtype == so_far.dtype for each in (so_far, *terms)
+    )
+    if so_far is None or not dense or _has_hooks(parameter):
+        if not terms:
+            return so_far
+        _put([parameter], [so_far])
+        for gradient in terms:
+            accumulate([(parameter, gradient)])
+        return _gradient(parameter)
+    total = so_far
+    for gradient in terms:
+        out = torch.empty_like(so_far) if total is so_far else total
+        total = torch.add(total, gradient, out=out)
+    return total
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -214,11 +364,25 @@ def _put(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | 
 
 
 class RingStage(SummedStage):
-    """A stage of a replica on a rank. Its BatchNorms' statistics are left in `seen`."""
+    """A stage of a replica on a rank. Its BatchNorms' statistics are left in `seen`.
 
-    def __init__(self, index: int, source: Source, sink: Sink, total: ChainedSum) -> None:
+    Args:
+        index, source, sink: as of `Stage`.
+        total: the sum that its gradients are added to.
+        share: gives the number of micro-batches that the replica runs, of so many.
+    """
+
+    def __init__(
+        self, index: int, source: Source, sink: Sink, total: ChainedSum, share: Callable[[int], int]
+    ) -> None:
         super().__init__(index, source, sink, total)
         self.seen: Seen = {}
+        self._chain = total
+        self._share = share
+        self._left = 0  # backwards that are still to come
+        self._way = 0  # of the micro-batch
+        self._at = 0  # the span whose backward is next; behind the last if that is the end alone
+        self._ending: dict[tuple[int, int], dict[int, nn.Parameter]] = {}
 
     def begin(
         self,
@@ -229,10 +393,84 @@ class RingStage(SummedStage):
         """A pass begins, which may have no micro-batches for this replica."""
         super().begin(microbatches, wanted, before)
         self.seen = {}
+        self._left = self._share(len(microbatches))
 
     def end(self) -> None:
         """It has ended well: note what BatchNorms have seen, which are not moved yet."""
         self.seen = self.norms.take(range(len(self.microbatches)))
+
+    def backward(self, microbatch: int) -> None:
+        """Run the backward; in the last one of a pass gradients are sent on as they are final."""
+        self._left -= 1
+        self._way, self._at = self.microbatches[microbatch].way, len(self.held[microbatch].inner)
+        super().backward(microbatch)
+
+    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+        """The backward of a span; after the last one its parameters' gradients are final."""
+        super()._backward_of(roots, gradients, entry)
+        if not self._left and self._chain.overlaps:
+            terms, self._terms = self._terms, []
+            self._chain.add(self._number, terms)
+            self._chain.final(self._ends_now().values())
+        self._at -= 1
+
+    def _add_directly(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+        """Add to `.grad`; see `_backward_of`."""
+        leaves = self._final_in([root for root in roots if root is not None])
+        with self._chain.awaiting(leaves):
+            super()._add_directly(roots, gradients, entry)
+
+    def _computed(
+        self,
+        starts: Sequence[GradientEdge],
+        leaves: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of leaves, but for those that have already been added to the sum."""
+        with self._chain.catching(self._final_in(starts)) as caught:
+            found = super()._computed(starts, leaves, values)
+        return [
+            None if id(leaf) in caught else gradient
+            for leaf, gradient in zip(leaves, found, strict=True)
+        ]
+
+    def _final_in(self, starts: Sequence[GradientEdge]) -> list[nn.Parameter]:
+        """The parameters whose gradients become final in a backward, each when it is computed.
+
+        None, if the backward may run another one, which may add to any of them.
+        """
+        if self._left or not self._chain.overlaps:
+            return []
+        ending, found = self._ends_now(), Reached.of(starts)
+        if found.nested or found.functions - OWN_FUNCTIONS:
+            return []
+        leaves = {id(leaf) for leaf in found.leaves}
+        if self.wanted is not None:
+            leaves &= {id(parameter) for parameter in self.wanted}
+        self._chain.final(p for key, p in ending.items() if key not in leaves)
+        return [p for key, p in ending.items() if key in leaves]
+
+    def _ends_now(self) -> dict[int, nn.Parameter]:
+        """The parameters of the present span that no earlier one uses, by id."""
+        key = self._way, self._at
+        if key not in self._ending:
+            spans = self.ways[self._way]
+            used = {id(p) for span in spans[: self._at] for p in _parameters_of(span)}
+            own = [p for span in spans[self._at : self._at + 1] for p in _parameters_of(span)]
+            self._ending[key] = {id(p): p for p in own if id(p) not in used}
+        return self._ending[key]
+
+
+def used_by_several(stages: Iterable[Stage]) -> list[nn.Parameter]:
+    """The parameters that more than one of these stages uses, on whatever way."""
+    users: Counter[nn.Parameter] = Counter()
+    for stage in stages:
+        users.update({p for spans in stage.ways for span in spans for p in _parameters_of(span)})
+    return [parameter for parameter, count in users.items() if count > 1]
+
+
+def _parameters_of(span: Span) -> list[nn.Parameter]:
+    return list(span.module.parameters()) if isinstance(span.module, nn.Module) else []
 
 
 def update_norms(ring: Ring, stages: Sequence[RingStage], update: Callable[[Seen], None]) -> None:
@@ -297,4 +535,4 @@ class RankReplica(Replica):
         """A stage without ways."""
         if self.total is None:
             return super().stage(index, source, sink)
-        return RingStage(index, source, sink, self.total)
+        return RingStage(index, source, sink, self.total, self.largest_share)

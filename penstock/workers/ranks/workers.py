@@ -61,6 +61,7 @@ from penstock.workers.ranks.ring import (
     RingStage,
     share_weights,
     update_norms,
+    used_by_several,
 )
 from penstock.workers.ranks.stale import StaleCopy
 from penstock.workers.ranks.thread import RankThread
@@ -138,6 +139,7 @@ class RankWorkers(Workers):
         self._ends: dict[int, Any] = {}
         self._deferred = False
         self._passes: Counter[Pass] = Counter()
+        self._several: dict[bool, list[nn.Parameter]] = {}
         self._thread = RankThread(launch.device, threads, self._reset, self._doing)
         self._backups = Backups()
         with self._ranks.operation("the building of links"):
@@ -234,7 +236,10 @@ class RankWorkers(Workers):
             for stage in self._assemblies[way.training].stages.values():
                 stage.norms.replayed = not way.deferred
             way = replace(way, deferred=True)  # until the statistics of all replicas are there
-        self._assemblies[way.training].add(way)
+        assembly = self._assemblies[way.training]
+        assembly.add(way)
+        if self._ring is not None:
+            self._several[way.training] = used_by_several(assembly.stages.values())
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -324,7 +329,7 @@ class RankWorkers(Workers):
         if self._ring is None or self._total is None:
             with own_casts():
                 return assembly.run(self._place, part, self._position)
-        self._total.begin()
+        self._total.begin(self._several[order.training])
         # now and then, as most that is wrong is so from the first time on
         times = self._passes[order.what]
         is_time = not times & (times - 1)  # the 1st, 2nd, 4th, 8th, ... pass of this kind

@@ -15,15 +15,23 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
+from penstock.workers.ranks import ring
 from tests.support.models import Remembers, replicated, uniform_plan
-from tests.support.training import USES, used
+from tests.support.training import USES, halve, used
 from tests.workers.ranks.norms import norms
-from tests.workers.ranks.steps import SMALL, Found, X, Y, small_pipe
+from tests.workers.ranks.steps import SMALL, Found, X, Y, gradients, small_pipe
+
+SMALL_BUCKET = 200
+"""Bytes: so that every small model has many."""
+
+SOME = ("microbatch", "fewer rows", "fails and goes on", "fails in a backward")
+"""What ranks do over a process group as well."""
 
 
 def everything(shape: str) -> dict[str, Found]:
     """All uses and steps, by name; `shape` is stages x replicas."""
     stages, count = map(int, shape.split("x"))
+    ring.BUCKET = SMALL_BUCKET
     found = {name: used(name, stages=stages, replicas=count) for name in USES}
     for mode in ("microbatch", "deferred"):
         found[mode] = norms({}, stages, count, mode, "none")  # type: ignore[arg-type]
@@ -39,8 +47,9 @@ def everything(shape: str) -> dict[str, Found]:
 def some(shape: str) -> dict[str, Found]:
     """A few steps with each of some optimizers, batches of many sizes, and a failure."""
     stages, count = map(int, shape.split("x"))
+    ring.BUCKET = SMALL_BUCKET
     found = {"microbatch": norms({}, stages, count, "microbatch", "none")}
-    for name in ("fewer rows", "fails and goes on"):
+    for name in SOME[1:]:
         found[name] = MORE[name](stages, count, {})
     return found
 
@@ -175,7 +184,111 @@ def finite(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target)
 
 
+class Kinds(nn.Module):
+    """Weights used twice, now and then, never, frozen, through a checkpoint and with hooks."""
+
+    def __init__(self, hooks: bool) -> None:
+        super().__init__()
+        self.first, self.tied, self.last = (nn.Linear(6, 6) for _ in range(3))
+        self.rare, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.inner[0].weight = self.first.weight
+        self.again = Reentrant(self.inner)
+        self.unused = nn.Parameter(torch.ones(3))
+        if hooks:
+            self.tied.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            self.last.bias.register_post_accumulate_grad_hook(halve)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positive = bool(x.sum() > 0)
+        x = self.tied(self.first(x).tanh()).tanh()
+        if positive:
+            x = self.rare(x)
+        x = self.again(self.frozen(x))
+        return self.last(self.tied(x).tanh()) + 0 * self.unused.sum()  # type: ignore[no-any-return]
+
+
+class Reentrant(nn.Module):
+    """A checkpoint whose backward runs another one, which adds to `.grad`."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def all_kinds(stages: int, count: int, options: dict[str, Any]) -> Found:
+    """Steps that add up of `Kinds` and of the same without what needs turns; also recomputed."""
+    losses: list[Any] = []
+    found: dict[str, torch.Tensor] = {}
+    for hooks in (False, True):
+        for nests in (False, True):
+            for recompute in ("none", "all"):
+                torch.manual_seed(8)
+                model = Kinds(hooks)
+                if not nests:
+                    model.again = nn.Sequential(model.inner)  # type: ignore[assignment]
+                program = ps.capture(model, (X,))
+                plan = replicated(uniform_plan(program, stages, 5, recompute=recompute), count)
+                name = f"{hooks} {nests} {recompute} "
+                with ps.Pipeline(
+                    model, (X,), program=program, plan=plan, audit=None, **options
+                ) as pipe:
+                    for sign in (1, -1, 1):
+                        losses.append(pipe.train_step(sign * X, target=Y, loss_fn=F.mse_loss))
+                    F.mse_loss(pipe(X), Y).backward()
+                    for rows in (2, 3):
+                        x, y = X[:rows], Y[:rows]
+                        losses.append(pipe.train_step(x, target=y, loss_fn=F.mse_loss))
+                    found |= {name + n: g for n, g in gradients(pipe).items()}
+    return {"losses": losses, "gradients": found}
+
+
+class Fragile(nn.Module):
+    """Its backward fails where a value is large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = x * 1
+        large = bool((x > 50).any())
+        if result.requires_grad:
+            result.register_hook(lambda _: fail() if large else None)
+        return result
+
+
+def fail() -> None:
+    raise ValueError("no backward")
+
+
+def fails_in_a_backward(stages: int, count: int, options: dict[str, Any]) -> Found:
+    """A backward fails when a part of the sums is under way: nothing has happened."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(6, 6) for _ in range(5)]
+    model = nn.Sequential(nn.Linear(6, 6), Fragile(), *layers)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(6))
+    losses: list[Any] = []
+    with with_plan(model, stages, count, keep_closed=["1"], **options) as pipe:
+        losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+        before = gradients(pipe)
+        for row in (0, 4, 10):
+            bad = X.clone()
+            bad[row] = 100.0
+            try:
+                pipe.train_step(bad, target=Y, loss_fn=F.mse_loss)
+            except ps.WorkerError as error:
+                losses.append(torch.tensor(error.microbatch))
+            after = gradients(pipe)
+            assert before.keys() == after.keys()
+            assert all(map(torch.equal, before.values(), after.values()))
+        losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+        return {"losses": losses, "gradients": gradients(pipe)}
+
+
 MORE: dict[str, Callable[[int, int, dict[str, Any]], Found]] = {
+    "all kinds of gradients": all_kinds,
+    "fails in a backward": fails_in_a_backward,
     "fewer rows": fewer_rows,
     "saved": saved,
     "half weights": half_weights,
