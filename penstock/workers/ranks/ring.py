@@ -8,7 +8,8 @@ sends the sum to the next, which adds its own to that, one micro-batch after the
 So the sum is the left fold of all micro-batches in order. A replica keeps its gradients apart until
 the sum comes. The last one has the gradients of the batch; they go on around the ring, to all
 others. Parameters travel in buckets, so that all links of the ring are busy at the same time:
-as with an all-reduce on a ring, each carries at most twice the size of the gradients.
+as with an all-reduce on a ring, each carries at most twice the size of the gradients. In the last
+backward of a replica, buckets whose gradients are final go on while it runs.
 
 *BatchNorm.* The statistics of all micro-batches go around the ring, and every replica updates its
 running statistics with all of them, in order (`penstock.engine.batchnorm.replay`).
@@ -182,7 +183,7 @@ class ChainedSum:
             while self._sums:
                 self._note(self._ring.receive())
             for k in self._to_send:
-                _put(self._buckets[k], self._sum(k))
+                self._sum(k, stays=True)
             self._has_come = True
         self.add(number, earlier)
         yield
@@ -273,25 +274,33 @@ class ChainedSum:
         for k in list(self._to_send):
             if not self._open[k] and (self._has_come or k in self._come):
                 del self._to_send[k]
-                gradients = self._sum(k)
-                self._send(_Bucket(self._ring.is_last, k), gradients)
-                if self._ring.is_last:
-                    _put(self._buckets[k], gradients)
+                is_last = self._ring.is_last
+                self._send(_Bucket(is_last, k), self._sum(k, stays=is_last))
 
     def _send(self, which: _Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
         self._sent.append(which)
         self._ring.send([tuple(which), *gradients])
 
     @torch.no_grad()
-    def _sum(self, k: int) -> Sequence[torch.Tensor | None]:
-        """The sum of a bucket's gradients, this replica's included."""
+    def _sum(self, k: int, stays: bool) -> Sequence[torch.Tensor | None]:
+        """The sum of a bucket's gradients, this replica's included.
+
+        Args:
+            k: the bucket.
+            stays: whether `.grad` has to have it, also where this replica adds nothing.
+        """
         bucket = self._buckets[k]
-        if k not in self._come:
+        if k not in self._come:  # backwards have added to it
             return [_gradient(parameter) for parameter in bucket]
-        return [
-            _added(parameter, so_far, self._kept.pop(id(parameter), ()))
-            for parameter, so_far in zip(bucket, self._come.pop(k), strict=True)
-        ]
+        sums: list[torch.Tensor | None] = []
+        for parameter, so_far in zip(bucket, self._come.pop(k), strict=True):
+            terms = self._kept.pop(id(parameter), ())
+            if terms:
+                _add(parameter, so_far, terms)
+            elif stays:
+                _put([parameter], [so_far])
+            sums.append(_gradient(parameter) if terms else so_far)
+        return sums
 
 
 class _Bucket(NamedTuple):
@@ -319,28 +328,31 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _added(
+def _add(
     parameter: nn.Parameter, so_far: torch.Tensor | None, terms: Sequence[torch.Tensor]
-) -> torch.Tensor | None:
-    """A sum and some gradients, one after the other, with the bits and layout of autograd's.
+) -> None:
+    """Let `.grad` be a sum and some gradients, one after the other, as autograd adds them.
 
-    Hooks of the parameter after accumulation are called, and see the sum in `.grad`.
+    Hooks of the parameter after accumulation are called.
     """
-    dense = so_far is not None and all(
-        each.layout is torch.strided and each.dtype == so_far.dtype for each in (so_far, *terms)
-    )
-    if so_far is None or not dense or _has_hooks(parameter):
-        if not terms:
-            return so_far
+    alike = so_far is not None and all(_is_like(so_far, gradient) for gradient in terms)
+    if so_far is None or not alike or _has_hooks(parameter):
         _put([parameter], [so_far])
         for gradient in terms:
             accumulate([(parameter, gradient)])
-        return _gradient(parameter)
-    total = so_far
-    for gradient in terms:
-        out = torch.empty_like(so_far) if total is so_far else total
-        total = torch.add(total, gradient, out=out)
-    return total
+        return
+    own, (first, *others) = parameter.grad, terms
+    fits = own is not None and _is_like(so_far, own) and own.stride() == so_far.stride()
+    total = own if own is not None and fits else torch.empty_like(so_far)
+    torch.add(so_far, first, out=total)
+    for gradient in others:
+        total.add_(gradient)
+    parameter.grad = total
+
+
+def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are dense and have one dtype."""
+    return one.layout is other.layout is torch.strided and one.dtype == other.dtype
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
