@@ -3,7 +3,8 @@
 C1  how many rows each of 2, 3 and 8 replicas sees of every batch, the uneven last one included
 C2  the memory of every process, beside a scheme that gathers on the first device
 C3  the step time of 1, 2, … replicas, up to the number of cores
-C4  the same training by `DistributedDataParallel` with as many ranks: its time, and its bits
+C4  the same training under torchrun, and by `DistributedDataParallel` with as many ranks: their
+    times, and their bits
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from penstock.bench.subjects import (
     gpt2_logits,
     labelled,
     language_loss,
+    numbers,
+    square_mlp,
     tokens,
 )
 from penstock.bench.turns import AUDITED
@@ -39,7 +42,7 @@ from penstock.display.figures import require_matplotlib
 from penstock.display.terminal import Progress
 from penstock.workers.backend import Kind
 
-_INPUTS, _LENGTH = 256, 64
+_INPUTS, _LENGTH, _WIDTH = 256, 64, 1500
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,19 @@ def mlp() -> Trained:
         F.cross_entropy,
         rows=64,
         rows_in_memory=1024,
+    )
+
+
+def deep_mlp() -> Trained:
+    """Six linear layers, 13.5 million weights: gradients are large beside the work."""
+    return Trained(
+        "deep MLP",
+        "deep-mlp",
+        partial(square_mlp, 6, _WIDTH),
+        partial(numbers, width=_WIDTH),
+        F.mse_loss,
+        rows=32,
+        rows_in_memory=32,
     )
 
 
@@ -128,7 +144,7 @@ class DataParallelSettings:
     counts: tuple[int, ...] = (1, 2)
     per_replica: int = 2
     buckets: tuple[Buckets, ...] = tuple(
-        Buckets(size, view) for size in (1, 5, 25) for view in (True, False)
+        Buckets(size, view) for size in (1, 5, 25, 100) for view in (True, False)
     )
     tries: int = 5
     rounds: int = 15
@@ -136,8 +152,8 @@ class DataParallelSettings:
 
     @classmethod
     def full(cls, output: Path | None) -> DataParallelSettings:
-        """Both models: about eight minutes on two cores."""
-        return cls((mlp(), gpt2()), counts=up_to(max(2, cores())), output=output)
+        """All models: about a quarter of an hour on two cores."""
+        return cls((mlp(), deep_mlp(), gpt2()), counts=up_to(max(2, cores())), output=output)
 
     @classmethod
     def quick(cls, output: Path | None) -> DataParallelSettings:

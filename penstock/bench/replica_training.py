@@ -1,5 +1,7 @@
 """Replicas in turns with fewer replicas, and with `DistributedDataParallel` on as many ranks.
 
+The most replicas run on ranks as well, which is what a script under torchrun has.
+
 All train the same model from the same weights on the same micro-batches, with one intra-op thread
 for each replica or rank and an allocator that keeps freed memory. First every configuration of
 `DistributedDataParallel` runs alone for a few steps, to find its best.
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from penstock.bench.peers.data_parallel import Buckets, data_parallel
 from penstock.bench.peers.peer import Peer
+from penstock.bench.peers.ranks import replicas_on_ranks
 from penstock.bench.peers.workload import Workload
 from penstock.bench.scouting import Make, Scouted, fastest, scout, tries
 from penstock.bench.turns import AUDITED, Contestant, Ticker, take_turns
@@ -120,7 +123,7 @@ class Measured:
 
     Attributes:
         contestant: its seconds; its facts have the number of `replicas`, and the `workers`, which
-            are `"ddp"` for `DistributedDataParallel`.
+            are `"ranks"` under torchrun and `"ddp"` for `DistributedDataParallel`.
         bits: of its gradients.
     """
 
@@ -214,7 +217,7 @@ class Replicated:
     Args:
         workload: what it trains.
         replicas: how many.
-        workers: threads or processes.
+        workers: threads or processes; ranks are a `Peer`.
 
     Attributes:
         name: what it is called.
@@ -331,21 +334,31 @@ def train(
             Measured(Contestant(one.name, one.step, one.facts), Bits.of(one.gradients, expected))
             for one in ours
         ]
+        ranks = replicas_on_ranks(workload, processes=counts[-1]).start()
+        stack.callback(ranks.close)
+        measured.append(_of_peer(ranks, f"{counts[-1]} replicas, ranks", "ranks", expected))
         for one in measured:
             one.bits.check(f"{model}, {one.contestant.name}")
         best, peer = _best(makes, scouted)
         stack.callback(peer.close)
-        theirs = [torch.from_numpy(each) for each in peer.call("gradients")[0]]
-        facts = {"replicas": counts[-1], "workers": "ddp"}
-        ddp = Contestant(f"{_DDP}, {best}", peer.step, facts)
-        measured.append(Measured(ddp, Bits.of(theirs, expected)))
+        measured.append(_of_peer(peer, f"{_DDP}, {best}", "ddp", expected))
         contestants = [one.contestant for one in measured]
         tick = Ticker((rounds + AUDITED) * len(contestants), progress, f"{model}: ")
         taken = take_turns(contestants, rounds, tick, warm_up=AUDITED)
         for contestant, seconds in zip(contestants, taken, strict=True):
             contestant.seconds = seconds
-        check_same_weights(model, {one.name: one.weights for one in ours})
+        found = [[torch.from_numpy(each) for each in own] for own in ranks.call("weights")]
+        of_ranks = {f"rank {rank}": own for rank, own in enumerate(found)}
+        check_same_weights(model, {**{one.name: one.weights for one in ours}, **of_ranks})
     return Training(model, workload.num_microbatches, tuple(measured), scouted)
+
+
+def _of_peer(peer: Peer, name: str, workers: str, expected: Sequence[Tensor]) -> Measured:
+    """Processes of a peer, each of which has a replica, as one who takes turns."""
+    every = peer.call("gradients")
+    facts = {"replicas": len(every), "workers": workers}
+    found = [torch.from_numpy(each) for each in every[0]]
+    return Measured(Contestant(name, peer.step, facts), Bits.of(found, expected))
 
 
 def _scouted(model: str, makes: Mapping[str, Make], steps: int, progress: Progress) -> Scouted:

@@ -345,6 +345,14 @@ def labelled(inputs: int, rows: int) -> tuple[Tensor, Tensor]:
     return found, torch.randint(CLASSES, (rows,), generator=generator)
 
 
+def square_mlp(layers: int, width: int) -> nn.Sequential:
+    """So many linear layers of one width, with rectifiers between them; the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+        return nn.Sequential(*parts[:-1])
+
+
 def wide_mlp(ends: int, width: int) -> nn.Sequential:
     """One hidden layer that is wide beside the input and the output, and so is every cut."""
     torch.manual_seed(0)

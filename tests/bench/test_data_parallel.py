@@ -418,16 +418,16 @@ def test_everything_is_measured_drawn_and_said(
     (training,) = data["C3_C4"]
     assert training["num_microbatches"] == 4
     names = [row["name"] for row in training["rows"]]
-    assert names[:2] == ["1 replica, threads", "2 replicas, threads"]
-    assert names[2].startswith("DistributedDataParallel, buckets of 25 MB")
+    assert names[:3] == ["1 replica, threads", "2 replicas, threads", "2 replicas, ranks"]
+    assert names[3].startswith("DistributedDataParallel, m=4, buckets of 25 MB")
     assert {len(row["seconds"]) for row in training["rows"]} == {3}
     assert {row.get("threads", 1) for row in training["rows"]} == {1}
-    one, two, theirs_ = training["rows"]
-    assert one["bits"]["exact"]
-    assert two["bits"]["exact"]
+    one, two, ranks, theirs_ = training["rows"]
+    assert all(each["bits"]["exact"] for each in (one, two, ranks))
     assert theirs_["bits"]["difference"] < 1e-6
     assert one["to_one_replica"] == {"median": 1.0, "spread": 0.0}
     assert two["to_ddp"]["median"] > 0
+    assert ranks["to_ddp"]["median"] > 0
     for name in ("memory-small.png", "steps-small.png"):
         width, height = png_size(tmp_path / name)
         assert 900 < width < 1500
