@@ -217,15 +217,16 @@ class ChainedSum:
 
         def catch(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
             if gradient is not None:
+                handles.pop(id(parameter)).remove()  # or it would be called in the addition
                 caught.add(id(parameter))
                 self.add(0, [[(parameter, gradient)]])
                 self.final([parameter])
 
-        handles = [p.register_hook(partial(catch, p)) for p in parameters]
+        handles = {id(p): p.register_hook(partial(catch, p)) for p in parameters}
         try:
             yield caught
         finally:
-            for handle in handles:
+            for handle in handles.values():
                 handle.remove()
 
     def final(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -336,7 +337,7 @@ def _add(
     Hooks of the parameter after accumulation are called.
     """
     alike = so_far is not None and all(_is_like(so_far, gradient) for gradient in terms)
-    if so_far is None or not alike or _has_hooks(parameter):
+    if so_far is None or not alike or parameter._post_accumulate_grad_hooks:
         _put([parameter], [so_far])
         for gradient in terms:
             accumulate([(parameter, gradient)])

@@ -299,6 +299,7 @@ def test_buckets_go_on_while_the_last_backward_runs(build: Build) -> None:
         assert each.log[:half] == ["beginning"] * half
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda each: each.total.finish(), found))
+    assert not any(each.total._kept for each in found)  # none was caught twice
 
 
 def test_a_weight_of_two_spans_goes_on_after_the_second() -> None:
