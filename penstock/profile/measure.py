@@ -173,7 +173,7 @@ def _profiled(
         if (clearer := lone_row(error, _rows(batch_size, count or 1))) is not None:
             raise clearer from error
         raise
-    on_halves = _ON_HALVES * seconds / len(teams)
+    on_halves = _ON_HALVES * seconds / len(teams) if len(devices) > 1 else 0.0  # one waits for none
     halving = {k: _halving(teams[k], found, batch_of, on_halves) for k, found in timings.items()}
     on_contention = _ON_CONTENTION * seconds / len(teams)
     contention = {
