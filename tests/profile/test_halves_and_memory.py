@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.profile import measure
 from penstock.profile.halving import halving_seconds, weight_share
 from penstock.profile.stepping import Saved
-from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, _is_steady, _Pace
+from penstock.profile.team import _FEWEST_PASSES, _MOST_PASSES, Team, _is_steady, _Pace
 from penstock.profile.timing import Timing, spread
 from tests.support.models import cases
 
@@ -247,9 +247,22 @@ def test_what_halving_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measure, "halving_seconds", lambda _: 0.0)  # however small
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
     program = ps.capture(layers, (torch.randn(4, 2),))
-    kind = ps.profile(program, devices=["cpu"], seconds=1).on("cpu")
+    kind = ps.profile(program, devices=["cpu", "cpu"], seconds=2).on("cpu")
     assert len(kind.halving) == len(kind.rows)
     for rows, more in zip(kind.rows, kind.halving, strict=True):
         assert more > 0.1 * sum(map(sum, kind.seconds(rows)))
     norms = ps.capture(nn.Sequential(*(nn.LayerNorm(2) for _ in range(3))), (torch.randn(4, 2),))
-    assert ps.profile(norms, devices=["cpu"], seconds=1).on("cpu").halving == ()
+    assert ps.profile(norms, devices=["cpu", "cpu"], seconds=1).on("cpu").halving == ()
+
+
+def test_what_halving_costs_is_not_measured_for_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the first half of a backward there."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("it is measured")
+
+    monkeypatch.setattr(Team, "halving", refuse)
+    program = ps.capture(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), (torch.randn(4, 2),))
+    ps.profile(program, devices=["cpu"], seconds=1)
+    with pytest.raises(AssertionError, match="it is measured"):
+        ps.profile(program, devices=["cpu", "cpu"], seconds=1)
