@@ -173,14 +173,14 @@ def is_one_product(result: object, entering: Iterable[torch.Tensor] = ()) -> boo
     """
     if not isinstance(result, torch.Tensor) or result.grad_fn is None or result._backward_hooks:
         return False
-    products, waiting = 0, [result.grad_fn]
-    ends = {get_gradient_edge(v).node for v in entering}
-    reached: set[Node] = set()
+    products, waiting = 0, [_edge(result)]
+    ends = set(map(_edge, entering))
+    reached: set[tuple[Node, int]] = set()
     seen: set[Node] = set()
     while waiting:
-        node = waiting.pop()
-        if node in ends:
-            reached.add(node)
+        node, output = waiting.pop()
+        if (node, output) in ends:
+            reached.add((node, output))
             continue
         if node in seen:
             continue
@@ -193,8 +193,14 @@ def is_one_product(result: object, entering: Iterable[torch.Tensor] = ()) -> boo
     return products == 1 and reached == ends
 
 
-def _next(node: Node) -> Iterable[Node]:
-    return (following for following, _ in node.next_functions if following is not None)
+def _edge(tensor: torch.Tensor) -> tuple[Node, int]:
+    """Where the gradient of a tensor goes: one node may have those of several, as of `chunk`."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _next(node: Node) -> Iterable[tuple[Node, int]]:
+    return ((to, output) for to, output in node.next_functions if to is not None)
 
 
 def _parameters(function: Callable[..., Any], given: Sequence[Any]) -> list[nn.Parameter]:

@@ -53,6 +53,7 @@ from penstock.capture.interception import (
 )
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
+from penstock.capture.objects import Objects
 from penstock.capture.randomness import (
     Draws,
     Key,
@@ -337,8 +338,13 @@ class Recorder(TorchFunctionMode):
         self.trace.output_structure = structure
 
     def _makes(self, value: object) -> bool:
-        """Whether it is an object of open modules' Python that holds tensors of recorded calls."""
-        return self.known.get(value) is None and holds_tensors(value)
+        """Whether it is an object that holds tensors and was made in this forward, by open modules.
+
+        One that a module keeps has to stay the same.
+        """
+        if self.known.get(value) is not None or not holds_tensors(value):
+            return False
+        return id(value) not in Objects(self.model.modules()).roots
 
     def _record(
         self,

@@ -182,8 +182,26 @@ def _open_object(value: object) -> _Level:
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether it is an object of a plain class, with a tensor somewhere in its attributes."""
-    return _is_object(value) and _reaches_tensor(value, {})
+    """Whether it is an object of a plain class that holds tensors, and attributes say all of it.
+
+    They do not if a list or an object is there twice, or if there is a function or a method in it,
+    which may know the object itself; and a `torch.Size` would become a tuple.
+    """
+    return _is_object(value) and _reaches_tensor(value, {}) and _is_tree(value, {})
+
+
+def _is_tree(value: object, seen: dict[int, object]) -> bool:
+    """Whether all that is in it is there once, and is data."""
+    if isinstance(value, torch.Size) or (callable(value) and not isinstance(value, type)):
+        return False
+    level = _open(value) or (_open_object(value) if _is_object(value) else None)
+    if level is None:
+        return True
+    if not isinstance(value, tuple):  # of which nothing can be changed
+        if id(value) in seen:
+            return False
+        seen[id(value)] = value
+    return all(_is_tree(child, seen) for child in level[0])
 
 
 def _is_object(value: object) -> bool:

@@ -181,6 +181,38 @@ def test_a_call_whose_gradients_do_not_reach_what_entered_is_not_halved() -> Non
     assert model[2].weight.grad is not None
 
 
+class Second(nn.Module):
+    """Reads one of two values, of which one node computes the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Chunks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), Second()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(*self.first(x).chunk(2, -1))  # type: ignore[no-any-return]
+
+
+def test_values_of_which_one_node_computes_the_gradients_are_told_apart() -> None:
+    model, deferral = Chunks(), Deferral()
+    program = ps.capture(model, (torch.randn(ROWS, 8),), keep_closed=["second"])
+    inputs, outputs = program.cuts.boundary(0), program.cuts.results
+    stage = lower(model, program.train, range(len(program)), inputs, outputs, None, deferral)
+    for _ in range(2):
+        backward(stage, torch.randn(ROWS, 8))
+        run_pending(deferral.take())
+    assert model.second.weight.grad is not None
+    assert model.first.weight.grad is not None
+
+
 def test_the_first_half_leaves_the_weights_for_the_second() -> None:
     model, deferral = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), Deferral()
     stage = lowered(model, torch.randn(ROWS, 4), deferral)

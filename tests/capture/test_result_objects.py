@@ -63,6 +63,12 @@ class Cached(nn.Module):
             return {"y": x, "cache": cache, "again": cache}
         if self.returns == "within itself":
             cache.me = cache
+        if self.returns == "with a list twice":
+            cache.me = cache.layers
+        if self.returns == "with a method of its own":
+            cache.me = cache.layers[0].update
+        if self.returns == "with a size":
+            cache.me = x.shape
         return {"y": x, "cache": cache}
 
 
@@ -94,11 +100,33 @@ def uses_the_cache(result: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
     return (result["y"] - y).square().mean() + keys_of(result)[1].abs().mean()
 
 
-@pytest.mark.parametrize("returns", ["twice", "within itself"])
-def test_an_object_that_is_there_twice_keeps_the_model_whole(returns: str) -> None:
+OTHERS = ["twice", "within itself", "with a list twice", "with a method of its own", "with a size"]
+
+
+@pytest.mark.parametrize("returns", OTHERS)
+def test_an_object_of_which_attributes_say_not_all_keeps_the_model_whole(returns: str) -> None:
     program = ps.capture(Cached(returns), (X,))
     assert len(program) == 1
     assert "passes a Cache" in program.closed[""]
+
+
+class Keeps(nn.Module):
+    """Returns an object that it keeps, with what the forward has put there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.layer = nn.Linear(6, 6), nn.Linear(6, 6), Layer()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Layer]:
+        self.layer.keys = self.first(x)
+        return self.second(self.layer.keys), self.layer
+
+
+def test_an_object_that_the_model_keeps_stays_the_same() -> None:
+    model = Keeps()
+    assert len(ps.capture(model, (X,))) == 1
+    with ps.Pipeline(model, (X,), devices=["cpu"], num_microbatches=1) as pipe:
+        assert pipe(X)[1] is model.layer
 
 
 def test_a_language_model_as_its_configuration_makes_it() -> None:

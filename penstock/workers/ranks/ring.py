@@ -42,6 +42,8 @@ from penstock.links.process_group import Line
 from penstock.links.shared_memory import Giver, Taker
 from penstock.plan.shares import BUCKET, blocks
 
+_MOST_BUCKETS = 64
+
 
 class Ring:
     """The ranks at one place of all replicas, as seen by one of them.
@@ -312,11 +314,15 @@ class _Bucket(NamedTuple):
 
 
 def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters, some together: the last ones, whose gradients are first, come first."""
+    """The parameters, some together: the last ones, whose gradients are first, come first.
+
+    There are never many: a socket takes messages of all of them before anybody reads one, or two
+    replicas that send to each other would wait for ever.
+    """
     buckets: list[list[nn.Parameter]] = []
-    size = BUCKET
+    size = full = max(BUCKET, -(-sum(p.nbytes for p in parameters) // _MOST_BUCKETS))
     for parameter in reversed(parameters):
-        if size >= BUCKET:
+        if size >= full:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)

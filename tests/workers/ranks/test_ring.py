@@ -329,3 +329,14 @@ def test_what_several_stages_use_goes_on_in_the_end() -> None:
     first.total.begin = lambda: begin(first.parameters[:1])  # type: ignore[method-assign]
     first.run()
     assert len(first.total._to_send) == 1
+
+
+def test_there_are_never_more_buckets_than_sockets_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "BUCKET", 4 << 20)
+    many = [nn.Parameter(torch.zeros(1 << 18)) for _ in range(100)]  # 1 MiB each
+    assert len(ring.buckets_of(many)) == 25
+    for width in (1, 7, 1000):  # far more than 4 MiB for each
+        large = [nn.Parameter(torch.empty(width << 20, device="meta")) for _ in range(300)]
+        found = ring.buckets_of(large)
+        assert len(found) <= 64
+        assert [p for bucket in found for p in bucket] == large[::-1]
