@@ -461,7 +461,7 @@ def test_what_the_command_takes(tmp_path: Path) -> None:
 def test_quick_and_full_settings(tmp_path: Path) -> None:
     quick, full = DataParallelSettings.quick(tmp_path), DataParallelSettings.full(tmp_path)
     assert [model.name for model in quick.models] == ["MLP"]
-    assert [model.name for model in full.models] == ["MLP", "GPT-2"]
+    assert [model.name for model in full.models] == ["MLP", "deep MLP", "GPT-2"]
     assert quick.kinds == ("threads",)
     assert full.kinds == ("threads", "processes")
     assert quick.counts == full.counts == up_to(max(2, cores()))
