@@ -187,11 +187,16 @@ def holds_tensors(value: object) -> bool:
     They do not if a list or an object is there twice, or if there is a function or a method in it,
     which may know the object itself; and a `torch.Size` would become a tuple.
     """
-    return _is_object(value) and _reaches_tensor(value, {}) and _is_tree(value, {})
+    seen: dict[int, object] = {}
+    is_tree = _is_object(value) and _is_tree(value, seen)
+    return is_tree and any(isinstance(part, torch.Tensor) for part in seen.values())
 
 
 def _is_tree(value: object, seen: dict[int, object]) -> bool:
-    """Whether all that is in it is there once, and is data."""
+    """Whether all that is in it is data, and there once, but for tensors; they are `seen`, too."""
+    if isinstance(value, torch.Tensor):
+        seen[id(value)] = value
+        return True
     if isinstance(value, torch.Size) or (callable(value) and not isinstance(value, type)):
         return False
     level = _open(value) or (_open_object(value) if _is_object(value) else None)
@@ -215,15 +220,6 @@ def _is_object(value: object) -> bool:
         and not any(vars(base).get("__slots__") for base in kind.__mro__)
         and hasattr(value, "__dict__")
     )
-
-
-def _reaches_tensor(value: object, seen: dict[int, object]) -> bool:
-    """Whether there is a tensor in it, but for what was `seen` already."""
-    if isinstance(value, torch.Tensor) or id(value) in seen:
-        return isinstance(value, torch.Tensor)
-    seen[id(value)] = value
-    level = _open(value) or (_open_object(value) if _is_object(value) else None)
-    return level is not None and any(_reaches_tensor(child, seen) for child in level[0])
 
 
 def _said_of(kind: type) -> Any:

@@ -173,7 +173,8 @@ def _profiled(
         if (clearer := lone_row(error, _rows(batch_size, count or 1))) is not None:
             raise clearer from error
         raise
-    on_halves = _ON_HALVES * seconds / len(teams) if len(devices) > 1 else 0.0  # one waits for none
+    # On one device no other stage waits for the first half of a backward.
+    on_halves = _ON_HALVES * seconds / len(teams) if len(devices) > 1 else 0.0
     halving = {k: _halving(teams[k], found, batch_of, on_halves) for k, found in timings.items()}
     on_contention = _ON_CONTENTION * seconds / len(teams)
     contention = {
