@@ -19,7 +19,7 @@ import penstock as ps
 from penstock.bench.uniform import uniform_plan
 from penstock.capture import Key, untouched
 from penstock.capture.equality import same
-from penstock.capture.trees import flatten, unflatten
+from penstock.capture.trees import flatten, flatten_result, unflatten
 from penstock.comparison.reference import copied, run_with_threads
 from penstock.planning.tuning import mean_square
 from penstock.schedule import SCHEDULES
@@ -406,7 +406,7 @@ def _train(
 
 
 def _leaves(output: Any) -> dict[str, Any]:
-    leaves = flatten(output)[0]
+    leaves = flatten_result(output)[0]
     return {str(k): x.detach() if isinstance(x, torch.Tensor) else x for k, x in enumerate(leaves)}
 
 

@@ -215,9 +215,6 @@ def small(model: Any) -> Any:
     for name in (kind.__name__, model.__name__):
         changed = _merged(changed, _SPECIAL.get(name, {}))
     config = kind(**changed)
-    for part in (config, *(getattr(config, n) for n in getattr(config, "sub_configs", {}))):
-        if hasattr(part, "use_cache"):
-            part.use_cache = False
     if getattr(config, "is_encoder_decoder", False):
         config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
     return config
@@ -257,6 +254,7 @@ _SMALL_NET = {"architecture": "mobilenetv3_small_050", "model_args": {}}
 _ANGLES = {"rope_type": "default", "rope_theta": 10000.0}
 # What no rule about names can know.
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},  # its cache needs attention
     "AlignConfig": {
         "projection_dim": 80,
         "vision_config": {"width_coefficient": 0.25, "hidden_dim": 320},

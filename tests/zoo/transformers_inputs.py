@@ -64,8 +64,6 @@ def tokens(kind: str, labels: bool, rows: int) -> Inputs:
         given |= {"attention_mask": mask, "labels": ids.clone()}
     elif takes(kind, "decoder_input_ids"):
         given["decoder_input_ids"] = ids.clone()
-    if takes(kind, "use_cache"):
-        given["use_cache"] = False
     return (), given
 
 
@@ -385,8 +383,6 @@ def _arguments(
     if labels and takes(kind, "labels") and "decoder_input_ids" not in given:
         classes = torch.randint(0, 2, (rows,))
         given["labels"] = classes if what == "picture" else given["input_ids"].clone()
-    if takes(kind, "use_cache"):
-        given["use_cache"] = False
     return given
 
 
