@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -13,9 +14,16 @@ from penstock.capture.watching import with_owners
 
 @dataclass
 class Cuts:
-    """What crosses each position of a trace, and which positions are no place for a cut."""
+    """What crosses each position of a trace, and which positions are no place for a cut.
+
+    Attributes:
+        trace: the recording.
+        births: the call in which a parameter or buffer is read, where that is not the first one
+            that uses it.
+    """
 
     trace: Trace
+    births: Mapping[Attribute, int] = field(default_factory=dict)
     _born: dict[Value, int] = field(init=False, default_factory=dict)
     _dies: dict[Value, int] = field(init=False, default_factory=dict)
 
@@ -31,6 +39,8 @@ class Cuts:
         for leaf in self.trace.outputs:
             if isinstance(leaf, (Ref, Attribute)):
                 self._use(leaf, len(self.trace.calls))
+        for attribute, number in self.births.items():
+            self._born[attribute] = number
 
     def _use(self, value: Value, number: int) -> None:
         self._born.setdefault(value, number)  # an attribute begins where it is first read

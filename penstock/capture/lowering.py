@@ -8,7 +8,7 @@ returns those that are live after it. It is ordinary fx: print it, pickle it, co
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -340,6 +340,18 @@ class StageModule(fx.GraphModule):
     An `fx.GraphModule` is unpickled by tracing its code once more, which calls that draw random
     numbers do not survive. This one is put together again from its nodes.
     """
+
+    def with_modules(self, others: Mapping[nn.Module, nn.Module]) -> StageModule:
+        """The same stretch, with others in the places of these modules.
+
+        Args:
+            others: by the modules that they replace, which the stage calls by themselves.
+        """
+        restored, (leaves, nodes, training) = self.__reduce__()
+        made: StageModule = restored(
+            {name: others.get(leaf, leaf) for name, leaf in leaves.items()}, nodes, training
+        )
+        return made
 
     def __reduce__(self) -> Any:
         leaves: dict[str, Any] = {}

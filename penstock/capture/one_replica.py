@@ -21,12 +21,6 @@ def why_one_replica(program: Program) -> str:
     return reason and f"There is one replica, as {reason}, so its forwards come one after another."
 
 
-def why_no_recomputing(program: Program) -> str:
-    """Why replicas of a model cannot recompute; empty if they can."""
-    changed = program.train.changed
-    return f"a forward changes {changed[0]!r}, which others may be using" if changed else ""
-
-
 def _reason(program: Program) -> str:
     modules = dict(program.model.named_modules())
     for name in sorted(program.remembering):

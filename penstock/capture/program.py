@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Sizes, TensorInfo, Trace, Value, input_leaves
+from penstock.capture.calls import ROWS, Attribute, Sizes, TensorInfo, Trace, Value, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
@@ -24,6 +25,20 @@ from penstock.capture.randomness import Key
 from penstock.capture.recordings import Recordings, Source
 from penstock.capture.signatures import Inputs, Signature, Signatures
 from penstock.errors import PlanError
+
+
+def _uses(trace: Trace) -> dict[str, range]:
+    """From which call to which parameters and buffers are used, by their names."""
+    uses: dict[str, range] = {}
+    for number, call in enumerate(trace.calls):
+        read = (value.name for value in call.reads() if isinstance(value, Attribute))
+        for name in (*call.hidden, *read):
+            uses[name] = range(uses.get(name, range(number, 0)).start, number + 1)
+    return uses
+
+
+def _nearest(numbers: Sequence[int], to: int, default: int) -> int:
+    return min(numbers, key=lambda number: abs(number - to), default=default)
 
 
 @dataclass(frozen=True)
@@ -252,8 +267,7 @@ class Program:
         deferrals: Sequence[Deferral | None] | None = None,
     ) -> list[StageProgram]:
         """Like `stages`, for any way through the model, with backwards in halves if asked."""
-        crossing = self.cuts if trace is self.train else Cuts(trace)
-        cuts = self._cuts_in(trace, crossing, cuts)
+        cuts, crossing = (cuts, self.cuts) if trace is self.train else self._alike(trace, cuts)
         edges = [0, *cuts, len(trace.calls)]
         result = []
         for index, (start, stop) in enumerate(pairwise(edges)):
@@ -272,20 +286,36 @@ class Program:
             return None
         return next(self.model.parameters()).device
 
-    def _cuts_in(self, trace: Trace, allowed: Cuts, cuts: Sequence[int]) -> list[int]:
-        """The cuts of another trace that correspond to these of the training trace."""
-        if trace is self.train:
-            return list(cuts)
+    def _alike(self, trace: Trace, cuts: Sequence[int]) -> tuple[list[int], Cuts]:
+        """The cuts of another trace that correspond to these of the training trace, and its `Cuts`.
+
+        They are next to the same calls, as far as no weight gets into an earlier stage there. One
+        that is first used in a later stage is still read in its own, and passed on.
+        """
         ours, theirs = ([(c.path, c.label) for c in t.calls] for t in (self.train, trace))
         blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
-        result: list[int] = []
+        crossing, mine, others = Cuts(trace), _uses(self.train), _uses(trace)
+        hidden = {name for call in trace.calls for name in call.hidden}
+        both = mine.keys() & others.keys()
+        found: list[int] = []
         for cut in cuts:
             block = next(b for b in blocks if b.a + b.size >= cut or b.size == 0)
-            position = block.b + max(0, cut - block.a)
-            while allowed.forbidden(position) and position < len(trace.calls):
-                position += 1
-            result.append(max(position, result[-1] if result else 0))
-        return result
+            nearest = block.b + max(0, cut - block.a)
+            own = [others[n].stop for n in both & hidden if mine[n].stop <= cut]
+            later = [others[n].start + 1 for n in both if mine[n].start >= cut]
+            fitting = range(max([1, *found, *own]), min([len(theirs), *later]))
+            places = [k for k in fitting if not crossing.forbidden(k)]
+            places = places or [k for k in range(nearest, len(theirs)) if not crossing.forbidden(k)]
+            position = _nearest(places, nearest, len(theirs))
+            found.append(max([position, *found]))
+        births: dict[Attribute, int] = {}
+        for attribute in trace.attributes:
+            name = attribute.name
+            stage = bisect_right(cuts, mine[name].start) if name in both else len(found)
+            if stage < len(found) and 0 < found[stage] <= others[name].start:
+                births[attribute] = found[stage] - 1
+        travelling = Cuts(trace, births)
+        return found, crossing if any(map(travelling.forbidden, found)) else travelling
 
     @cached_property
     def fingerprint(self) -> str:

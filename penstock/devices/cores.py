@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,11 @@ def use_threads(count: int) -> None:
     """
     torch.get_num_threads()
     torch.set_num_threads(count)
+
+
+def flushes_denormal() -> bool:
+    """Whether the calling thread takes denormal numbers for 0 (`torch.set_flush_denormal`)."""
+    return math.ulp(0.0) * 1.0 == 0.0
 
 
 def end_idle_threads(threads: int) -> None:

@@ -212,6 +212,8 @@ class Norms:
 
     def _before(self, module: _BatchNorm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called with the arguments of a forward: lend the module other buffers."""
+        if module not in self._modules:  # it stands for one of them where a forward runs again
+            return
         buffers = {name: module._buffers.get(name) for name in _RUNNING}
         own = {**buffers, **self._hidden.get(module, {})}
         mean, variance = own["running_mean"], own["running_var"]

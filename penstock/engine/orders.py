@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.capture.calls import Ambient
+from penstock.devices.cores import flushes_denormal
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
 from penstock.engine.stage import Before, MicroBatch
@@ -39,6 +40,8 @@ class Order:
         trial: whether what modules keep is put back at the end, and users' hooks are not called.
         wanted: the parameters whose gradients are computed, in `"backward"`; `None` for all.
         before: what came before it, for replicas.
+        flushes_denormal: whether the user's thread takes denormal numbers for 0, which is a setting
+            of each thread.
     """
 
     what: Pass
@@ -53,6 +56,7 @@ class Order:
     trial: bool = False
     wanted: Sequence[nn.Parameter] | None = None
     before: Before = field(default_factory=Before)
+    flushes_denormal: bool = field(default_factory=flushes_denormal)
 
     @property
     def name(self) -> str:

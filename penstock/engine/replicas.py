@@ -23,7 +23,7 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
@@ -31,7 +31,7 @@ from penstock.capture.history import history, nests
 from penstock.capture.preserve import own_generators
 from penstock.engine.batchnorm import Norms
 from penstock.engine.ends import Outlet
-from penstock.engine.span import Entry, Span, read_by
+from penstock.engine.span import Entry, Span, calls_of, read_by
 from penstock.engine.stage import Before, MicroBatch, Stage
 from penstock.engine.turns import Turns
 from penstock.errors import InputError
@@ -204,9 +204,9 @@ class InOrder:
         """
         calls: Counter[nn.Module] = Counter()
         for span in spans:
-            found = _calls_of(span.module)
+            found = calls_of(span.module)
             users = _users_of_memories(span, found)
-            if users and span.recompute:
+            if span.recompute and not span.apart.issuperset(chain(*users.values())):
                 raise InputError(
                     "a forward changes buffers, attributes or generators of modules that are to "
                     'be recomputed, which would disturb other replicas; use recompute="none", or '
@@ -307,20 +307,6 @@ class InOrder:
 
 def _takes_hooks(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule)
-
-
-def _calls_of(stage: Callable[..., Any]) -> Counter[nn.Module]:
-    """The user's modules that a stage calls by themselves, and how often.
-
-    Those that draw random numbers are called with a lock held, in which they must not wait.
-    """
-    calls: Counter[nn.Module] = Counter()
-    if not isinstance(stage, fx.GraphModule):
-        return calls
-    for node in stage.graph.nodes:
-        if node.op == "call_module":
-            calls[stage.get_submodule(str(node.target))] += 1
-    return calls
 
 
 def _users_of_memories(

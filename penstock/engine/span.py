@@ -10,7 +10,9 @@ its gradients are summed in the lower precision, across two each side casts for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +23,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from penstock.capture.attributes import find
 from penstock.capture.calls import Ambient, Sizes, ambient
+from penstock.capture.lowering import StageModule
 from penstock.capture.meta import NoSavedTensors
 from penstock.capture.randomness import Key
+from penstock.capture.watching import is_compiled
 from penstock.engine.state import State, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
 
@@ -41,6 +45,8 @@ class Span:
         overwritten: the places of values that enter, and are changed in place from here on.
         memories: what its forward remembers in attributes: each is the modules that have it.
         saves: whether its forward computes gradients itself, so that it needs what autograd saves.
+        apart: norms in training that leave their running statistics alone when the forward runs
+            again: other replicas may be using them.
     """
 
     module: Callable[..., Values]
@@ -52,15 +58,16 @@ class Span:
 
     def __post_init__(self) -> None:
         stage = self.module
-        self._modules = list(stage.modules())[1:] if isinstance(stage, nn.Module) else []
-        unused = {
-            id(buffer)
-            for module in self._modules
-            if getattr(type(module), "forward", None) in _NORMS  # a scripted one has none
-            for buffer in module.buffers(recurse=False)
-        }
+        modules = list(stage.modules())[1:] if isinstance(stage, nn.Module) else []
+        norms = [m for m in modules if getattr(type(m), "forward", None) in _NORMS]
+        unused = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         unused -= read_by(stage)
         self._used = [tensor for tensor in self.changing if id(tensor) not in unused]
+        self.apart = frozenset(_alone(stage, norms)) if self.recompute else frozenset[nn.Module]()
+        theirs = {id(buffer) for norm in self.apart for buffer in norm.buffers(recurse=False)}
+        self._modules = [module for module in modules if module not in self.apart]
+        self._changing = [tensor for tensor in self.changing if id(tensor) not in theirs]
+        self._again = _Again()
 
     def run(self, sizes: Sizes, key: Key, values: Values) -> Values:
         """Run the forward; autograd saves what changes as it is at that moment."""
@@ -68,8 +75,74 @@ class Span:
             return self.module(sizes, key, *values)
 
     def state(self) -> State:
-        """The buffers, attributes and generators of its modules, as they are now."""
-        return State(self._modules, self.changing)
+        """The buffers, attributes and generators of its modules, without those `apart`, now."""
+        return State(self._modules, self._changing)
+
+    def run_again(self, sizes: Sizes, key: Key, values: Values) -> Values:
+        """Run the forward as `run` does, with other buffers in the modules `apart`."""
+        again = self._again
+        if again.module is None:
+            again.twins = {module: nn.Module() for module in self.apart}
+            again.module = self.module
+            if isinstance(self.module, StageModule) and again.twins:
+                again.module = self.module.with_modules(again.twins)
+        for module, twin in again.twins.items():
+            _become(twin, module)
+        with values_saved(self._used):
+            return again.module(sizes, key, *values)
+
+
+class _Again(threading.local):
+    """How one thread runs a span's forward again.
+
+    Attributes:
+        module: the span's, with twins of the modules `apart`; `None` before the first time.
+        twins: by the module that each stands for.
+    """
+
+    module: Callable[..., Values] | None = None
+    twins: dict[nn.Module, nn.Module]
+
+    def __reduce__(self) -> Any:
+        return _Again, ()
+
+
+def _become(twin: nn.Module, module: nn.Module) -> None:
+    """Make the twin what the module is now, with its weights and hooks and with other buffers."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+    object.__setattr__(twin, "__class__", type(module))
+    object.__setattr__(twin, "__dict__", vars(module) | {"_buffers": buffers})
+
+
+def _alone(stage: Callable[..., Any], norms: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Those that nothing but a call of their own uses, and that do nothing unusual."""
+    if not isinstance(stage, StageModule):
+        return
+    called = calls_of(stage)
+    holders = Counter(id(b) for m in stage.modules() for b in m.buffers(recurse=False))
+    read = read_by(stage)
+    for norm in norms:
+        own = [id(buffer) for buffer in norm.buffers(recurse=False)]
+        held_once = all(holders[buffer] == 1 and buffer not in read for buffer in own)
+        called_once = norm in called and sum(norm in m.modules() for m in called) == 1
+        plain = not any(norm.children()) and "forward" not in vars(norm) and not is_compiled(norm)
+        if held_once and called_once and plain:
+            yield norm
+
+
+def calls_of(stage: Callable[..., Any]) -> Counter[nn.Module]:
+    """The user's modules that a stage calls by themselves, and how often.
+
+    Those that draw random numbers are called with a lock held, in which they must not wait.
+    """
+    calls: Counter[nn.Module] = Counter()
+    if not isinstance(stage, fx.GraphModule):
+        return calls
+    for node in stage.graph.nodes:
+        if node.op == "call_module":
+            calls[stage.get_submodule(str(node.target))] += 1
+    return calls
 
 
 def read_by(stage: Callable[..., Any]) -> set[int]:
@@ -118,7 +191,7 @@ class Recomputation(NamedTuple):
         try:
             entry, entered = enter(self.values)
             with torch.enable_grad(), self.modes.autocasting():
-                return Passed(entry, edges(self.span.run(self.sizes, self.key, entered)))
+                return Passed(entry, edges(self.span.run_again(self.sizes, self.key, entered)))
         finally:
             now.put_back()
 

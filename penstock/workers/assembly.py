@@ -89,6 +89,7 @@ class Assembly:
             WorkerError: an action failed.
             Aborted: another worker has failed.
         """
+        torch.set_flush_denormal(order.flushes_denormal)
         own_share = self._replica.share(len(order.microbatches))
         own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         if not own_share:

@@ -70,7 +70,8 @@ def check_buffers(spans: Iterable[Span], replicas: int, model: nn.Module) -> Non
     }
     for span in spans:
         changing = {id(tensor) for tensor in span.changing}
-        if span.recompute and changing:
+        apart = {id(buffer) for module in span.apart for buffer in module.buffers(recurse=False)}
+        if span.recompute and changing - apart:
             raise InputError(
                 "a forward changes buffers of modules that are to be recomputed, which would "
                 'disturb other replicas; use recompute="none", or replicas=1'

@@ -164,3 +164,48 @@ def test_a_way_that_cannot_be_recorded_is_an_error() -> None:
     program = ps.capture(Rare(), batch(True, True))
     with pytest.raises(ps.CaptureError, match="takes another way than with the example"):
         program(*batch(True, False))
+
+
+class ReadsEarly(nn.Module):
+    """Reads a weight before its layers in training, and where it is used in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            scale = self.scale.exp()
+            return self.second(self.first(x)) * scale  # type: ignore[no-any-return]
+        return self.second(self.first(x)) * self.scale.exp()  # type: ignore[no-any-return]
+
+
+def test_every_weight_is_in_the_same_stage_on_all_ways() -> None:
+    """In evaluation the first stage passes on what only the second one uses."""
+    model = ReadsEarly()
+    program = ps.capture(model, (torch.randn(6, 4),))
+    names = {id(p): n for n, p in model.named_parameters()}
+    (cut,) = (k for k, c in enumerate(program.train.calls) if c.target == "second")
+    found = [
+        [sorted(names[id(p)] for p in stage.module.parameters()) for stage in stages]
+        for stages in (program.stages([cut], training=training) for training in (True, False))
+    ]
+    expected = [["first.bias", "first.weight", "scale"], ["second.bias", "second.weight"]]
+    assert found == [expected, expected]
+    plan = uniform_plan(program, 2, 3, cuts=[cut])
+    x = torch.randn(6, 4)
+    with ps.Pipeline(
+        model, program=program, plan=plan, devices=plan.devices, workers="processes"
+    ) as pipe:
+        pipe.eval()
+        with torch.no_grad():
+            assert torch.equal(pipe(x), torch.cat([model(part) for part in x.tensor_split(3)]))
+        result, parts = pipe(x), [model(part) for part in x.tensor_split(3)]
+        result.square().sum().backward()
+        ours = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        for part in parts:
+            part.square().sum().backward()
+        for (name, parameter), mine in zip(model.named_parameters(), ours, strict=True):
+            assert torch.equal(parameter.grad, mine), name

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -43,18 +43,52 @@ End = tuple[Literal["sink", "source", "local"], int]
 """Which end of a link a worker has, and the number of its socket."""
 
 
+class Settings(NamedTuple):
+    """The settings of torch that users may change at any time, and that change what is computed.
+
+    Attributes:
+        dtype: the default.
+        precision: of float32 matrix products.
+        deterministic: whether only deterministic algorithms are used, and whether others warn.
+        mkldnn: whether oneDNN is used.
+    """
+
+    dtype: torch.dtype
+    precision: str
+    deterministic: tuple[bool, bool]
+    mkldnn: bool
+
+    @classmethod
+    def here(cls) -> Settings:
+        """Those of this process."""
+        deterministic = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        return cls(
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            deterministic,
+            bool(torch.backends.mkldnn.enabled),
+        )
+
+    def apply(self) -> None:
+        """Make them those of this process."""
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.precision)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        torch.backends.mkldnn.set_flags(self.mkldnn)
+
+
 @dataclass(frozen=True)
 class Modes:
-    """What of torch's settings is process-wide, and changes what is computed.
+    """What is process-wide besides the model.
 
     Attributes:
         threads: intra-op threads.
         crowded: whether there are more workers than cores.
         keep_freed_memory: see `penstock.devices.allocator`.
-        dtype: the default.
-        precision: of float32 matrix products.
-        deterministic: whether only deterministic algorithms are used, and whether others warn.
-        mkldnn: whether oneDNN is used.
+        settings: as they are when the workers start.
         torchvision: whether its operators are missing, and were declared.
     """
 
@@ -63,27 +97,17 @@ class Modes:
     threads: int
     crowded: bool
     keep_freed_memory: bool
-    dtype: torch.dtype
-    precision: str
-    deterministic: tuple[bool, bool]
-    mkldnn: bool
+    settings: Settings
     torchvision: bool
 
     @classmethod
     def here(cls, threads: int, workers: int, keep_freed_memory: bool) -> Modes:
         """Those of this process, for so many workers."""
-        deterministic = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
         return cls(
             threads,
             workers > len(os.sched_getaffinity(0)),
             keep_freed_memory,
-            torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
-            deterministic,
-            bool(torch.backends.mkldnn.enabled),
+            Settings.here(),
             tolerates_missing_torchvision_operators(),
         )
 
@@ -93,10 +117,7 @@ class Modes:
         own.patience = 0.0 if self.crowded else SPIN
         if self.keep_freed_memory:
             keep_freed_memory()
-        torch.set_default_dtype(self.dtype)
-        torch.set_float32_matmul_precision(self.precision)
-        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
-        torch.backends.mkldnn.set_flags(self.mkldnn)
+        self.settings.apply()
         if self.torchvision:
             tolerate_missing_torchvision_operators()
 
@@ -214,6 +235,7 @@ class RunPass:
         training: for every module whether it is in training mode, if that has changed.
         attributes: of modules, packed, if some have changed.
         forgotten: modes and numbers of batches that will not come back.
+        settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
     """
 
@@ -223,6 +245,7 @@ class RunPass:
     training: Sequence[bool] | None
     attributes: Packed | None
     forgotten: Sequence[tuple[bool, int]]
+    settings: Settings | None
     wanted: Sequence[int] | None = None
 
     def of(self, replica: Replica) -> RunPass:
@@ -236,6 +259,8 @@ class RunPass:
 
     def __call__(self, own: WorkerState) -> Outcome:
         """What has come of it; gradients are in the slot."""
+        if self.settings is not None:
+            self.settings.apply()
         with loading():
             loss: Loss | None = unpack(*self.loss) if self.loss else None
             attributes: News = unpack(*self.attributes) if self.attributes else {}

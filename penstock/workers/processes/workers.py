@@ -52,6 +52,7 @@ from penstock.workers.processes.jobs import (
     MakePart,
     Modes,
     RunPass,
+    Settings,
     Step,
     WritePart,
 )
@@ -100,6 +101,8 @@ class ProcessWorkers(Workers):
         self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
         self._shared = SharedModel(len(self._places), plan.replicas, self._grant)
         self._remotes = [Remote(place, self._shared, model) for place in self._places]
+        self._settings = modes.settings
+        self._settings_changed = False
         self._ran = Before()
         self._turns: list[memoryview] = []  # how far replicas are
         self._backups = Backups()
@@ -220,6 +223,7 @@ class ProcessWorkers(Workers):
         try:
             backups = [self.ownership.backup(place, order.goes_back) for place in self._places]
             self._backups.begin(order.number, backups)
+            self._settings_changed |= Settings.here() != self._settings
             passes = [self._pass(k, order, loss, tuple(self._forgotten)) for k in self._places]
             jobs = [
                 passes[member.place].of(Replica(member.replica, self._plan.weights))
@@ -256,6 +260,7 @@ class ProcessWorkers(Workers):
             training=remote.training(),
             attributes=_packed_news(remote),
             forgotten=forgotten,
+            settings=Settings.here() if self._settings_changed else None,
             wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
         )
 

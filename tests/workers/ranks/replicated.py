@@ -34,7 +34,7 @@ def everything(shape: str) -> dict[str, Found]:
     ring.BUCKET = SMALL_BUCKET
     found = {name: used(name, stages=stages, replicas=count) for name in USES}
     for mode in ("microbatch", "deferred"):
-        found[mode] = norms({}, stages, count, mode, "none")  # type: ignore[arg-type]
+        found[mode] = norms({}, stages, count, mode)  # type: ignore[arg-type]
     for steps in SMALL:
         with small_pipe(stages, count) as pipe:
             torch.manual_seed(3)
