@@ -58,7 +58,9 @@ class Difference:
         parts = [f"in {self.module}"] if self.module else []
         parts += [f"call {self.call} ({self.label})"] if self.label else []
         parts += [f"stage {self.stage}"] if self.stage is not None else []
-        return f"{', '.join(parts)}: {self.why}" if parts else self.why
+        if not parts:
+            return self.why[:1].upper() + self.why[1:]
+        return f"It arises {', '.join(parts)}: {self.why}"
 
 
 class AuditError(PenstockError):
@@ -78,7 +80,7 @@ class AuditError(PenstockError):
         self.stage, self.call, self.label = place.stage, place.call, place.label
         self.module, self.why = place.module, place.why
         super().__init__(
-            f"micro-batch {microbatch} of pass {step} {what}. It arises {place}. The pipeline runs "
+            f"micro-batch {microbatch} of pass {step} {what}. {place}. The pipeline runs "
             "the forward as it was recorded. If its Python reads a value that has changed since "
             "(a module-level variable, a closure, a file, the clock), pass it in as an input, "
             "keep it in a buffer, build the pipeline with keep_closed=[...] for the module that "

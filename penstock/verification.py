@@ -29,6 +29,7 @@ from penstock.comparison.reference import (
     call_loss,
     copied,
     gradients_of,
+    is_deterministic,
     one_device,
     run_with_threads,
 )
@@ -157,7 +158,8 @@ def verify(
         comparisons = (*both.called(), *both.trained(), *both.evaluated())
         place = place_of(model, program, oracle, pipe.plan, pipe.threads_per_worker, comparisons)
     subject = _subject(model, pipe.plan, training, workers, batchnorm)
-    return VerifyReport(subject, comparisons, workers, place, pipe.plan.boundary_dtype)
+    repeats = is_deterministic(pipe.plan.devices, pipe.threads_per_worker)
+    return VerifyReport(subject, comparisons, workers, place, pipe.plan.boundary_dtype, repeats)
 
 
 @dataclass(frozen=True)

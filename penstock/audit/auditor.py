@@ -13,6 +13,7 @@ same gradients of the results. Neither leaves anything behind, and the user's lo
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,11 @@ from penstock.capture.calls import TensorInfo, ambient, input_leaves
 from penstock.capture.replay import seeded
 from penstock.capture.trees import leaves_of, unflatten
 from penstock.comparison.compare import Comparison, compare, compare_results
-from penstock.comparison.reference import run_with_threads
+from penstock.comparison.reference import (
+    deterministic_algorithms,
+    is_deterministic,
+    run_with_threads,
+)
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
@@ -42,6 +47,10 @@ _NUMBER = -1  # of the passes that only audits make; those of batches count from
 _TIMEOUT = 600.0  # seconds, at least, that the model's own forward and backward may take
 _STEPS = 100  # steps of the plan that they may take
 _COPIED = 256 << 20  # bytes of buffers that are copied, whether they are known to change or not
+
+
+class _LeftOutError(Exception):
+    """A micro-batch that could not be compared, and why."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +155,10 @@ class Auditor:
         k = self.found.microbatches % len(order.microbatches)
         subject = _Subject(self._program, self._runner, order, batch.parts[k], k)
         results_only = self._without_gradients(order)
-        left_out = self._compare(subject, learns=not results_only)
-        if left_out:
-            self.found = replace(self.found, why_not=left_out)
+        try:
+            self._compare(subject, learns=not results_only)
+        except _LeftOutError as error:
+            self.found = replace(self.found, why_not=str(error))
             return
         self.found = replace(
             self.found,
@@ -158,14 +168,33 @@ class Auditor:
             why_not=results_only,
         )
 
-    def _compare(self, subject: _Subject, learns: bool) -> str:
+    def _compare(self, subject: _Subject, learns: bool) -> None:
         """Run it both ways, and leave nothing behind.
-
-        Returns:
-            why it could not be compared, if so.
 
         Raises:
             AuditError: something differs.
+            _LeftOutError: it could not be compared.
+        """
+        comparisons = self._both(subject, learns)
+        if all(comparison.ok for comparison in comparisons):
+            return
+        if self._settles(subject, learns):
+            name = next(c.different[0] for c in comparisons if c.different)
+            reason = (
+                f"with {self._threads} intra-op threads PyTorch's own kernels do not give the same "
+                f"{name} in every run, as they add in whatever order their threads come; "
+                "torch.use_deterministic_algorithms(True) makes them"
+            )
+            warnings.warn(f"an audit has found that {reason}", stacklevel=2)
+            raise _LeftOutError(reason)
+        raise subject.error(self._plan, comparisons)
+
+    def _both(self, subject: _Subject, learns: bool) -> list[Comparison]:
+        """Run it by the stages and by the model's own forward, and compare.
+
+        Raises:
+            AuditError: the model's own forward fails.
+            _LeftOutError: it could not be compared.
         """
         model = self._program.model
         parameters = [*model.parameters()]
@@ -179,7 +208,7 @@ class Auditor:
             except WorkerDied:
                 raise
             except (WorkerError, InputError) as error:  # so will the pass itself, and say it better
-                return f"the stages failed: {error}"
+                raise _LeftOutError(f"the stages failed: {error}") from error
             silent: list[Any] = []
             try:
                 with silenced(model.modules()) as silent, untouched(model):
@@ -192,16 +221,22 @@ class Auditor:
                 raise
             except Exception as error:
                 if silent:
-                    return f"hooks are not called once more, and without them: {error}"
+                    reason = f"hooks are not called once more, and without them: {error}"
+                    raise _LeftOutError(reason) from error
                 raise subject.error(self._plan, [], error) from error
-            if not all(comparison.ok for comparison in comparisons):
-                if counted and not shared:
-                    return (
-                        f"a forward changes {counted[0]}, which worker processes keep for "
-                        "themselves, so it is not known here what the forward would give there"
-                    )
-                raise subject.error(self._plan, comparisons)
-        return ""
+        if counted and not shared and not all(comparison.ok for comparison in comparisons):
+            raise _LeftOutError(
+                f"a forward changes {counted[0]}, which worker processes keep for themselves, so "
+                "it is not known here what the forward would give there"
+            )
+        return comparisons
+
+    def _settles(self, subject: _Subject, learns: bool) -> bool:
+        """Whether a difference goes away with kernels that give the same bits in every run."""
+        if is_deterministic(self._plan.devices, self._threads):
+            return False
+        with deterministic_algorithms():
+            return all(comparison.ok for comparison in self._both(subject, learns))
 
     def _changing(self) -> list[torch.Tensor]:
         """The buffers that the stages may change."""
@@ -355,7 +390,7 @@ class _Subject:
             what += "not in the pipeline"
         else:
             first = next(comparison for comparison in comparisons if not comparison.ok)
-            what = f"has other {first} in the pipeline than in the model's own forward"
+            what = f"is not what the model's own forward makes of it ({first})"
         return AuditError(what, self._k, self._order.number, place)
 
     def _arguments(self) -> Any:

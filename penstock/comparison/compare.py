@@ -113,6 +113,8 @@ class VerifyReport:
             none, or if no call uses what differs.
         boundary_dtype: the dtype to which values were rounded at every cut, such as `"bfloat16"`,
             which causes differences by itself; `None` without rounding.
+        deterministic: whether torch's kernels give the same bits in every run: on CPUs with one
+            intra-op thread each, or under `torch.use_deterministic_algorithms`.
     """
 
     subject: str
@@ -120,6 +122,7 @@ class VerifyReport:
     workers: str = "threads"
     place: Place | None = None
     boundary_dtype: str | None = None
+    deterministic: bool = True
 
     @property
     def ok(self) -> bool:
@@ -134,6 +137,11 @@ class VerifyReport:
         if self.boundary_dtype is not None and not self.ok:
             rounded = f"values and gradients are rounded to {self.boundary_dtype} at every cut"
             lines.append(f"  {rounded}, which changes results by design")
+        if not self.deterministic and not self.ok:
+            lines.append(
+                "  some of PyTorch's kernels add in any order with several threads or on GPUs; "
+                "verify under torch.use_deterministic_algorithms(True)"
+            )
         return "\n".join([f"{self.subject}: {verdict}", *lines])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -90,6 +91,34 @@ def copied(model: nn.Module) -> nn.Module:
     for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)
     return twin
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """While open, torch takes kernels that give the same bits in every run, where it has them."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* does not have a deterministic implementation")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def is_deterministic(devices: Sequence[str], threads: int) -> bool:
+    """Whether torch's kernels give the same bits in every run.
+
+    Several threads may add to one entry in whatever order they come, as in the backward of an index
+    that has one entry twice.
+
+    Args:
+        devices: that run them.
+        threads: intra-op threads of each CPU worker.
+    """
+    alone = threads == 1 and all(torch.device(name).type == "cpu" for name in devices)
+    return alone or torch.are_deterministic_algorithms_enabled()
 
 
 def run_with_threads(function: Callable[[], T], threads: int, timeout: float | None = None) -> T:

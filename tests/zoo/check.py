@@ -20,7 +20,7 @@ from penstock.bench.uniform import uniform_plan
 from penstock.capture import Key, untouched
 from penstock.capture.equality import same
 from penstock.capture.trees import flatten, flatten_result, unflatten
-from penstock.comparison.reference import copied, run_with_threads
+from penstock.comparison.reference import copied, deterministic_algorithms, run_with_threads
 from penstock.planning.tuning import mean_square
 from penstock.schedule import SCHEDULES
 from tests.support.models import own_forward, replicated, workers_for
@@ -348,7 +348,7 @@ def _compare_steps(
     pipe = ps.Pipeline(
         model, plan=plan, program=program, devices=plan.devices, workers=trial.workers, merge="list"
     )
-    with pipe:
+    with pipe, deterministic_algorithms():  # one worker alone has several threads
         for step, batch in enumerate(batches):
             where = f"{trial.words}, step {step}"
             args, kwargs = copy.deepcopy(batch.inputs)
