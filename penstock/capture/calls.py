@@ -34,6 +34,20 @@ class Assigned(Unrecordable):
     """The forward of the open module `path` assigns to an attribute of its own."""
 
 
+class Changed(Unrecordable):
+    """The forward of the open module `path` changes what it reads of an object.
+
+    Attributes:
+        place: where.
+        before: what it has read there; `MISSING` if there was nothing, or no plain data.
+        after: what is there at its end.
+    """
+
+    def __init__(self, path: str, place: Place, before: Any, after: Any) -> None:
+        super().__init__(path, f"the forward changes {place}")
+        self.place, self.before, self.after = place, before, after
+
+
 @dataclass(frozen=True, slots=True)
 class Ref(Leaf):
     """A value: leaf `leaf` of the result of call `call`, or of the inputs if that is `INPUTS`."""
@@ -325,6 +339,8 @@ class Reads:
         resting: the modules that were called whole, and those in them, that were in evaluation
             mode. If one is in training mode it may draw random numbers, or change buffers, which
             did not show.
+        settled: what a first forward finds in places where it sets plain data once and for all, and
+            what it leaves there, which is what was `seen`.
     """
 
     seen: dict[Place, Any] = field(default_factory=dict)
@@ -340,6 +356,7 @@ class Reads:
     replaced: frozenset[Place] = frozenset()
     aliases: dict[Place, Place] = field(default_factory=dict)
     resting: frozenset[str] = field(default=frozenset(), compare=False)
+    settled: dict[Place, tuple[Any, Any]] = field(default_factory=dict, compare=False)
 
     def with_all_of(self, other: Reads) -> Reads:
         """What two recordings have read that are generalised together."""
@@ -357,6 +374,7 @@ class Reads:
             self.replaced | other.replaced,
             other.aliases | self.aliases,
             self.resting | other.resting,
+            other.settled | self.settled,
         )
 
     def passed_in(self, model: nn.Module, leaves: Sequence[Any] = ()) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from penstock.capture.calls import (
     ROWS,
     Assigned,
     Call,
+    Changed,
     Join,
     Sizes,
     TensorInfo,
@@ -32,7 +34,7 @@ from penstock.capture.numbers import Given, Numeric, Where, found
 from penstock.capture.objects import Objects, remembering, shared, uncompiled
 from penstock.capture.opening import Opening, check_example
 from penstock.capture.passing import passing_in
-from penstock.capture.places import MISSING, Place
+from penstock.capture.places import MISSING, SCALARS, Place
 from penstock.capture.preserve import Parameters, first_forward, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
@@ -173,6 +175,7 @@ class _Capturer:
         self.dynamic: Dynamic = {}
         self._first_helped: bool | None = None
         self._marks: set[Place] = set()  # which that leaves, and which are not there later
+        self._settled: dict[Place, tuple[Any, Any]] = {}  # before and after the first forward
 
     def first_that_works(self, attempts: Sequence[list[Sizes]]) -> Program:
         """The program, recorded at the first of these choices of sizes that the model takes.
@@ -229,6 +232,8 @@ class _Capturer:
                     raise
                 if isinstance(problem, Assigned) and self.first_forward(points[0]):
                     continue
+                if isinstance(problem, Changed) and self.settle(problem):
+                    continue
                 if problem.path in self.opening.closed:
                     raise CaptureError(f"the forward cannot be recorded: {problem}") from problem
                 self.opening.close(problem.path, problem.why)
@@ -251,6 +256,26 @@ class _Capturer:
                 module.training = flag
             return self._first_helped
         return False
+
+    def settle(self, problem: Changed) -> bool:
+        """Go on from what the forward has left at a place, if it is plain data.
+
+        transformers' classifiers, for instance, note in their configuration what kind of labels
+        they get, when they get the first. What changes once more has not settled.
+        """
+        place = problem.place
+        if place in self._settled:
+            before, _ = self._settled.pop(place)
+            place.put(self.model, before)
+            return False
+        values = problem.before, problem.after
+        if not all(isinstance(value, SCALARS) for value in values) or not place.can_be_put(
+            self.model
+        ):
+            return False
+        self._settled[place] = values
+        place.put(self.model, problem.after)
+        return True
 
     def _program(self, train: Trace, evaluation: Trace, points: Sequence[Sizes]) -> Program:
         if self.parameters is not None:
@@ -300,12 +325,15 @@ class _Capturer:
         with untouched(model):
             if self._first_helped:
                 other.first_forward(sizes)
-            problems = []
-            for points in like.varying.attempts(sizes)[1:]:
+            problems: list[Exception] = []
+            attempts = deque(like.varying.attempts(sizes)[1:])
+            while attempts:
                 try:
-                    return other._passing_in(changing, points, training)
+                    return other._passing_in(changing, attempts[0], training)
                 except Exception as problem:
-                    problems.append(problem)
+                    if not (isinstance(problem, Changed) and other.settle(problem)):
+                        problems.append(problem)
+                        attempts.popleft()
         if not isinstance(problems[0], Unrecordable):
             raise problems[0]
         raise CaptureError(
@@ -518,6 +546,7 @@ class _Capturer:
         trace, results = self._without_saving(recorded)
         for mark in self._marks:
             trace.reads.seen.pop(mark, None)
+        trace.reads.settled = {p: v for p, v in self._settled.items() if p in trace.reads.seen}
         for k in set(self.open).difference(trace.reads.given):
             trace.reads.inputs[k, "value"] = input_property(self.leaves[k], "value")
         if strict and (place := trace.reads.changed(self.model)) is not None:

@@ -76,15 +76,29 @@ class Guards:
     def hold(self) -> bool:
         """Whether the model's Python would read now what it has read then.
 
+        What a first forward sets once and for all is set here, if there was none so far.
+
         Raises:
             InputError: but for a tensor or a module, which has been replaced.
         """
         different = self.different()
+        if different is not None and self.settle():
+            different = self.different()
         if different is None:
             return True
         if isinstance(different, Place) and self.is_replaced(different):
             raise self._replaced(different)
         return False
+
+    def settle(self) -> bool:
+        """Set what a first forward sets, where there is what it finds; whether there was any."""
+        found = False
+        for place, (before, after) in self.reads.settled.items():
+            now = place.find(self._model)
+            if type(now) is type(before) and now == before:
+                place.put(self._model, after)
+                found = True
+        return found
 
     def different(self) -> Place | str | None:
         """Where something else is now than was read; `None` if nowhere.

@@ -7,6 +7,7 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -88,6 +89,14 @@ class Place:
         owner = self.owner(model)
         return MISSING if owner is MISSING else look(owner, self.last)
 
+    def can_be_put(self, model: nn.Module) -> bool:
+        """Whether this is an attribute of an object, and not of a module or in a container."""
+        return not isinstance(self.last, Item) and is_helper(self.owner(model))
+
+    def put(self, model: nn.Module, value: object) -> None:
+        """Set the attribute."""
+        setattr(self.owner(model), self.last, value)
+
     def __str__(self) -> str:
         return ".".join((self.module, *self.names)).lstrip(".").replace(".[", "[")
 
@@ -110,7 +119,11 @@ def look(obj: object, name: str) -> Any:
     if isinstance(name, Item):
         return _item(obj, name.key)
     if name == "__dict__":  # the names of all
-        return tuple(key for key in attributes_of(obj) if key not in INTERNAL)
+        return tuple(
+            key
+            for key in attributes_of(obj)
+            if key not in INTERNAL and not isinstance(static(type(obj), key), cached_property)
+        )
     if overrides_lookup(obj):
         return getattr(obj, name, MISSING)
     kept = static(type(obj) if not isinstance(obj, type) else obj, name)

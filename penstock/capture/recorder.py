@@ -29,6 +29,7 @@ from penstock.capture.calls import (
     OPAQUE,
     Attribute,
     Call,
+    Changed,
     Origin,
     Ref,
     Submodule,
@@ -64,7 +65,14 @@ from penstock.capture.randomness import (
     type_checks_apart,
 )
 from penstock.capture.reads import Reading
-from penstock.capture.trees import flatten, flatten_result, holds_tensors, map_leaves, unflatten
+from penstock.capture.trees import (
+    flatten,
+    flatten_result,
+    map_leaves,
+    parts_of,
+    tensors_in,
+    unflatten,
+)
 from penstock.capture.watching import (
     Contents,
     OpenAttributes,
@@ -120,7 +128,8 @@ def record(
         if strict:
             attributes.check_unchanged()
             if (place := reading.changed()) is not None:
-                raise Unrecordable(reading.reads.readers[place], f"the forward changes {place}")
+                reads = reading.reads
+                raise Changed(reads.readers[place], place, reads.seen[place], place.find(model))
         recorder.end(result)
         trace.changed = changed(held)
         shared = ((n, t) for n, t, _ in held if n in trace.changed and known.has_storage(t))
@@ -333,18 +342,41 @@ class Recorder(TorchFunctionMode):
     def end(self, result: object) -> None:
         """Finish the trace with what the model returned."""
         self._check_draws("")
-        leaves, structure = flatten_result(result, self._makes)
+        leaves = flatten_result(result, self._makes)[0]
+        opened = [leaf for leaf in leaves if self._is_only_returned(leaf, leaves)]
+        for made in opened:
+            call = Call(tensors_in, (self._encode(made),), {}, "")
+            call.identity = self._identify(call)
+            self._append(call, tensors_in(made), dynamic=False)
+        leaves, structure = flatten_result(
+            result, lambda value: any(value is made for made in opened) or self._makes(value)
+        )
         self.trace.outputs = tuple(self._encode(leaf) for leaf in leaves)
         self.trace.output_structure = structure
 
     def _makes(self, value: object) -> bool:
         """Whether it is an object that holds tensors and was made in this forward, by open modules.
 
-        One that a module keeps has to stay the same.
+        One that a module keeps has to stay the same, and so has what it holds.
         """
-        if self.known.get(value) is not None or not holds_tensors(value):
+        return self.known.get(value) is None and self._was_made(value)
+
+    def _is_only_returned(self, value: object, leaves: Sequence[object]) -> bool:
+        """The same of one that a closed module has made, and that is there once in the result.
+
+        Its tensors are taken out at the end. Where the model is one call, nothing is gained by it.
+        """
+        if isinstance(value, torch.Tensor) or not self._is_value(value):
             return False
-        return id(value) not in Objects(self.model.modules()).roots
+        known, count = self.known.get(value), sum(leaf is value for leaf in leaves)
+        is_part = isinstance(known, Ref) and self.trace.calls[known.call].target != ""
+        return count == 1 and is_part and self._was_made(value)
+
+    def _was_made(self, value: object) -> bool:
+        parts = parts_of(value)
+        kept = Objects(self.model.modules()).roots if parts else {}
+        others = (part for part in parts if not isinstance(part, torch.Tensor))
+        return bool(parts) and not any(id(part) in kept for part in others)
 
     def _record(
         self,

@@ -111,6 +111,7 @@ class Recordings:
         trace = self._way(signature, leaves, training)
         known.append(_Recording(self._model, trace, signature, [sizes]))
         self._leave_out_replaced()
+        known[-1].guards.settle()
         if (unlike := known[-1].unlike(leaves)) is not None:
             raise InputError(
                 f"the forward asks input {unlike[0]} of the batch for {unlike[1]}, for which a "

@@ -140,13 +140,17 @@ def flatten_result(
     """
     leaves: list[Any] = []
     opened: dict[int, object] = {}
+    inner: dict[int, object] = {}  # what those hold, with tensors or without
 
     def level_of(value: Any) -> _Level | None:
         level = _open(value)
-        if level is None and id(value) not in opened and (opens or holds_tensors)(value):
-            opened[id(value)] = value
-            return _open_object(value)
-        return level
+        if level is not None or id(value) in opened or not _is_object(value):
+            return level
+        if id(value) not in inner and not (opens or holds_tensors)(value):
+            return None
+        opened[id(value)] = value
+        inner.update((id(part), part) for part in parts_of(value))
+        return _open_object(value)
 
     return leaves, _flatten(tree, leaves, level_of)
 
@@ -182,14 +186,26 @@ def _open_object(value: object) -> _Level:
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether it is an object of a plain class that holds tensors, and attributes say all of it.
+    """Whether it is an object of a plain class that holds tensors, and attributes say all of it."""
+    return bool(parts_of(value))
+
+
+def tensors_in(value: object) -> tuple[torch.Tensor, ...]:
+    """The tensors that an object holds, in the order in which `flatten_result` finds them."""
+    leaves = flatten_result(value)[0]
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def parts_of(value: object) -> list[object]:
+    """An object and what it holds, if that is tensors as well, and attributes say all of it.
 
     They do not if a list or an object is there twice, or if there is a function or a method in it,
-    which may know the object itself; and a `torch.Size` would become a tuple.
+    which may know the object itself; and a `torch.Size` would become a tuple. Then there are none.
     """
     seen: dict[int, object] = {}
     is_tree = _is_object(value) and _is_tree(value, seen)
-    return is_tree and any(isinstance(part, torch.Tensor) for part in seen.values())
+    has_tensors = is_tree and any(isinstance(part, torch.Tensor) for part in seen.values())
+    return list(seen.values()) if has_tensors else []
 
 
 def _is_tree(value: object, seen: dict[int, object]) -> bool:

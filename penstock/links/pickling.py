@@ -6,6 +6,8 @@ import io
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -159,6 +161,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return super().reducer_override(obj) if number is None else (_found, (number,))
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
             return _made_again, (type(obj), obj.args), vars(obj) or None
+        if isinstance(obj, ContextVar):  # among the globals of a hook that travels by value
+            with suppress(LookupError):
+                return _context_variable, (obj.name, obj.get())
+            return _context_variable, (obj.name,)
         return super().reducer_override(obj)
 
 
@@ -174,6 +180,11 @@ def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExcepti
     error = kind.__new__(kind, *args)
     error.args = args
     return error
+
+
+def _context_variable(name: str, *value: Any) -> ContextVar[Any]:
+    """A new one, with the value or the default of the other one, if it had one."""
+    return ContextVar(name, default=value[0]) if value else ContextVar(name)
 
 
 def _found(number: int) -> Any:

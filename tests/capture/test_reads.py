@@ -276,3 +276,59 @@ def test_a_model_that_gets_another_dtype() -> None:
                 (plain(part).square().mean() * 0.5).backward()
             pairs = zip(model.parameters(), plain.parameters(), strict=True)
             assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+class Labels:
+    """What a classifier notes when it gets its first labels, as those of transformers do."""
+
+    kind: str | None = None
+    calls = 0
+
+
+class NotesOnce(nn.Module):
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.config = Labels()
+        self.counts = counts
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.head(self.body(x).tanh())
+        if labels is None:
+            return logits  # type: ignore[no-any-return]
+        if self.config.kind is None:
+            self.config.kind = "whole" if labels.dtype == torch.long else "real"
+        if self.counts:
+            self.config.calls = self.config.calls + 1
+        if self.config.kind == "whole":
+            return logits + labels.unsqueeze(1)  # type: ignore[no-any-return]
+        return logits - labels.unsqueeze(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_what_a_first_forward_sets_once_does_not_close_the_model(labelled: bool) -> None:
+    """Capture leaves it alone, and the first pass sets it as the first forward does."""
+    labels = torch.randint(0, 4, (8,))
+    model, plain = NotesOnce(), NotesOnce()
+    plain.load_state_dict(model.state_dict())
+    program = ps.capture(model, (X[:, :4], labels) if labelled else (X[:, :4],))
+    assert program.closed == {}
+    assert model.config.kind is None
+    plan = uniform_plan(program, 2, 2)
+    with ps.Pipeline(model, program=program, plan=plan, devices=["cpu"] * 2, audit=1) as pipe:
+        for _ in range(2):
+            result = pipe(X[:, :4], labels)
+            parts = zip(X[:, :4].split(4), labels.split(4), strict=True)
+            assert torch.equal(result, torch.cat([plain(*part) for part in parts]))
+            assert model.config.kind == plain.config.kind == "whole"
+        for kind in ("real", None):  # what the user sets counts
+            model.config.kind = plain.config.kind = kind
+            parts = zip(X[:, :4].split(4), labels.split(4), strict=True)
+            wanted = [plain(*part) for part in parts]
+            assert torch.equal(pipe(X[:, :4], labels), torch.cat(wanted))
+            assert model.config.kind == plain.config.kind
+
+
+def test_what_every_forward_changes_closes_the_model() -> None:
+    program = ps.capture(NotesOnce(counts=True), (X[:, :4], torch.randint(0, 4, (8,))))
+    assert "config.calls" in program.closed[""]

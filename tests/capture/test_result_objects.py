@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.capture.trees import flatten_result, leaves_of, unflatten
-from tests.support.models import gpt2
+from tests.support.models import gpt2, uniform_plan
 
 X = torch.randn(8, 6)
 Y = torch.randn(8, 6)
@@ -110,6 +110,61 @@ def test_an_object_of_which_attributes_say_not_all_keeps_the_model_whole(returns
     assert "passes a Cache" in program.closed[""]
 
 
+def test_a_cache_with_a_layer_that_is_not_used() -> None:
+    model = Cached()
+    model.blocks = model.blocks[:3]
+    program = ps.capture(model, (X,))
+    assert (len(program), program.closed) == (6, {})
+    with ps.Pipeline(model, (X,), program=program, devices=["cpu"] * 2, cuts=["blocks.2"]) as pipe:
+        layers = pipe(X)["cache"].layers
+    assert [layer.keys is None for layer in layers] == [False, False, False, True]
+
+
+class Headed(nn.Module):
+    """A body that is kept whole and returns its cache, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Cached(), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        found = self.body(x.tanh())
+        return {"y": self.head(found["y"]), "cache": found["cache"]}
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_loss_may_use_the_cache_of_a_module_that_is_kept_whole(kind: Any) -> None:
+    """Its tensors are results like others, from which a backward may start."""
+
+    def loss_of(result: dict[str, Any], target: torch.Tensor) -> torch.Tensor:
+        keys = torch.stack(keys_of(result))
+        return (result["y"] - target).square().mean() + keys.square().mean()
+
+    model, plain = Headed(), Headed()
+    plain.load_state_dict(model.state_dict())
+    program = ps.capture(model, (X,), keep_closed=["body"])
+    assert [call.label for call in program.train.calls] == [
+        "tanh()",
+        "body",
+        "head",
+        "tensors_in()",
+    ]
+    plan = uniform_plan(program, 2, 2, "zero-bubble", cuts=["body"])
+    with ps.Pipeline(
+        model, (X,), program=program, plan=plan, devices=["cpu"] * 2, workers=kind, audit=1
+    ) as pipe:
+        loss = pipe.train_step(X, target=Y, loss_fn=loss_of)
+        assert [layer.length for layer in pipe(X)["cache"].layers] == [6] * 4
+    expected = torch.zeros(())
+    for x, y in zip(X.split(4), Y.split(4), strict=True):
+        part = loss_of(plain(x), y) * 0.5
+        part.backward()
+        expected = expected + part.detach()
+    assert torch.equal(loss, expected)
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad), name
+
+
 class Keeps(nn.Module):
     """Returns an object that it keeps, with what the forward has put there."""
 
@@ -152,7 +207,7 @@ def test_a_language_model_as_its_configuration_makes_it() -> None:
             assert torch.equal(getattr(layer, name), expected)
 
 
-def test_objects_without_tensors_stay_as_they_are() -> None:
+def test_objects_without_tensors_stay_as_they_are_unless_in_others() -> None:
     class Plain:
         def __init__(self) -> None:
             self.number = 3
@@ -166,6 +221,7 @@ def test_objects_without_tensors_stay_as_they_are() -> None:
     assert cache not in leaves[:1]
     rebuilt = unflatten(structure, leaves)
     assert rebuilt["cache"].layers[2].keys is X
-    assert rebuilt["cache"].layers[0] is cache.layers[0]
+    assert [type(layer) for layer in rebuilt["cache"].layers] == [Layer] * 4
+    assert rebuilt["cache"].layers[0].keys is None
     again = leaves_of({"plain": plain, "cache": cache, "x": Y}, structure)
     assert [leaf is not other for leaf, other in zip(leaves, again, strict=True)].count(True) == 1

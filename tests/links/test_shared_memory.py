@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -228,3 +229,13 @@ def test_what_is_there_is_had_without_waiting(ends: Ends) -> None:
     ends.wires[0].close()
     with pytest.raises(Gone):
         ends.receiver.get_nowait()
+
+
+def test_functions_that_read_context_variables() -> None:
+    """As the hooks do that collect what modules of transformers return."""
+    empty: ContextVar[int] = ContextVar("empty")
+    default = ContextVar("default", default=3)
+    given = ContextVar("given", default=3)
+    given.set(4)
+    read = unpack(*pack(lambda: (empty.get(None), default.get(), given.get())))
+    assert read() == (None, 3, 4)
