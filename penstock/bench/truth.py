@@ -47,6 +47,7 @@ from penstock.profile.data import DeviceProfile
 from penstock.profile.measure import device_profile
 from penstock.profile.team import Team
 from penstock.schedule import SCHEDULES
+from penstock.simulate import Simulator
 
 COUNTS = (2, 4, 8, 16)
 SCHEDULED = ("gpipe", "1f1b", "zero-bubble")
@@ -231,7 +232,7 @@ def predicted(plan: ps.Plan, costs: ps.Profile) -> float:
     """The seconds of a step by this plan, if calls cost what this profile says."""
     stretches = [Stretch(s.worker, *s.calls, s.recompute) for s in plan.stages]
     schedule = plan.schedule_for(plan.num_microbatches)
-    return Layout(costs, plan.num_microbatches).simulated(schedule, stretches).seconds
+    return Layout(costs, plan.num_microbatches).simulated(Simulator(schedule), stretches)
 
 
 def is_same(one: ps.Plan, other: ps.Plan) -> bool:

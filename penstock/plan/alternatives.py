@@ -13,6 +13,7 @@ from penstock.plan.plan import Candidate, Way
 from penstock.plan.shares import BUCKET
 from penstock.profile.data import ADDED_PER_SECOND, Link, Profile
 from penstock.schedule import build, check
+from penstock.simulate import Simulator
 
 _SCHEDULE = "1f1b"  # of the pipelines that there are replicas of
 
@@ -105,7 +106,7 @@ def _replicated_pipelines(profile: Profile, memory: Memory, replicas: int) -> Ca
             continue
         weights = max(layout.weights[s.start : s.stop].sum() for s in stretches)
         homes = profile.devices[::stages]
-        seconds = layout.simulated(schedule, stretches).seconds
+        seconds = layout.simulated(Simulator(schedule), stretches)
         seconds += _reduced(profile, float(weights), homes)
         found = (seconds, count, max(layout.peaks(stretches, flying, memory)))
         best = min(best, found) if best else found

@@ -14,6 +14,7 @@ from penstock.plan.layout import Layout, Memory, Span, Stretch
 from penstock.plan.partition import partition
 from penstock.plan.plan import Candidate, Plan, StagePlan
 from penstock.schedule import SCHEDULES, Rules, Schedule, build, check, placement_of
+from penstock.simulate import Simulator
 
 # In order of preference among equals: what is simplest and holds least, first.
 PREFERENCE = (
@@ -71,7 +72,12 @@ class Option:
     @cached_property
     def seconds(self) -> float:
         """The simulated seconds of a step."""
-        return self.layout.simulated(self.schedule, self.stretches).seconds
+        stages, count = len(self.stretches), self.layout.count
+        if self.rules is None:
+            simulator = simulator_of(self.name, stages, count, self.num_workers)
+        else:
+            simulator = Simulator(self.schedule)
+        return self.layout.simulated(simulator, self.stretches)
 
     @cached_property
     def flying(self) -> tuple[int, ...]:
@@ -234,6 +240,12 @@ def fastest(cutter: Cutter, name: str, beat: float = math.inf) -> Option:
 def built(name: str, stages: int, count: int, workers: int) -> Schedule:
     """The schedule of this name, made once."""
     return build(name, stages, count, num_workers=workers)
+
+
+@cache
+def simulator_of(name: str, stages: int, count: int, workers: int) -> Simulator:
+    """What runs the schedule of this name, made once."""
+    return Simulator(built(name, stages, count, workers))
 
 
 @cache

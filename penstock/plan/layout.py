@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.profile.data import Link, Profile
-from penstock.schedule import Action, Costs, Schedule, Timeline
-from penstock.simulate import Network, simulate
+from penstock.schedule import Costs
+from penstock.simulate import Network, Simulator
 
 Floats = NDArray[np.float64]
 Span = tuple[int, int]
@@ -199,19 +199,15 @@ class Layout:
             ),
         )
 
-    def simulated(self, schedule: Schedule, stretches: Sequence[Stretch]) -> Timeline:
-        """The predicted step, with every micro-batch at its own number of rows."""
+    def simulated(self, simulator: Simulator, stretches: Sequence[Stretch]) -> float:
+        """The predicted seconds of a step, with every micro-batch at its own number of rows."""
         by_rows = {rows: self.costs(stretches, rows) for rows in self._by_rows}
         of = [by_rows[rows].by_kind for rows in self.rows]
-
-        def seconds(action: Action) -> float:
-            kind, stage, microbatch = action
-            return of[microbatch][kind][stage]
-
+        durations = [of[k][kind][stage] for kind, stage, k in simulator.actions]
         costs = by_rows[self.most_rows]
         profile = self.profile
         network = Network.of(costs, overlap=profile.overlap, overhead=profile.overhead_seconds)
-        return simulate(schedule, seconds, network)
+        return max(simulator.times(durations, network)[1])
 
     def held(self, stretch: Stretch) -> float:
         """Bytes that a stage holds for every micro-batch in flight.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.simulate.events import Network, simulate
+from penstock.simulate.events import Network, Simulator, simulate
 from penstock.simulate.memory import Memory, memory_over_time
 
-__all__ = ["Memory", "Network", "memory_over_time", "simulate"]
+__all__ = ["Memory", "Network", "Simulator", "memory_over_time", "simulate"]

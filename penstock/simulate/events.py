@@ -83,38 +83,87 @@ def simulate(
     """
     if not isinstance(network, Network):
         network = Network(network)
-    network.check(schedule.num_stages)
-    last = 2 * schedule.num_stages - 1
-    hops = _hops(schedule, network)
-    forward, weight = Kind.FORWARD, Kind.WEIGHT
-    overhead, overlap = network.overhead, network.overlap
-    free = [0.0] * len(schedule.workers)
-    # A micro-batch is in one place at a time, so one clock each is enough: when the result of its
-    # last action reaches the worker of the next one.
-    arrival = [0.0] * schedule.num_microbatches
-    # A link has one sender, and `walk` keeps every worker's order: first in, first out.
-    taken = [0.0] * (1 + max(hop.link for hop in hops))
-    events = []
-    for worker, action in walk(schedule):
-        kind, stage, microbatch = action
-        start = free[worker]
-        if kind is weight:
-            end = start + overhead + seconds(action)
-            free[worker] = end
-            events.append(Event(worker, action, start, end))
-            continue
-        ready = arrival[microbatch]
-        if ready > start:
-            start = ready
-        end = sent = start + overhead + seconds(action)
-        link, latency, transfer = hops[stage if kind is forward else last - stage]
-        if link:
-            sent = (taken[link] if taken[link] > end else end) + transfer
-            taken[link] = sent
-        free[worker] = end if overlap else sent
-        arrival[microbatch] = sent + latency
-        events.append(Event(worker, action, start, end))
-    return Timeline(len(schedule.workers), events)
+    simulator = Simulator(schedule)
+    durations = [seconds(action) for action in simulator.actions]
+    starts, ends = simulator.times(durations, network)
+    events = map(Event, simulator.on, simulator.actions, starts, ends)
+    return Timeline(len(schedule.workers), list(events))
+
+
+class Simulator:
+    """One schedule, to be run with many durations: the order of its actions is found once.
+
+    Args:
+        schedule: one that `penstock.schedule.check` accepts.
+
+    Attributes:
+        schedule: as given.
+        actions: all of them, in an order in which a single thread could run them.
+        on: the worker of each.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        steps = list(walk(schedule))
+        self.on = [worker for worker, _ in steps]
+        self.actions = [action for _, action in steps]
+        last = 2 * schedule.num_stages - 1
+        self._steps = [
+            (worker, _position(action, last), action.microbatch) for worker, action in steps
+        ]
+
+    def times(
+        self, durations: Sequence[float], network: Network
+    ) -> tuple[list[float], list[float]]:
+        """When every action starts and ends, in the order of `actions`.
+
+        Args:
+            durations: seconds, in the same order.
+            network: the links between stages.
+
+        Raises:
+            InputError: the latencies or transfers are not one per pair of neighbouring stages.
+        """
+        schedule = self.schedule
+        network.check(schedule.num_stages)
+        hops = _hops(schedule, network)
+        overhead, overlap = network.overhead, network.overlap
+        free = [0.0] * len(schedule.workers)
+        # A micro-batch is in one place at a time, so one clock each is enough: when the result of
+        # its last action reaches the worker of the next one.
+        arrival = [0.0] * schedule.num_microbatches
+        # A link has one sender, and `walk` keeps every worker's order: first in, first out.
+        taken = [0.0] * (1 + max(hop.link for hop in hops))
+        starts: list[float] = []
+        ends: list[float] = []
+        for (worker, position, microbatch), seconds in zip(self._steps, durations, strict=True):
+            start = free[worker]
+            if position < 0:
+                end = free[worker] = start + overhead + seconds
+            else:
+                ready = arrival[microbatch]
+                if ready > start:
+                    start = ready
+                end = sent = start + overhead + seconds
+                link, latency, transfer = hops[position]
+                if link:
+                    sent = (taken[link] if taken[link] > end else end) + transfer
+                    taken[link] = sent
+                free[worker] = end if overlap else sent
+                arrival[microbatch] = sent + latency
+            starts.append(start)
+            ends.append(end)
+        return starts, ends
+
+
+def _position(action: Action, last: int) -> int:
+    """Where an action is on its micro-batch's path; -1 if it is not on it."""
+    if action.kind is Kind.WEIGHT:
+        return -1
+    return action.stage if action.kind is Kind.FORWARD else last - action.stage
 
 
 class _Hop(NamedTuple):

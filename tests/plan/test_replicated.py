@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import msgspec
 import pytest
 
 import penstock as ps
-from penstock.plan.layout import Layout
 from penstock.plan.request import Request
 from penstock.plan.search import plans
 from penstock.plan.shares import blocks, dealt
 from penstock.plan.stages import EFFORT
 from penstock.profile import DeviceProfile
 from penstock.profile.hardware import parse
-from penstock.schedule import Schedule, Timeline
-from penstock.simulate import simulate
+from penstock.simulate import Simulator
 
 CALLS = 8
 
@@ -247,12 +244,13 @@ def test_many_different_devices_are_planned_with_little_effort(
 ) -> None:
     """Where even the likeliest case would take too long, the cheapest is tried."""
     simulated = []
+    times = Simulator.times
 
-    def counted(schedule: Schedule, *args: Any) -> Timeline:
-        simulated.append(sum(map(len, schedule.workers)))
-        return simulate(schedule, *args)
+    def counted(self: Simulator, *args: Any) -> Any:
+        simulated.append(len(self.actions))
+        return times(self, *args)
 
-    monkeypatch.setattr(sys.modules[Layout.__module__], "simulate", counted)
+    monkeypatch.setattr(Simulator, "times", counted)
     names, calls = tuple(f"device{k}" for k in range(16)), 64
     costs = profile(len(names))
     kinds = {}
