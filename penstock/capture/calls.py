@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.capture.numbers import Given, Number, Outcome, name_of
-from penstock.capture.places import MISSING, Place, frozen
+from penstock.capture.places import MISSING, SCALARS, Place, frozen
 from penstock.capture.trees import Leaf, Structure, flatten, map_leaves
 
 INPUTS = -1
@@ -41,11 +41,13 @@ class Changed(Unrecordable):
         place: where.
         before: what it has read there; `MISSING` if there was nothing, or no plain data.
         after: what is there at its end.
+        is_plain: whether both are plain data.
     """
 
     def __init__(self, path: str, place: Place, before: Any, after: Any) -> None:
         super().__init__(path, f"the forward changes {place}")
         self.place, self.before, self.after = place, before, after
+        self.is_plain = isinstance(before, SCALARS) and isinstance(after, SCALARS)
 
 
 @dataclass(frozen=True, slots=True)

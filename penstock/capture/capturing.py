@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from penstock.capture.calls import (
     Call,
     Changed,
     Join,
+    Reads,
     Sizes,
     TensorInfo,
     Trace,
@@ -34,7 +34,7 @@ from penstock.capture.numbers import Given, Numeric, Where, found
 from penstock.capture.objects import Objects, remembering, shared, uncompiled
 from penstock.capture.opening import Opening, check_example
 from penstock.capture.passing import passing_in
-from penstock.capture.places import MISSING, SCALARS, Place
+from penstock.capture.places import MISSING, Place
 from penstock.capture.preserve import Parameters, first_forward, untouched
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key
@@ -176,6 +176,7 @@ class _Capturer:
         self._first_helped: bool | None = None
         self._marks: set[Place] = set()  # which that leaves, and which are not there later
         self._settled: dict[Place, tuple[Any, Any]] = {}  # before and after the first forward
+        self._read_first: list[Reads] = []  # what those have read
 
     def first_that_works(self, attempts: Sequence[list[Sizes]]) -> Program:
         """The program, recorded at the first of these choices of sizes that the model takes.
@@ -232,8 +233,6 @@ class _Capturer:
                     raise
                 if isinstance(problem, Assigned) and self.first_forward(points[0]):
                     continue
-                if isinstance(problem, Changed) and self.settle(problem):
-                    continue
                 if problem.path in self.opening.closed:
                     raise CaptureError(f"the forward cannot be recorded: {problem}") from problem
                 self.opening.close(problem.path, problem.why)
@@ -256,26 +255,6 @@ class _Capturer:
                 module.training = flag
             return self._first_helped
         return False
-
-    def settle(self, problem: Changed) -> bool:
-        """Go on from what the forward has left at a place, if it is plain data.
-
-        transformers' classifiers, for instance, note in their configuration what kind of labels
-        they get, when they get the first. What changes once more has not settled.
-        """
-        place = problem.place
-        if place in self._settled:
-            before, _ = self._settled.pop(place)
-            place.put(self.model, before)
-            return False
-        values = problem.before, problem.after
-        if not all(isinstance(value, SCALARS) for value in values) or not place.can_be_put(
-            self.model
-        ):
-            return False
-        self._settled[place] = values
-        place.put(self.model, problem.after)
-        return True
 
     def _program(self, train: Trace, evaluation: Trace, points: Sequence[Sizes]) -> Program:
         if self.parameters is not None:
@@ -325,15 +304,12 @@ class _Capturer:
         with untouched(model):
             if self._first_helped:
                 other.first_forward(sizes)
-            problems: list[Exception] = []
-            attempts = deque(like.varying.attempts(sizes)[1:])
-            while attempts:
+            problems = []
+            for points in like.varying.attempts(sizes)[1:]:
                 try:
-                    return other._passing_in(changing, attempts[0], training)
+                    return other._passing_in(changing, points, training)
                 except Exception as problem:
-                    if not (isinstance(problem, Changed) and other.settle(problem)):
-                        problems.append(problem)
-                        attempts.popleft()
+                    problems.append(problem)
         if not isinstance(problems[0], Unrecordable):
             raise problems[0]
         raise CaptureError(
@@ -528,7 +504,39 @@ class _Capturer:
 
         With `shapes` nothing that weights enter is computed: what is drawn or written does not
         show.
+
+        Where the forward sets plain data of an object once and for all, and does nothing else the
+        first time, the recording is one of a later time. (transformers' classifiers note in their
+        configuration what kind of labels they get, when they get the first.)
         """
+        try:
+            found = self._recorded(sizes, training, key, strict, shapes)
+        except Changed as problem:
+            place, before = problem.place, problem.before
+            can_settle = problem.is_plain and place.can_be_put(self.model)
+            if not can_settle or place in self._settled or self.numbers:
+                raise
+            first = self._recorded(sizes, training, key, False, shapes)
+            place.put(self.model, problem.after)
+            self._settled[place] = before, problem.after
+            try:
+                found = self._record(sizes, training, key, strict, shapes)
+                if not _do_the_same(first, found):
+                    raise problem
+            except BaseException:
+                place.put(self.model, before)
+                del self._settled[place]
+                raise
+            self._read_first.append(first[0].reads)
+        for reads in self._read_first:  # what it has set may depend on them
+            found[0].reads = found[0].reads.with_all_of(reads)
+        settled = {p: v for p, v in self._settled.items() if p in found[0].reads.seen}
+        found[0].reads.settled = settled
+        return found
+
+    def _recorded(
+        self, sizes: Sizes, training: bool, key: Key, strict: bool, shapes: bool
+    ) -> tuple[Trace, list[Any]]:
 
         def recorded() -> tuple[Trace, list[Any]]:
             args, kwargs = self._batch(sizes)
@@ -546,7 +554,6 @@ class _Capturer:
         trace, results = self._without_saving(recorded)
         for mark in self._marks:
             trace.reads.seen.pop(mark, None)
-        trace.reads.settled = {p: v for p, v in self._settled.items() if p in trace.reads.seen}
         for k in set(self.open).difference(trace.reads.given):
             trace.reads.inputs[k, "value"] = input_property(self.leaves[k], "value")
         if strict and (place := trace.reads.changed(self.model)) is not None:
@@ -634,6 +641,15 @@ class _Capturer:
             if self.as_it_is and isinstance(given, torch.Tensor) and given.requires_grad:
                 leaf.requires_grad_()
         return leaves
+
+
+def _do_the_same(one: tuple[Trace, Sequence[Any]], other: tuple[Trace, Sequence[Any]]) -> bool:
+    """Whether two recordings have the same calls, and give and change the same."""
+    (mine, results), (theirs, others) = one, other
+    calls = mine.calls == theirs.calls and mine.changed == theirs.changed
+    same_structure = mine.output_structure == theirs.output_structure
+    alike = calls and same_structure and mine.outputs == theirs.outputs
+    return alike and len(results) == len(others) and all(map(same, results, others))
 
 
 def _resting(model: nn.Module, trace: Trace) -> frozenset[str]:

@@ -83,7 +83,7 @@ class Guards:
         """
         different = self.different()
         if different is not None and self.settle():
-            different = self.different()
+            different = None
         if different is None:
             return True
         if isinstance(different, Place) and self.is_replaced(different):
@@ -91,14 +91,18 @@ class Guards:
         return False
 
     def settle(self) -> bool:
-        """Set what a first forward sets, where there is what it finds; whether there was any."""
-        found = False
+        """Set what a first forward sets, if there is what it finds; whether all is as read then."""
+        put = []
         for place, (before, after) in self.reads.settled.items():
             now = place.find(self._model)
             if type(now) is type(before) and now == before:
                 place.put(self._model, after)
-                found = True
-        return found
+                put.append((place, before))
+        if put and self.different() is None:
+            return True
+        for place, before in put:
+            place.put(self._model, before)
+        return False
 
     def different(self) -> Place | str | None:
         """Where something else is now than was read; `None` if nowhere.

@@ -353,6 +353,12 @@ class StageModule(fx.GraphModule):
         )
         return made
 
+    def leaves(self) -> list[Any]:
+        """What its nodes refer to by name, each once: modules, parameters and others."""
+        names = (node.target for node in self.graph.nodes if node.op in ("get_attr", "call_module"))
+        found = [operator.attrgetter(name)(self) for name in dict.fromkeys(names)]
+        return list({id(leaf): leaf for leaf in found}.values())
+
     def __reduce__(self) -> Any:
         leaves: dict[str, Any] = {}
         nodes: list[_PickledNode] = []

@@ -8,17 +8,44 @@ and what is not in a buffer, replicas in other processes do not see at all.
 
 from __future__ import annotations
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.capture.attributes import owner_of
 from penstock.capture.preserve import own_generators
 from penstock.capture.program import Program
+from penstock.capture.watching import is_compiled
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def why_one_replica(program: Program) -> str:
     """Why a model should have one replica only: a sentence; empty if it can have several."""
     reason = _reason(program)
     return reason and f"There is one replica, as {reason}, so its forwards come one after another."
+
+
+def why_no_recomputing(program: Program) -> str:
+    """Why replicas of a model cannot recompute; empty if they can."""
+    modules = dict(program.model.named_modules())
+    for name in program.train.changed:
+        path, _ = owner_of(program.model, name)
+        calls = [call for call in program.train.calls if call.target == path]
+        plain = all(call.ambient is None and not call.random for call in calls)
+        if not (calls and plain and may_have_a_twin(modules[path])):
+            return f"a forward changes {name!r}, which others may be using"
+    return ""
+
+
+def may_have_a_twin(module: nn.Module) -> bool:
+    """Whether a call of the module runs nothing that knows the module itself: hooks, say."""
+    own = vars(module)
+    hooks = any(
+        not getattr(hook, "__module__", "").startswith("penstock.")
+        for name in _HOOKS
+        for hook in own[name].values()
+    )
+    return not (hooks or any(module.children()) or "forward" in own or is_compiled(module))
 
 
 def _reason(program: Program) -> str:

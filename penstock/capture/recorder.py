@@ -345,9 +345,12 @@ class Recorder(TorchFunctionMode):
         leaves = flatten_result(result, self._makes)[0]
         opened = [leaf for leaf in leaves if self._is_only_returned(leaf, leaves)]
         for made in opened:
-            call = Call(tensors_in, (self._encode(made),), {}, "")
+            held = flatten_result(made)[0]
+            others = [leaf for leaf in held if not isinstance(leaf, torch.Tensor)]
+            args = self._encode(made), tuple(map(self._encode, others))
+            call = Call(tensors_in, args, {}, "")
             call.identity = self._identify(call)
-            self._append(call, tensors_in(made), dynamic=False)
+            self._append(call, tensors_in(made, others), dynamic=False)
         leaves, structure = flatten_result(
             result, lambda value: any(value is made for made in opened) or self._makes(value)
         )

@@ -76,7 +76,8 @@ class Order:
     ) -> Order:
         """The backward of this forward, under the autocast that it is called under."""
         back = replace(self, what="backward", values=(), gradients=gradients)
-        return replace(back, modes=modes._replace(grad=True), wanted=wanted)
+        now = flushes_denormal()
+        return replace(back, modes=modes._replace(grad=True), wanted=wanted, flushes_denormal=now)
 
     def part(self, first: bool, last: bool) -> Order:
         """What a worker needs of it that has the first stage, or the last one, or neither."""

@@ -204,6 +204,7 @@ class InOrder:
         """
         calls: Counter[nn.Module] = Counter()
         for span in spans:
+            span.keep_apart()
             found = calls_of(span.module)
             users = _users_of_memories(span, found)
             if span.recompute and not span.apart.issuperset(chain(*users.values())):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +25,9 @@ from penstock.capture.attributes import find
 from penstock.capture.calls import Ambient, Sizes, ambient
 from penstock.capture.lowering import StageModule
 from penstock.capture.meta import NoSavedTensors
+from penstock.capture.one_replica import may_have_a_twin
 from penstock.capture.randomness import Key
-from penstock.capture.watching import is_compiled
-from penstock.engine.state import State, values_saved
+from penstock.engine.state import State, attributes_of, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
 
 # While they train, their backwards do not use the running statistics that their forwards change.
@@ -46,7 +46,7 @@ class Span:
         memories: what its forward remembers in attributes: each is the modules that have it.
         saves: whether its forward computes gradients itself, so that it needs what autograd saves.
         apart: norms in training that leave their running statistics alone when the forward runs
-            again: other replicas may be using them.
+            again, as other replicas may be using them; none before `keep_apart`.
     """
 
     module: Callable[..., Values]
@@ -63,11 +63,22 @@ class Span:
         unused = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         unused -= read_by(stage)
         self._used = [tensor for tensor in self.changing if id(tensor) not in unused]
-        self.apart = frozenset(_alone(stage, norms)) if self.recompute else frozenset[nn.Module]()
-        theirs = {id(buffer) for norm in self.apart for buffer in norm.buffers(recurse=False)}
-        self._modules = [module for module in modules if module not in self.apart]
-        self._changing = [tensor for tensor in self.changing if id(tensor) not in theirs]
+        self.apart: frozenset[nn.Module] = frozenset()
+        self._modules, self._changing = modules, self.changing
+        self._norms = norms
         self._again = _Again()
+
+    def keep_apart(self) -> None:
+        """Let norms leave their running statistics alone when the forward runs again.
+
+        Those that others know, by hooks or as parts of modules, are not among them.
+        """
+        changing = {id(tensor) for tensor in self.changing}
+        found = [norm for norm in self._norms if not changing.isdisjoint(map(id, norm.buffers()))]
+        self.apart = frozenset(_alone(self.module, found)) if self.recompute else frozenset()
+        theirs = {id(buffer) for norm in self.apart for buffer in norm.buffers(recurse=False)}
+        self._modules = [module for module in self._modules if module not in self.apart]
+        self._changing = [tensor for tensor in self.changing if id(tensor) not in theirs]
 
     def run(self, sizes: Sizes, key: Key, values: Values) -> Values:
         """Run the forward; autograd saves what changes as it is at that moment."""
@@ -78,8 +89,17 @@ class Span:
         """The buffers, attributes and generators of its modules, without those `apart`, now."""
         return State(self._modules, self._changing)
 
-    def run_again(self, sizes: Sizes, key: Key, values: Values) -> Values:
-        """Run the forward as `run` does, with other buffers in the modules `apart`."""
+    def attributes_apart(self) -> Attributes:
+        """The plain attributes of the modules `apart`, as they are now."""
+        return {module: attributes_of(module) for module in self.apart}
+
+    def run_again(self, sizes: Sizes, key: Key, values: Values, attributes: Attributes) -> Values:
+        """Run the forward as `run` does, with twins of the modules `apart`.
+
+        Args:
+            sizes, key, values: as of the first time.
+            attributes: what `attributes_apart` gave then.
+        """
         again = self._again
         if again.module is None:
             again.twins = {module: nn.Module() for module in self.apart}
@@ -87,7 +107,7 @@ class Span:
             if isinstance(self.module, StageModule) and again.twins:
                 again.module = self.module.with_modules(again.twins)
         for module, twin in again.twins.items():
-            _become(twin, module)
+            _become(twin, module, attributes[module])
         with values_saved(self._used):
             return again.module(sizes, key, *values)
 
@@ -107,27 +127,26 @@ class _Again(threading.local):
         return _Again, ()
 
 
-def _become(twin: nn.Module, module: nn.Module) -> None:
-    """Make the twin what the module is now, with its weights and hooks and with other buffers."""
+def _become(twin: nn.Module, module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Make the twin what the module is, with its weights and with buffers of its own."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
     object.__setattr__(twin, "__class__", type(module))
-    object.__setattr__(twin, "__dict__", vars(module) | {"_buffers": buffers})
+    object.__setattr__(twin, "__dict__", {**vars(module), **attributes, "_buffers": buffers})
 
 
 def _alone(stage: Callable[..., Any], norms: Collection[nn.Module]) -> Iterator[nn.Module]:
     """Those that nothing but a call of their own uses, and that do nothing unusual."""
     if not isinstance(stage, StageModule):
         return
-    called = calls_of(stage)
+    called, leaves = calls_of(stage), stage.leaves()
     holders = Counter(id(b) for m in stage.modules() for b in m.buffers(recurse=False))
     read = read_by(stage)
     for norm in norms:
         own = [id(buffer) for buffer in norm.buffers(recurse=False)]
         held_once = all(holders[buffer] == 1 and buffer not in read for buffer in own)
-        called_once = norm in called and sum(norm in m.modules() for m in called) == 1
-        plain = not any(norm.children()) and "forward" not in vars(norm) and not is_compiled(norm)
-        if held_once and called_once and plain:
+        users = [leaf for leaf in leaves if isinstance(leaf, nn.Module) and norm in leaf.modules()]
+        if held_once and norm in called and users == [norm] and may_have_a_twin(norm):
             yield norm
 
 
@@ -165,6 +184,10 @@ class Passed(NamedTuple):
     roots: Roots
 
 
+Attributes = Mapping[nn.Module, Mapping[str, Any]]
+"""The plain attributes of some modules."""
+
+
 class Recomputation(NamedTuple):
     """How to pass a span again: the same values, random numbers, buffers and modes.
 
@@ -175,6 +198,7 @@ class Recomputation(NamedTuple):
         key: of its random numbers.
         state: what the modules remembered then.
         modes: autocast, as it was.
+        attributes: of the modules that run apart, as they were.
     """
 
     span: Span
@@ -183,6 +207,7 @@ class Recomputation(NamedTuple):
     key: Key
     state: State
     modes: Ambient
+    attributes: Attributes
 
     def run(self) -> Passed:
         """Run the forward again; what modules remember is left as it is now."""
@@ -191,7 +216,8 @@ class Recomputation(NamedTuple):
         try:
             entry, entered = enter(self.values)
             with torch.enable_grad(), self.modes.autocasting():
-                return Passed(entry, edges(self.span.run_again(self.sizes, self.key, entered)))
+                again = self.span.run_again(self.sizes, self.key, entered, self.attributes)
+                return Passed(entry, edges(again))
         finally:
             now.put_back()
 
@@ -209,7 +235,8 @@ def run_span(
         return entry, span.run(sizes, key, entered)
     state = span.state()
     kept = tuple(_copied(v) if k in span.overwritten else v for k, v in enumerate(values))
-    recomputation = Recomputation(span, kept, sizes, key, state, ambient())
+    apart = span.attributes_apart()
+    recomputation = Recomputation(span, kept, sizes, key, state, ambient(), apart)
     entry, results = _run_without_saving(recomputation, values)
     if not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
         return entry, results  # all of it is frozen: there is no backward to run it again for

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -162,9 +164,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
             return _made_again, (type(obj), obj.args), vars(obj) or None
         if isinstance(obj, ContextVar):  # among the globals of a hook that travels by value
-            with suppress(LookupError):
-                return _context_variable, (obj.name, obj.get())
-            return _context_variable, (obj.name,)
+            return _reduced_context_variable(obj)
         return super().reducer_override(obj)
 
 
@@ -180,6 +180,21 @@ def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExcepti
     error = kind.__new__(kind, *args)
     error.args = args
     return error
+
+
+def _reduced_context_variable(variable: ContextVar[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """By the module that has it, or what makes a new one of it."""
+    for name, module in list(sys.modules.items()):
+        for attribute, value in list(vars(module).items()) if name != "__main__" else ():
+            if value is variable:
+                return _attribute_of, (name, attribute)
+    with suppress(LookupError):
+        return _context_variable, (variable.name, variable.get())
+    return _context_variable, (variable.name,)
+
+
+def _attribute_of(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _context_variable(name: str, *value: Any) -> ContextVar[Any]:

@@ -64,7 +64,7 @@ def plans_of_replicas(
         PlanError: there is none; or there are no such parts of the devices.
         InputError: as `penstock.plan.search.plan` does.
     """
-    _check_request(profile, request, sharing.replicas)
+    request = _possible(profile, request, sharing.replicas)
     found: list[_Tried] = []
     errors: list[PlanError] = []
     divisions = _divisions(profile, sharing.replicas)
@@ -83,8 +83,8 @@ def plans_of_replicas(
     return [tried.plan(others) for tried in best]
 
 
-def _check_request(profile: Profile, request: Request, replicas: int) -> None:
-    """Raise unless replicas can do what is asked for.
+def _possible(profile: Profile, request: Request, replicas: int) -> Request:
+    """The request, if replicas can do what it asks for.
 
     Raises:
         PlanError: they cannot.
@@ -101,6 +101,11 @@ def _check_request(profile: Profile, request: Request, replicas: int) -> None:
         raise PlanError(
             f"{request.schedule} may halve backwards, which replicas do not; choose another one"
         )
+    if request.replicas == "auto" and profile.no_recomputing:
+        if request.recompute not in ("auto", "none"):
+            raise PlanError(f"replicas cannot recompute: {profile.no_recomputing}")
+        return replace(request, recompute="none")
+    return request
 
 
 def _divisions(profile: Profile, replicas: int) -> list[list[Devices]]:

@@ -216,6 +216,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         overlap: whether a worker goes on while what it sends is under way, and need not copy it.
         threads: intra-op threads of each CPU worker; 0 where it is not known.
         one_replica: why the model can have one replica only; empty if it can have several.
+        no_recomputing: why several replicas cannot recompute; empty if they can.
         version: of the file format.
     """
 
@@ -238,6 +239,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     overlap: bool = True
     threads: int = 0
     one_replica: str = ""
+    no_recomputing: str = ""
     version: int = VERSION
 
     @property

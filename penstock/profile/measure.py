@@ -13,7 +13,7 @@ import torch
 from penstock.capture import ROWS, Program, Sizes, TensorInfo
 from penstock.capture.blame import lone_row
 from penstock.capture.explain import first_used
-from penstock.capture.one_replica import why_one_replica
+from penstock.capture.one_replica import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.display.terminal import Progress
@@ -210,6 +210,7 @@ class NotMeasured(TypedDict):
 
     threads: int
     one_replica: str
+    no_recomputing: str
 
 
 def not_measured(
@@ -224,6 +225,7 @@ def not_measured(
     return {
         "threads": threads if any(torch.device(name).type == "cpu" for name in devices) else 0,
         "one_replica": why_one_replica(program) or nests,
+        "no_recomputing": why_no_recomputing(program),
     }
 
 

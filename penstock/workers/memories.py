@@ -70,6 +70,7 @@ def check_buffers(spans: Iterable[Span], replicas: int, model: nn.Module) -> Non
     }
     for span in spans:
         changing = {id(tensor) for tensor in span.changing}
+        span.keep_apart()
         apart = {id(buffer) for module in span.apart for buffer in module.buffers(recurse=False)}
         if span.recompute and changing - apart:
             raise InputError(

@@ -332,3 +332,44 @@ def test_what_a_first_forward_sets_once_does_not_close_the_model(labelled: bool)
 def test_what_every_forward_changes_closes_the_model() -> None:
     program = ps.capture(NotesOnce(counts=True), (X[:, :4], torch.randint(0, 4, (8,))))
     assert "config.calls" in program.closed[""]
+
+
+class Decides(nn.Module):
+    """Sets what depends on something else that it reads the first time only."""
+
+    def __init__(self, acts: str = "") -> None:
+        super().__init__()
+        self.config, self.acts = Labels(), acts
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        if self.config.kind is None:
+            self.config.kind = "a" if self.config.calls < 2 else "b"
+            if self.acts == "computes":
+                h = h * 7
+            if self.acts == "writes":
+                with torch.no_grad():
+                    self.scale.copy_(1 / x.std(0))
+        h = h.tanh() if self.config.kind == "a" else h.sigmoid()
+        return self.head(h * self.scale)  # type: ignore[no-any-return]
+
+
+def test_what_is_set_once_may_depend_on_other_reads() -> None:
+    model, plain = Decides(), Decides()
+    plain.load_state_dict(model.state_dict())
+    with ps.Pipeline(
+        model, (X[:, :4],), devices=["cpu"] * 2, cuts=["head"], num_microbatches=1, audit=None
+    ) as pipe:
+        for kind, calls in ((None, 0), ("a", 0), (None, 5), ("b", 5), (None, 0), ("b", 0)):
+            for each in (model, plain):
+                each.config.kind, each.config.calls = kind, calls
+            assert torch.equal(pipe(X[:, :4]), plain(X[:, :4])), (kind, calls)
+            assert model.config.kind == plain.config.kind
+
+
+@pytest.mark.parametrize("acts", ["computes", "writes"])
+def test_a_first_forward_that_does_more_closes_the_model(acts: str) -> None:
+    program = ps.capture(Decides(acts), (X[:, :4],))
+    assert "config.kind" in program.closed[""]

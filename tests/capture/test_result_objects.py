@@ -165,6 +165,36 @@ def test_a_loss_may_use_the_cache_of_a_module_that_is_kept_whole(kind: Any) -> N
         assert torch.equal(parameter.grad, other.grad), name
 
 
+class Counted(nn.Module):
+    """Puts a number that depends on values into the object that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> Layer:
+        layer = Layer()
+        layer.keys, layer.length = self.linear(x), int((x > 50).sum())
+        return layer
+
+
+class HasCounted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.counted = nn.Linear(6, 6), Counted()
+
+    def forward(self, x: torch.Tensor) -> Layer:
+        self.first(x)
+        return self.counted(x)  # type: ignore[no-any-return]
+
+
+def test_what_a_closed_module_puts_beside_tensors_must_not_depend_on_values() -> None:
+    with ps.Pipeline(HasCounted(), (X,), devices=["cpu"], num_microbatches=1, audit=None) as pipe:
+        assert pipe(X).length == 0
+        with pytest.raises(ps.PenstockError, match="holds 1 instead of 0: data that depend on"):
+            pipe(torch.cat([X[:7], torch.tensor([[99.0] + [0.0] * 5])]))
+
+
 class Keeps(nn.Module):
     """Returns an object that it keeps, with what the forward has put there."""
 

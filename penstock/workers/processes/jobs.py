@@ -43,18 +43,27 @@ End = tuple[Literal["sink", "source", "local"], int]
 """Which end of a link a worker has, and the number of its socket."""
 
 
+_BACKENDS = [
+    getattr(torch.backends.mkldnn, name)
+    for name in ("matmul", "conv", "rnn")
+    if hasattr(torch.backends.mkldnn, name)
+]
+
+
 class Settings(NamedTuple):
     """The settings of torch that users may change at any time, and that change what is computed.
 
     Attributes:
         dtype: the default.
-        precision: of float32 matrix products.
+        precision: of float32 matrix products; empty if only `precisions` says it.
+        precisions: of those of oneDNN, its convolutions and recurrent networks.
         deterministic: whether only deterministic algorithms are used, and whether others warn.
         mkldnn: whether oneDNN is used.
     """
 
     dtype: torch.dtype
     precision: str
+    precisions: tuple[str, ...]
     deterministic: tuple[bool, bool]
     mkldnn: bool
 
@@ -67,7 +76,8 @@ class Settings(NamedTuple):
         )
         return cls(
             torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
+            _precision(),
+            tuple(backend.fp32_precision for backend in _BACKENDS),
             deterministic,
             bool(torch.backends.mkldnn.enabled),
         )
@@ -75,9 +85,20 @@ class Settings(NamedTuple):
     def apply(self) -> None:
         """Make them those of this process."""
         torch.set_default_dtype(self.dtype)
-        torch.set_float32_matmul_precision(self.precision)
+        if self.precision:
+            torch.set_float32_matmul_precision(self.precision)
+        for backend, precision in zip(_BACKENDS, self.precisions, strict=True):
+            backend.fp32_precision = precision
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         torch.backends.mkldnn.set_flags(self.mkldnn)
+
+
+def _precision() -> str:
+    """Of float32 matrix products; torch refuses to say it if backends differ."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
 
 
 @dataclass(frozen=True)
