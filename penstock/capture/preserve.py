@@ -118,7 +118,7 @@ def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
     """
     modules = list(model.modules())
     before = [_attributes(module) for module in modules]
-    with torch.no_grad():
+    with torch.no_grad(), objects_kept(modules):
         forward()
     if all(_only_marks(old, _attributes(m)) for old, m in zip(before, modules, strict=True)):
         return True

@@ -74,6 +74,9 @@ class _Seeding(Recorder):
     def _check_sizes(self, leaves: object) -> None:
         """Does nothing: outside of a recording any size may be read."""
 
+    def _check_layout(self, name: str, leaves: object) -> None:
+        """Does nothing: outside of a recording any layout may be read."""
+
     def _record(
         self,
         target: str | Callable[..., Any],

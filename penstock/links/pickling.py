@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted
@@ -165,6 +167,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return _made_again, (type(obj), obj.args), vars(obj) or None
         if isinstance(obj, ContextVar):  # among the globals of a hook that travels by value
             return _reduced_context_variable(obj)
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            kind = type(obj).__bases__[0]  # its own class was made for it alone
+            names = tuple(obj.parametrizations)  # type: ignore[arg-type]
+            return _parametrized, (kind, names), vars(obj)
         return super().reducer_override(obj)
 
 
@@ -180,6 +186,15 @@ def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExcepti
     error = kind.__new__(kind, *args)
     error.args = args
     return error
+
+
+def _parametrized(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """A module without contents, of a class that computes what has these names."""
+    module = kind.__new__(kind)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 def _reduced_context_variable(variable: ContextVar[Any]) -> tuple[Any, tuple[Any, ...]]:

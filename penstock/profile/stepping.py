@@ -16,6 +16,7 @@ from penstock.capture.calls import input_leaves
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
+from penstock.capture.trees import flatten_result, parts_of, unflatten
 from penstock.profile.halving import halved_calls, trained_weights, weight_share
 from penstock.profile.timing import Timing, now, timed_backward
 
@@ -106,8 +107,8 @@ class Steps:
             weights = self.weights.get(index, ())
             timing.shares.append(weight_share(made, given, weights, self.device))
         results.update({n: scope[n] for n in nodes})
-        if clone:  # later calls read what was changed
-            results.update({n: scope[n] for n in entering})
+        changed = [n for n in entering if clone or not isinstance(scope[n], torch.Tensor)]
+        results.update({n: scope[n] for n in changed})  # later calls read what was changed
 
     def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
         """The bytes that every call is the first to hold for its backward, after one forward.
@@ -129,9 +130,17 @@ class Steps:
 
 
 def _severed(value: object, clone: bool) -> Any:
-    """The value without its history; a copy where the call will change it in place."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+    """The value without its history; a copy where the call will change it in place.
+
+    An object that holds tensors becomes another one, which holds them without theirs.
+    """
+    if isinstance(value, nn.Parameter):
         return value
+    if not isinstance(value, torch.Tensor):
+        if not parts_of(value):
+            return value
+        leaves, structure = flatten_result(value)
+        return unflatten(structure, [_severed(leaf, clone) for leaf in leaves])
     fresh = value.detach().requires_grad_(value.requires_grad)
     return fresh.clone() if clone else fresh
 

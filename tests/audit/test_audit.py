@@ -639,3 +639,22 @@ def test_a_clock_is_an_error_with_several_threads_too(monkeypatch: pytest.Monkey
         monkeypatch.setattr(f"{__name__}.SCALE", [2.0])
         with pytest.raises(ps.AuditError, match=r"the forward passes 2\.0"):
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+
+
+class Strided(nn.Module):
+    """Draws, and asks how a value lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.a(x))
+        return self.b(x if x.is_contiguous() else x.contiguous())  # type: ignore[no-any-return]
+
+
+def test_a_model_that_draws_may_ask_for_layouts() -> None:
+    with split(Strided(), audit=1) as pipe:
+        for _ in range(2):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert (pipe.audit.microbatches, pipe.audit.why_not) == (2, "")

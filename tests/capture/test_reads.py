@@ -373,3 +373,23 @@ def test_what_is_set_once_may_depend_on_other_reads() -> None:
 def test_a_first_forward_that_does_more_closes_the_model(acts: str) -> None:
     program = ps.capture(Decides(acts), (X[:, :4],))
     assert "config.kind" in program.closed[""]
+
+
+class NotesTwice(NotesOnce):
+    """Marks itself the first time, too."""
+
+    marked = False
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if not self.marked:
+            self.marked = True
+        return super().forward(x, labels)
+
+
+def test_marks_of_a_first_forward_and_what_it_sets() -> None:
+    labels = torch.randint(0, 4, (8,))
+    model = NotesTwice()
+    with ps.Pipeline(model, (X[:, :4], labels), devices=["cpu"] * 2, cuts=["head"]) as pipe:
+        assert model.config.kind is None
+        pipe(X[:, :4], labels)
+        assert model.config.kind == "whole"

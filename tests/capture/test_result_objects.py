@@ -165,6 +165,16 @@ def test_a_loss_may_use_the_cache_of_a_module_that_is_kept_whole(kind: Any) -> N
         assert torch.equal(parameter.grad, other.grad), name
 
 
+def test_such_a_model_is_profiled() -> None:
+    """Every call is timed alone, so the history of what is in the cache ends before it."""
+    model = Headed()
+    program = ps.capture(model, (X,), keep_closed=["body"])
+    costs = ps.profile(program, devices=["cpu", "cpu"], seconds=0.2)
+    assert len(costs.call_seconds()) == 4
+    with ps.Pipeline(model, (X,), program=program, plan=ps.plan(costs), audit=1) as pipe:
+        assert [layer.length for layer in pipe(X)["cache"].layers] == [6] * 4
+
+
 class Counted(nn.Module):
     """Puts a number that depends on values into the object that it returns."""
 

@@ -424,3 +424,25 @@ def test_a_loss_is_pickled_once_a_step() -> None:
         for times in (1, 2):
             pipe.train_step(X, target=Y, loss_fn=loss)
             assert loss.pickled == times
+
+
+def test_parametrized_modules() -> None:
+    """Each has a class of its own, which torch does not pickle."""
+    found = []
+    for kind in ("threads", "processes"):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6) for _ in range(4)]
+        nn.utils.parametrizations.weight_norm(layers[0])
+        nn.utils.parametrizations.orthogonal(layers[1])
+        nn.utils.parametrizations.spectral_norm(layers[3])
+        model = nn.Sequential(*layers)
+        x = torch.randn(12, 6)
+        options: Any = {"devices": ["cpu"] * 2, "cuts": ["2"], "num_microbatches": 3}
+        with ps.Pipeline(model, (x,), workers=kind, **options) as pipe:
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = pipe.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
+                optimizer.step()
+            found.append([loss, *(t.clone() for t in model.state_dict().values())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
