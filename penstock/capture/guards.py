@@ -76,14 +76,10 @@ class Guards:
     def hold(self) -> bool:
         """Whether the model's Python would read now what it has read then.
 
-        What a first forward sets once and for all is set here, if there was none so far.
-
         Raises:
             InputError: but for a tensor or a module, which has been replaced.
         """
         different = self.different()
-        if different is not None and self.settle():
-            different = None
         if different is None:
             return True
         if isinstance(different, Place) and self.is_replaced(different):

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from penstock.capture.attributes import owner_of
 from penstock.capture.preserve import own_generators
 from penstock.capture.program import Program
 from penstock.capture.watching import is_compiled
+
+NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
+"""While they train, their backwards do not use the running statistics that forwards change."""
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -38,8 +42,10 @@ def why_no_recomputing(program: Program) -> str:
 
 
 def may_have_a_twin(module: nn.Module) -> bool:
-    """Whether a call of the module runs nothing that knows the module itself: hooks, say."""
+    """Whether it is a norm whose call runs nothing that knows the module itself: hooks, say."""
     own = vars(module)
+    if getattr(type(module), "forward", None) not in NORMS:  # a scripted one has none
+        return False
     hooks = any(
         not getattr(hook, "__module__", "").startswith("penstock.")
         for name in _HOOKS

@@ -118,13 +118,25 @@ def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
     """
     modules = list(model.modules())
     before = [_attributes(module) for module in modules]
-    with torch.no_grad(), objects_kept(modules):
-        forward()
-    if all(_only_marks(old, _attributes(m)) for old, m in zip(before, modules, strict=True)):
+    changed = _changed_objects(modules, forward)
+    only_marks = all(
+        _only_marks(old, _attributes(m)) for old, m in zip(before, modules, strict=True)
+    )
+    # Where the marks stand for what the first forward did to objects, the second does not do it.
+    if only_marks and (not changed or _changed_objects(modules, forward) == changed):
         return True
     for module, (attributes, contents) in zip(modules, before, strict=True):
         _put_back(module, attributes, contents)
     return False
+
+
+def _changed_objects(modules: list[nn.Module], forward: Callable[[], Any]) -> set[Any]:
+    """What a forward changes in plain objects, which are put back."""
+    uncompiled = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    with torch.no_grad(), objects_kept(modules):
+        objects = Objects(uncompiled, classes=True)
+        forward()
+        return set(objects.changed())
 
 
 _Attributes = tuple[dict[str, Any], dict[str, dict[Any, Any]]]

@@ -65,12 +65,12 @@ from penstock.capture.randomness import (
     type_checks_apart,
 )
 from penstock.capture.reads import Reading
+from penstock.capture.returned import tensors_in
 from penstock.capture.trees import (
     flatten,
     flatten_result,
     map_leaves,
     parts_of,
-    tensors_in,
     unflatten,
 )
 from penstock.capture.watching import (

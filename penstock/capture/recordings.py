@@ -111,7 +111,14 @@ class Recordings:
         trace = self._way(signature, leaves, training)
         known.append(_Recording(self._model, trace, signature, [sizes]))
         self._leave_out_replaced()
-        known[-1].guards.settle()
+        if known[-1].guards.settle():
+            if self._looked is not None:
+                self._looked.clear()
+            for each in known[:-1]:  # one that was made with what is there now
+                fits = each.signature is signature and casting in (None, each.casting)
+                if fits and self._holds(each.guards) and each.fits(leaves, sizes):
+                    known.pop()
+                    return each.trace
         if (unlike := known[-1].unlike(leaves)) is not None:
             raise InputError(
                 f"the forward asks input {unlike[0]} of the batch for {unlike[1]}, for which a "
@@ -192,7 +199,7 @@ class Recordings:
             InputError: something is not, and what.
         """
         guards = next(each.guards for each in self._of[training] if each.trace is trace)
-        if not self._holds(guards):
+        if not self._holds(guards) and not guards.settle():
             raise InputError(
                 f"the forward reads {guards.different()}, which differs between this rank and the "
                 "rank with the first stage; change models on all ranks in the same way"

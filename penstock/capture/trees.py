@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from penstock.errors import InputError
-
 
 class Leaf:
     """Base of the types that stand for a leaf, whatever they look like inside."""
@@ -190,29 +188,6 @@ def _open_object(value: object) -> _Level:
 def holds_tensors(value: object) -> bool:
     """Whether it is an object of a plain class that holds tensors, and attributes say all of it."""
     return bool(parts_of(value))
-
-
-def tensors_in(value: object, others: Sequence[object]) -> tuple[torch.Tensor, ...]:
-    """The tensors that an object holds, in the order in which `flatten_result` finds them.
-
-    Args:
-        value: the object.
-        others: what it holds besides.
-
-    Raises:
-        InputError: it holds something else besides.
-    """
-    leaves = flatten_result(value)[0]
-    now = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    if now != list(others):
-        pairs = [(a, b) for a, b in zip(others, now, strict=False) if a != b]
-        what = "{!r} instead of {!r}".format(*pairs[0][::-1]) if pairs else "more, or less"
-        raise InputError(
-            f"a {type(value).__name__} in the model's result holds {what}: data that depend on "
-            "values, not only on sizes, and that the model's Python puts into an object. Return "
-            'them as a tensor, or keep the model whole with keep_closed=[""]'
-        )
-    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def parts_of(value: object) -> list[object]:

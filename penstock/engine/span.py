@@ -18,20 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from penstock.capture.attributes import find
 from penstock.capture.calls import Ambient, Sizes, ambient
 from penstock.capture.lowering import StageModule
 from penstock.capture.meta import NoSavedTensors
-from penstock.capture.one_replica import may_have_a_twin
+from penstock.capture.one_replica import NORMS, may_have_a_twin
 from penstock.capture.randomness import Key
 from penstock.engine.state import State, attributes_of, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
-
-# While they train, their backwards do not use the running statistics that their forwards change.
-_NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
 
 
 @dataclass
@@ -59,7 +54,7 @@ class Span:
     def __post_init__(self) -> None:
         stage = self.module
         modules = list(stage.modules())[1:] if isinstance(stage, nn.Module) else []
-        norms = [m for m in modules if getattr(type(m), "forward", None) in _NORMS]
+        norms = [m for m in modules if getattr(type(m), "forward", None) in NORMS]
         unused = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         unused -= read_by(stage)
         self._used = [tensor for tensor in self.changing if id(tensor) not in unused]

@@ -170,7 +170,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = type(obj).__bases__[0]  # its own class was made for it alone
             names = tuple(obj.parametrizations)  # type: ignore[arg-type]
-            return _parametrized, (kind, names), vars(obj)
+            return _parametrized, (kind, names), kind.__getstate__(obj)  # type: ignore[call-arg]
         return super().reducer_override(obj)
 
 

@@ -101,10 +101,11 @@ def _possible(profile: Profile, request: Request, replicas: int) -> Request:
         raise PlanError(
             f"{request.schedule} may halve backwards, which replicas do not; choose another one"
         )
-    if request.replicas == "auto" and profile.no_recomputing:
-        if request.recompute not in ("auto", "none"):
+    if profile.no_recomputing:
+        if request.recompute == "auto":
+            return replace(request, recompute="none")
+        if request.replicas == "auto" and request.recompute != "none":
             raise PlanError(f"replicas cannot recompute: {profile.no_recomputing}")
-        return replace(request, recompute="none")
     return request
 
 

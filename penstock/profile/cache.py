@@ -19,6 +19,7 @@ from torch import nn
 
 import penstock
 from penstock.capture import Program
+from penstock.devices.settings import Settings
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.files import write_whole
@@ -159,7 +160,7 @@ def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) 
     described = [
         *("penstock", penstock.__version__, VERSION, "torch", str(torch.__version__)),
         _MEASURED,
-        *(_machine(), torch.get_float32_matmul_precision()),
+        *(_machine(), *Settings.here().precisions),
         torch.are_deterministic_algorithms_enabled(),
         program.fingerprint,
         repr(model),  # what closed modules are made of, as far as they say

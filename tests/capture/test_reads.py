@@ -393,3 +393,60 @@ def test_marks_of_a_first_forward_and_what_it_sets() -> None:
         assert model.config.kind is None
         pipe(X[:, :4], labels)
         assert model.config.kind == "whole"
+
+
+class SetsSize(Decides):
+    """What is set once depends on the sizes of the inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.kind is None:
+            self.config.kind = "many" if x.shape[0] > 4 else "few"
+        h = self.body(x)
+        return self.head(h.tanh() if self.config.kind == "many" else h.sigmoid())  # type: ignore
+
+
+def test_what_is_set_once_may_depend_on_the_batch() -> None:
+    for rows in (2, 8):
+        model, plain = SetsSize(), SetsSize()
+        plain.load_state_dict(model.state_dict())
+        program = ps.capture(model, (X[:2, :4],))
+        x = X[:rows, :4]
+        assert torch.equal(program(x), plain(x))
+        assert model.config.kind == plain.config.kind
+
+
+class SetsMode(Decides):
+    """What is set once depends on the mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.kind is None:
+            self.config.kind = "train" if self.training else "eval"
+        h = nn.functional.dropout(self.body(x), 0.5, self.training)
+        return self.head(h * (2 if self.config.kind == "train" else 3))  # type: ignore
+
+
+def test_what_is_set_once_may_depend_on_the_mode() -> None:
+    model, plain = SetsMode(), SetsMode()
+    plain.load_state_dict(model.state_dict())
+    program = ps.capture(model, (X[:, :4],))
+    model.eval(), plain.eval()
+    assert torch.equal(program(X[:, :4]), plain(X[:, :4]))
+    assert model.config.kind == "eval"
+
+
+class MarksAndSets(Decides):
+    """A mark of the first forward stands for what it has set."""
+
+    marked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.marked:
+            self.marked, self.config.kind = True, "set"
+        return self.head(self.body(x)) * (2.0 if self.config.kind == "set" else 1.0)  # type: ignore
+
+
+def test_a_mark_that_stands_for_what_was_set() -> None:
+    model, plain = MarksAndSets(), MarksAndSets()
+    plain.load_state_dict(model.state_dict())
+    program = ps.capture(model, (X[:, :4],))
+    assert torch.equal(program(X[:, :4]), plain(X[:, :4]))

@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
+from penstock.devices.settings import Settings
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
 from penstock.engine.hooks import silenced
@@ -41,64 +42,6 @@ from penstock.workers.ways import modules_of
 
 End = tuple[Literal["sink", "source", "local"], int]
 """Which end of a link a worker has, and the number of its socket."""
-
-
-_BACKENDS = [
-    getattr(torch.backends.mkldnn, name)
-    for name in ("matmul", "conv", "rnn")
-    if hasattr(torch.backends.mkldnn, name)
-]
-
-
-class Settings(NamedTuple):
-    """The settings of torch that users may change at any time, and that change what is computed.
-
-    Attributes:
-        dtype: the default.
-        precision: of float32 matrix products; empty if only `precisions` says it.
-        precisions: of those of oneDNN, its convolutions and recurrent networks.
-        deterministic: whether only deterministic algorithms are used, and whether others warn.
-        mkldnn: whether oneDNN is used.
-    """
-
-    dtype: torch.dtype
-    precision: str
-    precisions: tuple[str, ...]
-    deterministic: tuple[bool, bool]
-    mkldnn: bool
-
-    @classmethod
-    def here(cls) -> Settings:
-        """Those of this process."""
-        deterministic = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        return cls(
-            torch.get_default_dtype(),
-            _precision(),
-            tuple(backend.fp32_precision for backend in _BACKENDS),
-            deterministic,
-            bool(torch.backends.mkldnn.enabled),
-        )
-
-    def apply(self) -> None:
-        """Make them those of this process."""
-        torch.set_default_dtype(self.dtype)
-        if self.precision:
-            torch.set_float32_matmul_precision(self.precision)
-        for backend, precision in zip(_BACKENDS, self.precisions, strict=True):
-            backend.fp32_precision = precision
-        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
-        torch.backends.mkldnn.set_flags(self.mkldnn)
-
-
-def _precision() -> str:
-    """Of float32 matrix products; torch refuses to say it if backends differ."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return ""
 
 
 @dataclass(frozen=True)

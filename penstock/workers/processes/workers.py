@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture.trees import flatten
+from penstock.devices.settings import Settings
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
@@ -52,7 +53,6 @@ from penstock.workers.processes.jobs import (
     MakePart,
     Modes,
     RunPass,
-    Settings,
     Step,
     WritePart,
 )

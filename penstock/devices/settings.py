@@ -1,0 +1,63 @@
+"""The settings of torch that change what is computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_BACKENDS = [
+    getattr(torch.backends.mkldnn, name)
+    for name in ("matmul", "conv", "rnn")
+    if hasattr(torch.backends.mkldnn, name)
+]
+
+
+class Settings(NamedTuple):
+    """The settings of torch that users may change at any time, and that change what is computed.
+
+    Attributes:
+        dtype: the default.
+        precisions: of float32 matrix products in general, empty if backends differ, and of matrix
+            products, convolutions and recurrent networks of oneDNN.
+        deterministic: whether only deterministic algorithms are used, and whether others warn.
+        mkldnn: whether oneDNN is used.
+    """
+
+    dtype: torch.dtype
+    precisions: tuple[str, ...]
+    deterministic: tuple[bool, bool]
+    mkldnn: bool
+
+    @classmethod
+    def here(cls) -> Settings:
+        """Those of this process."""
+        deterministic = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        return cls(
+            torch.get_default_dtype(),
+            (_precision(), *(backend.fp32_precision for backend in _BACKENDS)),
+            deterministic,
+            bool(torch.backends.mkldnn.enabled),
+        )
+
+    def apply(self) -> None:
+        """Make them those of this process."""
+        torch.set_default_dtype(self.dtype)
+        general, *others = self.precisions
+        if general:
+            torch.set_float32_matmul_precision(general)
+        for backend, precision in zip(_BACKENDS, others, strict=True):
+            backend.fp32_precision = precision
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        torch.backends.mkldnn.set_flags(self.mkldnn)
+
+
+def _precision() -> str:
+    """Of float32 matrix products; torch refuses to say it if backends differ."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
