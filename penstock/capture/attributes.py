@@ -7,10 +7,17 @@ dictionaries, whose places are parts of the name: `anchors.0`, `tables.user`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
+
+HOOKS_OF_MODULES = itemgetter(
+    *("_forward_pre_hooks", "_forward_hooks"),
+    *("_backward_pre_hooks", "_backward_hooks"),
+)
+"""The hooks of a module, of each kind, in its `vars`."""
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 """The attributes of every module that hold what it has registered."""

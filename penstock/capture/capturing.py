@@ -537,6 +537,7 @@ class _Capturer:
     def _recorded(
         self, sizes: Sizes, training: bool, key: Key, strict: bool, shapes: bool
     ) -> tuple[Trace, list[Any]]:
+        """The same of the model as it is now, whatever its forward sets."""
 
         def recorded() -> tuple[Trace, list[Any]]:
             args, kwargs = self._batch(sizes)

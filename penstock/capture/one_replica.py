@@ -12,15 +12,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from penstock.capture.attributes import owner_of
+from penstock.capture.attributes import HOOKS_OF_MODULES, owner_of
 from penstock.capture.preserve import own_generators
 from penstock.capture.program import Program
 from penstock.capture.watching import is_compiled
 
 NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
 """While they train, their backwards do not use the running statistics that forwards change."""
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def why_one_replica(program: Program) -> str:
@@ -48,8 +46,8 @@ def may_have_a_twin(module: nn.Module) -> bool:
         return False
     hooks = any(
         not getattr(hook, "__module__", "").startswith("penstock.")
-        for name in _HOOKS
-        for hook in own[name].values()
+        for registry in HOOKS_OF_MODULES(own)
+        for hook in registry.values()
     )
     return not (hooks or any(module.children()) or "forward" in own or is_compiled(module))
 

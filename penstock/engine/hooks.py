@@ -11,21 +11,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.capture import Program
+from penstock.capture.attributes import HOOKS_OF_MODULES
 from penstock.capture.opening import check_no_global_hooks
 from penstock.capture.watching import with_owners
 from penstock.errors import InputError
-
-HOOKS_OF_MODULES = itemgetter(
-    *("_forward_pre_hooks", "_forward_hooks"),
-    *("_backward_pre_hooks", "_backward_hooks"),
-)
 
 
 def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:

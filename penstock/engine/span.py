@@ -25,7 +25,7 @@ from penstock.capture.lowering import StageModule
 from penstock.capture.meta import NoSavedTensors
 from penstock.capture.one_replica import NORMS, may_have_a_twin
 from penstock.capture.randomness import Key
-from penstock.engine.state import State, attributes_of, values_saved
+from penstock.engine.state import State, plain_attributes, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
 
 
@@ -86,7 +86,7 @@ class Span:
 
     def attributes_apart(self) -> Attributes:
         """The plain attributes of the modules `apart`, as they are now."""
-        return {module: attributes_of(module) for module in self.apart}
+        return {module: plain_attributes(module) for module in self.apart}
 
     def run_again(self, sizes: Sizes, key: Key, values: Values, attributes: Attributes) -> Values:
         """Run the forward as `run` does, with twins of the modules `apart`.

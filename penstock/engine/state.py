@@ -42,7 +42,7 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module], changing: Iterable[torch.Tensor]) -> None:
         self._attributes = [
-            (module, attributes_of(module), dict(module._buffers)) for module in modules
+            (module, plain_attributes(module), dict(module._buffers)) for module in modules
         ]
         self._contents = [(buffer, _distinct(buffer.detach()).clone()) for buffer in changing]
         theirs = [
@@ -93,7 +93,7 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes, but for what it registers."""
     return {name: value for name, value in vars(module).items() if name not in REGISTRIES}
 

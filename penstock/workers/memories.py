@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock.capture.attributes import HOOKS_OF_MODULES
 from penstock.capture.equality import same_tensor
 from penstock.capture.preserve import own_generators
 from penstock.engine.ends import Loss
-from penstock.engine.hooks import HOOKS_OF_MODULES
 from penstock.engine.span import Span
 from penstock.errors import InputError
 from penstock.links.pickling import pack

@@ -438,6 +438,7 @@ def test_parametrized_modules() -> None:
         model = nn.Sequential(*layers)
         x = torch.randn(12, 6)
         options: Any = {"devices": ["cpu"] * 2, "cuts": ["2"], "num_microbatches": 3}
+        options["keep_closed"] = ["0", "1", "3"]  # opened, they would not be sent
         with ps.Pipeline(model, (x,), workers=kind, **options) as pipe:
             optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
             for _ in range(3):
