@@ -57,6 +57,7 @@ bench: $(READY)
 	$(BIN)/python -m penstock.bench partition --large --json out/partition.json
 	$(BIN)/python -W ignore -m penstock.bench halves --json out/halves.json
 	$(BIN)/python -W ignore -m penstock.bench truth --json out/truth.json
+	$(BIN)/python -W ignore -m penstock.bench sums --json out/sums.json
 
 # What README shows: measured, kept in docs/data, and written into the page. Take a quiet machine.
 figures: $(READY)
@@ -68,6 +69,7 @@ figures: $(READY)
 	$(BIN)/python -m penstock.bench record out/figures/rpc.json rpc
 	$(BIN)/python -W ignore -m penstock.bench compare --record
 	$(BIN)/python -W ignore -m penstock.bench capture_time --record
+	$(BIN)/python -W ignore -m penstock.bench sums --record
 	$(BIN)/python -m penstock.bench tables
 
 clean:

@@ -12,6 +12,7 @@ NAMES = (
     "capture_time",
     "guarded",
     "halves",
+    "sums",
     "large",
     "partition",
     "truth",

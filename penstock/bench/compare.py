@@ -379,10 +379,10 @@ def main(arguments: Sequence[str]) -> int:
         "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",
         "threads": "one a worker, and as many as cores for a process that has them all",
     }
-    measured = []
+    measured: dict[str, dict[str, Any]] = {}
     for name in chosen:
-        measured.append(measure(known[name], options))
-        print(*show(known[name].name, measured[-1]["rows"]), "", sep="\n", flush=True)
-        report = record.save("compare", {"models": measured, "settings": settings}, options)
+        found = measured[known[name].name] = {**measure(known[name], options), "settings": settings}
+        print(*show(known[name].name, found["rows"]), "", sep="\n", flush=True)
+        report = record.save_models("compare", measured, options)
     print(report["machine"])
     return 0

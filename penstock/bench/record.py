@@ -99,6 +99,23 @@ def save(name: str, report: dict[str, Any], options: Namespace) -> dict[str, Any
     return whole
 
 
+def save_models(
+    name: str, measured: dict[str, dict[str, Any]], options: Namespace
+) -> dict[str, Any]:
+    """Write what was measured of models; those that docs/data has of others stay there.
+
+    Args:
+        name: of the benchmark.
+        measured: by the models' names; each gets its origin.
+        options: where it goes.
+    """
+    path = DATA / f"{name}.json"
+    kept = json.loads(path.read_text())["models"] if options.record and path.exists() else []
+    own = [{"model": model, **origin(), **found} for model, found in measured.items()]
+    others = [found for found in kept if found["model"] not in measured]
+    return save(name, {"models": [*others, *own]}, options)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Keep a file."""
     path, name = arguments

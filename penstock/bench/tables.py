@@ -47,7 +47,7 @@ def compare(report: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join([model['model'], *cells])} |")
         said = [_said(row) for row in found.values() if row is not None]
         plans.append(f"- {model['model']}: {'; '.join(said)}.")
-    return "\n".join([*lines, "", *plans, "", conditions(report)])
+    return "\n".join([*lines, "", *plans, "", *conditions(report["models"])])
 
 
 def _fastest(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any] | None:
@@ -92,21 +92,56 @@ def capture_time(report: dict[str, Any]) -> str:
     )
 
 
-def conditions(report: dict[str, Any]) -> str:
-    """Where, when and how it was measured."""
-    machine, settings = report["machine"], report["settings"]
-    return (
-        f"Medians of {settings['rounds']} rounds in turns, the order drawn for each, after "
-        f"{settings['warm_up']} that do not count; every peer in the configuration that was its "
-        f"fastest over {settings['scout']} steps. {machine['processor']}, "
-        f"{machine['cores']} cores, torch {report['torch']}, commit {report['commit']}, "
-        f"{report['date']}; {settings['allocator']}; threads: {settings['threads']}."
+def sums(report: dict[str, Any]) -> str:
+    """Milliseconds with the ordered sum, and how many times as long steps with others take."""
+    lines = [
+        "| | in order | in no order | DistributedDataParallel |",
+        "|---|---|---|---|",
+    ]
+    for result in report["results"]:
+        ordered, unordered, *peers = result["rows"]
+        cells = [f"{1e3 * ordered['median']:.3g} ms", _ratio(unordered)]
+        cells += [f"{_ratio(row)} ({row['name'].removeprefix('DDP, ')})" for row in peers]
+        own = f"| {result['model']}, {result['where']} | {' | '.join(cells)} |"
+        lines.append(own if peers else f"{own} |")
+    machine = report["machine"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Medians of {report['rounds']} rounds in turns, and half the distance between the\n"
+            f"quartiles. {machine['processor']}, {machine['cores']} cores, torch "
+            f"{report['torch']},\ncommit {report['commit']}, {report['date']}.",
+        ]
     )
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return f"{row['to_ordered']:.3f}x ± {row['spread']:.3f}"
+
+
+def conditions(models: Sequence[dict[str, Any]]) -> list[str]:
+    """Where, when and how models were measured; a line for all that were alike."""
+    alike: dict[str, list[str]] = {}
+    for found in models:
+        machine, settings = found["machine"], found["settings"]
+        said = (
+            f"Medians of {settings['rounds']} rounds in turns, the order drawn for each, after "
+            f"{settings['warm_up']} that do not count; every peer in the configuration that was "
+            f"its fastest over {settings['scout']} steps. {machine['processor']}, "
+            f"{machine['cores']} cores, torch {found['torch']}, commit {found['commit']}, "
+            f"{found['date']}; {settings['allocator']}; threads: {settings['threads']}."
+        )
+        alike.setdefault(said, []).append(found["model"])
+    if len(alike) == 1:
+        return list(alike)
+    return [f"- {'; '.join(names)}: {said}" for said, names in alike.items()]
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": compare,
     "capture_time": capture_time,
+    "sums": sums,
 }
 
 

@@ -27,9 +27,9 @@ ORIGIN = {
     },
 }
 COMPARED = {
-    **ORIGIN,
     "models": [
         {
+            **ORIGIN,
             "model": "ResNet-50",
             "rows": [
                 {"name": "Penstock, threads", "median": 1.2, "slower": 1.0, "plan": "2 replicas"},
@@ -67,6 +67,46 @@ def test_a_page_is_filled(tmp_path: Path) -> None:
     assert tables.filled(found, tmp_path) == found
     with pytest.raises(ValueError, match="no table nothing"):
         tables.filled(page.replace("compare", "nothing"), tmp_path)
+
+
+def test_models_that_were_measured_apart_have_their_own_origin() -> None:
+    (one,) = COMPARED["models"]
+    other = {**one, "model": "ViT", "commit": "fedcba987654"}
+    assert "\n- ResNet-50" in (found := tables.compare({"models": [one, other]}))
+    assert "ResNet-50: Medians of 9 rounds" in found
+    assert "commit 0123456789ab" in found
+    assert "ViT: Medians of 9 rounds" in found
+    assert "commit fedcba987654" in found
+    both = tables.compare({"models": [one, {**one, "model": "ViT"}]})
+    assert both.count("Medians of 9 rounds") == 1
+
+
+def test_a_model_measured_again_takes_the_place_of_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "DATA", tmp_path)
+    options: Any = SimpleNamespace(json=None, record=True)
+    record.save_models("compare", {"a": {"rows": [1]}, "b": {"rows": [2]}}, options)
+    record.save_models("compare", {"a": {"rows": [3]}}, options)
+    found = json.loads((tmp_path / "compare.json").read_text())["models"]
+    assert {model["model"]: model["rows"] for model in found} == {"a": [3], "b": [2]}
+    assert all(model["commit"] == record.commit() for model in found)
+
+
+def test_sums_are_shown_beside_the_ordered_one() -> None:
+    rows = [
+        {"name": "in order", "median": 0.1, "to_ordered": 1.0, "spread": 0.0},
+        {"name": "no order", "median": 0.099, "to_ordered": 0.99, "spread": 0.01},
+        {"name": "DDP, buckets of 1 MB", "median": 0.13, "to_ordered": 1.3, "spread": 0.02},
+    ]
+    results = [
+        {"model": "MLP", "where": "2 threads", "rows": rows[:2]},
+        {"model": "MLP", "where": "4 ranks", "rows": rows},
+    ]
+    found = tables.sums({**ORIGIN, "results": results, "rounds": 15})
+    assert "| MLP, 2 threads | 100 ms | 0.990x ± 0.010 | |" in found
+    assert "| MLP, 4 ranks | 100 ms | 0.990x ± 0.010 | 1.300x ± 0.020 (buckets of 1 MB) |" in found
+    assert "commit 0123456789ab" in found
 
 
 def test_memory_is_in_mebibytes() -> None:

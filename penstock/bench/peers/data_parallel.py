@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.bench.peers.peer import Place, Reading, Recipe, seconds_between_barriers
+from penstock.bench.peers.peer import Place, Recipe, TrainingRank
 from penstock.bench.peers.workload import Workload
 
 
@@ -36,7 +36,7 @@ class Buckets:
         return f"buckets of {self.megabytes:g} MB{', gradients as views' if self.as_view else ''}"
 
 
-class _Ranks(ABC):
+class _Ranks(TrainingRank):
     """A rank's share of the batch; gradients are averaged over the ranks.
 
     A rank runs every so-many-th micro-batch, as Penstock's replicas do. It accumulates their
@@ -52,7 +52,7 @@ class _Ranks(ABC):
         parts = [tensor.chunk(m)[place.rank :: place.size] for tensor in workload.data()]
         self._microbatches = [(x.clone(), y.clone()) for x, y in zip(*parts, strict=True)]
         self._ranks = place.size
-        self._loss = 0.0
+        self._losses: list[Tensor] = []
 
     @abstractmethod
     def _shared(self, model: nn.Module) -> nn.Module:
@@ -65,26 +65,19 @@ class _Ranks(ABC):
     def _accumulate(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         count = len(self._microbatches)
-        losses = []
+        self._losses = []
         for k, (inputs, target) in enumerate(self._microbatches):
             with self._summing(k == count - 1):
                 loss = self._loss_fn(self._model(inputs), target) / count
                 loss.backward()
-            losses.append(loss.detach())
-        self._loss = sum(loss.item() for loss in losses) / self._ranks
+            self._losses.append(loss.detach())
 
-    def _step(self) -> None:
+    def _train(self) -> None:
         self._accumulate()
         self._optimizer.step()
 
-    def step(self) -> Reading:
-        """One training step."""
-        seconds = seconds_between_barriers(self._step)
-        return Reading(seconds, self._loss)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
+    def _loss(self) -> float:
+        return sum(loss.item() for loss in self._losses) / self._ranks
 
 
 class Replica(_Ranks):

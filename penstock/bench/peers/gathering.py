@@ -20,27 +20,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.bench.footprint import Held
-from penstock.bench.peers.peer import Peer, Place, Reading, seconds_between_barriers
+from penstock.bench.peers.peer import Peer, Place, TrainingRank
 from penstock.bench.peers.workload import Workload
 
 _FIRST = 0
 
 
-class GatheringRank:
+class GatheringRank(TrainingRank):
     """The whole model, on a share of the batch. What is gathered lies in one tensor, not in two."""
 
     def __init__(self, workload: Workload, place: Place) -> None:
         place.join_gloo()
         self._place = place
         self._model = workload.build()
-        self._loss: Tensor | None = None
+        self._whole_loss: Tensor | None = None
         self._head = _Head(workload, self._model, place) if place.rank == _FIRST else None
         shares = self._head.shares if self._head else None
         like: list[Any] = [None if shares is None else (shares[0].shape, shares[0].dtype)]
         dist.broadcast_object_list(like, _FIRST)
         self._like = like[0]
 
-    def _step(self) -> None:
+    def _train(self) -> None:
         head = self._head
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             dist.broadcast(tensor.detach(), _FIRST)
@@ -53,7 +53,7 @@ class GatheringRank:
         else:
             whole = output.new_empty(self._place.size * len(output), *output.shape[1:])
             dist.gather(output.detach(), list(whole.chunk(self._place.size)), _FIRST)
-            self._loss = head.backward(whole)
+            self._whole_loss = head.backward(whole)
         gradient = torch.empty_like(output)
         parts = list(whole.grad.chunk(self._place.size)) if head else None
         dist.scatter(gradient, parts, _FIRST)
@@ -65,18 +65,12 @@ class GatheringRank:
             head.optimizer.step()
         self._model.zero_grad(set_to_none=True)
 
-    def step(self) -> Reading:
-        """One training step."""
-        seconds = seconds_between_barriers(self._step)
-        return Reading(seconds, self._loss.item() if self._loss is not None else 0.0)
+    def _loss(self) -> float:
+        return 0.0 if self._whole_loss is None else self._whole_loss.item()
 
     def held(self) -> list[Held]:
         """The memory of this process."""
         return [Held.by()]
-
-    def close(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
 
 
 class _Head:

@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -290,7 +291,28 @@ class Peer(PeerProcesses):
         return max(reading.seconds for reading in readings)
 
 
-def seconds_between_barriers(body: Callable[[], None]) -> float:
+class TrainingRank(ABC):
+    """One of several ranks that train a model together, and time their steps."""
+
+    @abstractmethod
+    def _train(self) -> None:
+        """Train on the batch once, with the optimizer's step."""
+
+    @abstractmethod
+    def _loss(self) -> float:
+        """This rank's share of the loss of the last step."""
+
+    def step(self) -> Reading:
+        """One training step."""
+        seconds = _seconds_between_barriers(self._train)
+        return Reading(seconds, self._loss())
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def _seconds_between_barriers(body: Callable[[], None]) -> float:
     """How long every rank of the default process group needs to run its `body`."""
     dist.barrier()
     start = time.perf_counter()

@@ -7,15 +7,14 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
-from penstock.bench.peers.peer import Place, Reading, Recipe, seconds_between_barriers
+from penstock.bench.peers.peer import Place, Recipe, TrainingRank
 from penstock.bench.peers.workload import Workload
 from penstock.pipeline import Pipeline
 
 
-class Rank:
+class Rank(TrainingRank):
     """A rank with a replica of one stage, which runs its share of the micro-batches."""
 
     def __init__(self, workload: Workload, place: Place) -> None:
@@ -33,21 +32,20 @@ class Rank:
         )
         self._optimizer = self._pipe.optimizer(torch.optim.SGD, lr=workload.learning_rate)
         self._ranks = place.size
-        self._loss = 0.0
+        self._whole_loss = torch.zeros(())
 
     def _accumulate(self) -> None:
         self._optimizer.zero_grad()
-        loss = self._pipe.train_step(self._inputs, target=self._target, loss_fn=self._loss_fn)
-        self._loss = loss.item() / self._ranks
+        self._whole_loss = self._pipe.train_step(
+            self._inputs, target=self._target, loss_fn=self._loss_fn
+        )
 
-    def _step(self) -> None:
+    def _train(self) -> None:
         self._accumulate()
         self._optimizer.step()
 
-    def step(self) -> Reading:
-        """One training step."""
-        seconds = seconds_between_barriers(self._step)
-        return Reading(seconds, self._loss)
+    def _loss(self) -> float:
+        return self._whole_loss.item() / self._ranks
 
     def gradients(self) -> list[NDArray[np.float32]]:
         """Those of the batch with the present weights, in the order of the parameters."""
@@ -64,7 +62,7 @@ class Rank:
     def close(self) -> None:
         """Leave the other ranks."""
         self._pipe.close()
-        dist.destroy_process_group()
+        super().close()
 
 
 def replicas_on_ranks(workload: Workload, *, processes: int = 2) -> Recipe:

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from penstock.bench.peers.peer import Place, Reading, Recipe, seconds_between_barriers
+from penstock.bench.peers.peer import Place, Recipe, TrainingRank
 from penstock.bench.peers.workload import Workload
 from penstock.loading import tolerate_missing_torchvision_operators
 
@@ -33,7 +32,7 @@ class _Part:
     outputs: tuple[Tensor, ...]
 
 
-class Rank:
+class Rank(TrainingRank):
     """One process of the pipeline: its stages, their schedule and their optimizer."""
 
     def __init__(
@@ -50,21 +49,15 @@ class Rank:
         self._target = target if any(stage.is_last for stage in stages) else None
         self._losses: list[Tensor] = []
 
-    def _step(self) -> None:
+    def _train(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._schedule.step(
             *self._inputs, target=self._target, losses=self._losses, return_outputs=False
         )
         self._optimizer.step()
 
-    def step(self) -> Reading:
-        """One training step."""
-        seconds = seconds_between_barriers(self._step)
-        return Reading(seconds, sum(loss.item() for loss in self._losses))
-
-    def close(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
+    def _loss(self) -> float:
+        return sum(loss.item() for loss in self._losses)
 
 
 def _stage(part: _Part, num_stages: int) -> PipelineStage:
