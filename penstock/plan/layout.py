@@ -177,27 +177,31 @@ class Layout:
     def costs(self, stretches: Sequence[Stretch], rows: int | None = None) -> Costs:
         """What the stages take for one micro-batch, by default the largest."""
         rows = rows or self.most_rows
-        forward, backward, weight, halving = self._by_rows[rows]
-
-        def total(table: Floats, worker: int, start: int, stop: int) -> float:
-            return float(table[worker, start:stop].sum())
-
-        again = [sum(total(forward, s.worker, *span) for span in s.recompute) for s in stretches]
+        tables = self._by_rows[rows]
+        forward, backward, weight, halving = (_sums(table, stretches) for table in tables)
+        for k, stretch in enumerate(stretches):
+            again = (tables[0][stretch.worker, slice(*span)] for span in stretch.recompute)
+            backward[k] += sum(float(seconds.sum()) for seconds in again)
         hops = self.hops(stretches)
         crossing = [self.profile.crossing[s.start] * rows for s in stretches[1:]]
         return Costs(
-            forward=tuple(total(forward, *s[:3]) for s in stretches),
-            backward=tuple(
-                total(backward, *s[:3]) + more for s, more in zip(stretches, again, strict=True)
-            ),
-            weight=tuple(total(weight, *s[:3]) for s in stretches),
-            halving=tuple(total(halving, *s[:3]) for s in stretches),
+            forward=tuple(forward),
+            backward=tuple(backward),
+            weight=tuple(weight),
+            halving=tuple(halving),
             latency=tuple(hop.latency_seconds for hop in hops),
             transfer=tuple(
                 size / hop.bytes_per_second if hop.bytes_per_second else 0.0
                 for size, hop in zip(crossing, hops, strict=True)
             ),
         )
+
+    def busiest(self, stretches: Sequence[Stretch]) -> float:
+        """Seconds that the worker with the most work has at least: no step takes less."""
+        work = [0.0] * len(self.seconds)
+        for stretch, seconds in zip(stretches, _sums(self.seconds, stretches), strict=True):
+            work[stretch.worker] += seconds
+        return self.count * max(work) * (1 - 1e-9)  # rounding may have left more
 
     def simulated(self, simulator: Simulator, stretches: Sequence[Stretch]) -> float:
         """The predicted seconds of a step, with every micro-batch at its own number of rows."""
@@ -240,6 +244,16 @@ class Layout:
             standing = self.standing(stretch, memory)
             peaks[stretch.worker] += standing + count * self.held(stretch)
         return peaks
+
+
+def _sums(table: Floats, stretches: Sequence[Stretch]) -> list[float]:
+    """What a (workers, calls) table has for each stretch, in all."""
+    calls = table.shape[1]
+    edges = [s.worker * calls + edge for s in stretches for edge in (s.start, s.stop)]
+    if edges[-1] == table.size:  # an end behind all is not written down
+        edges.pop()
+    found: list[float] = np.add.reduceat(table.ravel(), edges)[::2].tolist()
+    return found
 
 
 def split_rows(batch_size: int, count: int) -> list[int]:

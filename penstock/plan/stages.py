@@ -368,13 +368,14 @@ class StageSearch:
             near = list(_neighbours(option))
             if not self._may_spend(actions * len(near)):
                 break
-            moves = [
-                replace(option, stretches=tuple(stretches))
-                for cuts in near
-                if (stretches := cutter.at(cuts)) is not None
-            ]
-            best = min(moves, key=lambda o: o.seconds, default=option)
-            if best.seconds >= option.seconds:
+            best = option
+            for cuts in near:
+                stretches = cutter.at(cuts)
+                if stretches is None or option.layout.busiest(stretches) >= best.seconds:
+                    continue
+                moved = replace(option, stretches=tuple(stretches))
+                best = min(best, moved, key=lambda o: o.seconds)
+            if best is option:
                 break
             option = best
         return option
