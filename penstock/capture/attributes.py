@@ -39,6 +39,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{prefix}{name}.{key}", held
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors which share memory have in common, while they live."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
 def left_behind(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
     """The qualified names of attributes in which a forward has left a tensor or a float.
 

@@ -20,10 +20,12 @@ class Cuts:
         trace: the recording.
         births: the call in which a parameter or buffer is read, where that is not the first one
             that uses it.
+        alike: for parameters and buffers that share the memory of others, one name for them all.
     """
 
     trace: Trace
     births: Mapping[Attribute, int] = field(default_factory=dict)
+    alike: Mapping[str, str] = field(default_factory=dict)
     _born: dict[Value, int] = field(init=False, default_factory=dict)
     _dies: dict[Value, int] = field(init=False, default_factory=dict)
 
@@ -111,7 +113,7 @@ class Cuts:
         """Before which calls there can be no cut, and why."""
         reasons: dict[int, str] = {}
         mutated = self._mutated
-        hidden, shared = self._hidden(), self._shared()
+        hidden, shared, written = self._hidden(), self._shared(), self._written()
         for cut in range(1, len(self.trace.calls)):
             memory: dict[int, Value] = {}
             for value in self.boundary(cut):
@@ -124,6 +126,9 @@ class Cuts:
             for name, (first, last) in shared.items():
                 if first < cut <= last:
                     reasons[cut] = f"{name}, which the forward changes, is used on both sides"
+            for name, (first, last) in written.items():
+                if first < cut <= last:
+                    reasons[cut] = f"{name} is changed in place and used on both sides"
         return reasons
 
     def _crossing(
@@ -199,16 +204,50 @@ class Cuts:
                 found[name] = uses[0], uses[-1]
         return found
 
+    def _written(self) -> dict[str, tuple[int, int]]:
+        """The first and the last call that uses the memory of what the forward changes in place.
+
+        Of parameters and buffers, by whatever names, and whether inside closed modules or not.
+        """
+        owners = {s: self._one_name(a.name) for s, a in self._owners.items() if s in self._mutated}
+        written = {*owners.values(), *map(self._one_name, self.trace.changed)}
+        if not written:
+            return {}
+        uses: dict[str, list[int]] = {name: [] for name in written}
+        results: dict[str, str] = {}  # views of that memory, and what is left there
+        for number, call in enumerate(self.trace.calls):
+            names = {results.get(name, self._one_name(name)) for name in call.hidden}
+            infos = map(self.trace.info, call.reads())
+            names |= {owners.get(i.storage, "") for i in infos if isinstance(i, TensorInfo)}
+            names |= {self._one_name(v.name) for v in call.reads() if isinstance(v, Attribute)}
+            for name in names & written:
+                uses[name].append(number)
+            for leaf, info in enumerate(call.outputs):
+                if isinstance(info, TensorInfo) and info.storage in owners:
+                    results[str(Ref(number, leaf))] = owners[info.storage]
+        return {name: (numbers[0], numbers[-1]) for name, numbers in uses.items() if numbers}
+
+    def _one_name(self, name: str) -> str:
+        return self.alike.get(name, name)
+
     def _hidden(self) -> dict[str, tuple[int, int]]:
-        """Parameters and buffers inside closed modules that more than one call uses."""
+        """Parameters and buffers inside closed modules that more than one call uses.
+
+        What an open module has changed in place there is the result of the call that has done so.
+        """
         uses: dict[str, list[int]] = {}
         inside: set[str] = set()
+        results: dict[str, str] = {}
         for number, call in enumerate(self.trace.calls):
             inside.update(call.hidden)
             read = (v.name for v in call.reads() if isinstance(v, Attribute))
-            for name in {*call.hidden, *read}:
+            made = [Ref(number, leaf) for leaf in range(len(call.outputs))]
+            results |= {str(value): self._name(value) for value in made}
+            for name in {*call.hidden, *read, *map(str, made)}:
                 uses.setdefault(name, []).append(number)
-        return {n: (u[0], u[-1]) for n, u in uses.items() if n in inside and len(u) > 1}
+        return {
+            results.get(n, n): (u[0], u[-1]) for n, u in uses.items() if n in inside and len(u) > 1
+        }
 
 
 def _order(value: Value) -> tuple[int, int, str]:

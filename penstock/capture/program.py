@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from penstock.capture.attributes import memory_of, named_tensors
 from penstock.capture.calls import ROWS, Attribute, Sizes, TensorInfo, Trace, Value, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
@@ -217,7 +218,17 @@ class Program:
     @cached_property
     def cuts(self) -> Cuts:
         """Where the training program can be cut, and what crosses."""
-        return Cuts(self.train)
+        return Cuts(self.train, alike=self._alike_in(self.train))
+
+    def _alike_in(self, trace: Trace) -> dict[str, str]:
+        """For all names of tensors one that shares their memory, if the forward changes some."""
+        first: dict[int, str] = {}
+        if not trace.changed and not any(call.mutates for call in trace.calls):
+            return {}
+        return {
+            name: first.setdefault(memory_of(tensor), name)
+            for name, tensor in named_tensors(self.model)
+        }
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Raise unless the program can be cut before each of these calls.
@@ -294,7 +305,8 @@ class Program:
         """
         ours, theirs = ([(c.path, c.label) for c in t.calls] for t in (self.train, trace))
         blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
-        crossing, mine, others = Cuts(trace), _uses(self.train), _uses(trace)
+        crossing = Cuts(trace, alike=self._alike_in(trace))
+        mine, others = _uses(self.train), _uses(trace)
         hidden = {name for call in trace.calls for name in call.hidden}
         both = mine.keys() & others.keys()
         found: list[int] = []

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointFunction
 
-from penstock.capture.attributes import named_tensors
+from penstock.capture.attributes import memory_of, named_tensors
 from penstock.capture.calls import (
     INPUTS,
     OPAQUE,
@@ -614,7 +614,7 @@ class Known:
 
     def storage(self, tensor: torch.Tensor) -> int:
         """A number that tensors sharing memory have in common."""
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         if memory not in self._storages:
             if tensor.layout is torch.strided:
                 self._memory.append(StorageWeakRef(tensor.untyped_storage()))
@@ -623,8 +623,4 @@ class Known:
 
     def has_storage(self, tensor: torch.Tensor) -> bool:
         """Whether any value shares this tensor's memory."""
-        return _memory(tensor) in self._storages
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+        return memory_of(tensor) in self._storages

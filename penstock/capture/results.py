@@ -171,6 +171,7 @@ def _what_makes(model: nn.Module, trace: Trace, varying: Varying) -> dict[Value,
     made: dict[Value, _Made] = {}
     memory: dict[int, _Made] = {}
     changed = set(trace.changed)
+    named: dict[str, Value] = {}  # results of calls that closed modules have inside
 
     def note(value: Value, what: _Made) -> None:
         info = trace.info(value)
@@ -190,12 +191,13 @@ def _what_makes(model: nn.Module, trace: Trace, varying: Varying) -> dict[Value,
         note(Ref(INPUTS, leaf), _Made.ROWS if has_rows else _Made.NOTHING)
     for number, call in enumerate(trace.calls):
         what = _own(model, call, changed)
-        for value in call.reads():
+        for value in (*call.reads(), *(named[name] for name in call.hidden if name in named)):
             what |= of(value)
         for value in call.mutates:
             note(value, made[value] | what)
         for k in range(len(call.outputs)):
             note(Ref(number, k), what)
+            named[str(Ref(number, k))] = Ref(number, k)
     return {v: of(v) for v in trace.outputs if isinstance(v, (Ref, Attribute))}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.capture.attributes import REGISTRIES, held_tensors
+from penstock.capture.attributes import REGISTRIES, held_tensors, memory_of
 from penstock.capture.objects import Objects
 from penstock.capture.preserve import (
     objects_kept,
@@ -44,7 +44,7 @@ class State:
         self._attributes = [
             (module, plain_attributes(module), dict(module._buffers)) for module in modules
         ]
-        self._contents = [(buffer, _distinct(buffer.detach()).clone()) for buffer in changing]
+        self._contents = [_Content.of(buffer) for buffer in changing]
         theirs = [
             (module, attributes)
             for module, attributes, _ in self._attributes
@@ -52,7 +52,7 @@ class State:
         ]
         self._objects = Objects(module for module, _ in theirs)
         small = (t for t in self._objects.tensors() if t.nbytes <= _SMALL and not t.is_inference())
-        self._in_objects = [(t, t._version, _distinct(t.detach()).clone()) for t in small]
+        self._in_objects = [_Content.of(tensor) for tensor in small]
         own = {id(g): g for module, _ in theirs for _, g in own_generators(module)}
         generators = {**own, **self._objects.generators}.values()
         self._generators = [(generator, state_of(generator)) for generator in generators]
@@ -71,11 +71,48 @@ class State:
         for generator, state in self._generators:
             put_state(generator, state)
         with torch.no_grad():
-            for tensor, version, content in self._in_objects:
-                if tensor._version != version:
-                    _distinct(tensor.data).copy_(content)
-            for buffer, content in self._contents:
-                _distinct(buffer.data).copy_(content)  # what autograd saved of it is a copy
+            for content in self._in_objects:
+                if content.may_have_changed():
+                    content.put_back()
+            for content in self._contents:
+                content.put_back()  # what autograd saved of it is a copy
+
+
+class _Content(NamedTuple):
+    """What a tensor holds.
+
+    Attributes:
+        tensor: the tensor.
+        memory: the same memory, which `.data` or `set_` may replace: autograd may have saved what
+            is there now.
+        version: of the tensor then.
+        elements: a copy of what was there.
+    """
+
+    tensor: torch.Tensor
+    memory: torch.Tensor
+    version: int
+    elements: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Content:
+        """What a tensor holds now."""
+        elements = _distinct(tensor.detach()).clone()
+        return cls(tensor, tensor.data, tensor._version, elements)
+
+    def may_have_changed(self) -> bool:
+        """Whether it may hold something else by now."""
+        return self.tensor._version != self.version or self._has_moved()
+
+    def _has_moved(self) -> bool:
+        strided = self.tensor.layout is self.memory.layout is torch.strided
+        return not strided or memory_of(self.tensor) != memory_of(self.memory)
+
+    def put_back(self) -> None:
+        """Let it hold that again, in the memory where it was."""
+        if self._has_moved():
+            self.tensor.data = self.memory
+        _distinct(self.tensor.data).copy_(self.elements)
 
 
 def _are_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:

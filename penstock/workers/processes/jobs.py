@@ -186,6 +186,7 @@ def take(own: WorkerState, packages: Sequence[Package]) -> None:
         for shared, memory in zip(package.tensors, segment.tensors(places), strict=True):
             own.tensors[shared.number] = shared.tensor(memory)
         own.slots.clear()
+    own.note_memory()
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,7 @@ class RunPass:
             outcome.buffers = loss.buffers
         if order.what != "forward":  # whose graph may still need what there was before
             own.put_buffers_back()
+            own.put_memory_back()
         if order.goes_back:
             own.end()
         return outcome

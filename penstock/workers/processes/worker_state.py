@@ -104,6 +104,8 @@ class WorkerState:
         self.inbox = Inbox(self.tensors.__getitem__)
         self._slot = -1
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._memory: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         self._counted, self._found = 0, list[nn.Parameter]()
         self._numbers: dict[int, int] = {}  # of these parameters, by id
 
@@ -213,6 +215,7 @@ class WorkerState:
     def lend(self, parameters: Sequence[nn.Parameter]) -> Adding:
         """What lets these parameters have gradients in a slot; nothing else is here."""
         self.tensors = dict(enumerate(parameters))
+        self.note_memory()
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         self.slots[self._slot] = Slot(gradients, bytearray(len(gradients)))
         return self.adding
@@ -275,14 +278,53 @@ class WorkerState:
             slot.present[k] = 1
 
     def clear(self) -> None:
-        """Let go of the gradients of a pass that failed; the driver puts them back."""
+        """Let go of what a pass has left that failed; the driver puts gradients back."""
         for parameter in self._parameters():
             parameter.grad = None
+        for tensor, memory in self._moved():
+            tensor.data = memory
         for link in self.links.values():
             if isinstance(link, LocalLink):
                 link.reset()
 
-    # -- buffers --------------------------------------------------------------------------
+    # -- what forwards replace ------------------------------------------------------------
+
+    def note_memory(self) -> None:
+        """Note where the tensors lie that the driver shares."""
+        self._memory = [tensor.data for tensor in self.tensors.values()]
+        self._addresses = [tensor.data_ptr() for tensor in self._memory]
+
+    def put_memory_back(self) -> None:
+        """Tensors that a forward has given other memory, by `.data` or `set_`, go where they were.
+
+        What is in it goes there, too, where the driver sees it.
+
+        Raises:
+            InputError: one has another shape or dtype now; or other replicas needed it meanwhile.
+        """
+        for tensor, memory in self._moved():
+            if tensor.shape != memory.shape or tensor.dtype != memory.dtype:
+                raise InputError(
+                    f"a forward has replaced the data of a tensor of shape {tuple(memory.shape)} "
+                    f"by some of shape {tuple(tensor.shape)}, {tensor.dtype}, which the driver's "
+                    'process cannot see; use workers="threads"'
+                )
+            if self.replica.of > 1:
+                raise InputError(
+                    f"a forward has replaced the data of a tensor of shape {tuple(memory.shape)}, "
+                    "which replicas in other processes do not see; change it in place (copy_), or "
+                    'use workers="threads"'
+                )
+            memory.copy_(tensor.data)
+            tensor.data = memory
+
+    def _moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors that do not lie where they did, and the memory where they were."""
+        now = [tensor.data_ptr() for tensor in self.tensors.values()]
+        if now == self._addresses:
+            return []
+        every = zip(self.tensors.values(), self._memory, now, self._addresses, strict=True)
+        return [(tensor, memory) for tensor, memory, here, there in every if here != there]
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Note where these modules have buffers that the driver shares."""
