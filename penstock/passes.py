@@ -193,8 +193,7 @@ class Passes:
             with held, audited, objective.undone():
                 outcome = self._runner.run(order)
         backward_into_inputs(order.values, outcome.gradients)
-        rows = [m.sizes[ROWS] for m in order.microbatches]
-        if order.loss is not None and len(rows) > 1 and max(rows) > 1:
+        if order.loss is not None and len(order.microbatches) > 1:
             self._mixing.of_loss(objective.identity, outcome.mismatch, objective.weight)
         return step_result(objective, outcome, result)
 

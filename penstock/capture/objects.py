@@ -125,6 +125,10 @@ class Objects:
         for held in self._held.values():
             held.swap(copied)
 
+    def modules(self) -> list[nn.Module]:
+        """The modules that they lead to."""
+        return [thing for thing in self._passed.values() if isinstance(thing, nn.Module)]
+
     def things(self) -> dict[int, Any]:
         """The objects, containers and arrays themselves, by id."""
         return {key: held.thing for key, held in self._held.items()}

@@ -55,6 +55,7 @@ from penstock.capture.interception import (
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
 from penstock.capture.objects import Objects
+from penstock.capture.outside import UsedOutside, common_owner, leads_outside
 from penstock.capture.randomness import (
     Draws,
     Key,
@@ -159,6 +160,7 @@ class Recorder(TorchFunctionMode):
         self.patches: list[Patch] = []
         self.known = Known()
         self._mixed: dict[int, Origin] = {}  # into storages, by changes in place
+        self._outside: dict[str, bool] = {}  # whether closed modules lead to others
         self._open: list[str] = [""]
         self._inside = 0
         self._seen: Counter[str] = Counter()
@@ -203,8 +205,33 @@ class Recorder(TorchFunctionMode):
         with self.reading.paused():
             hidden = self._hidden(module, args, kwargs)
             self.reading.note_call(path, module)
+        if path not in self.compiled and self._leads_outside(path, module):
+            call = partial(self._inside_alone, path, call)
         function = self._undisturbed if path in self.compiled else self._without_mode
         return self._record(path, partial(function, call, module), args, kwargs, hidden)
+
+    def _leads_outside(self, path: str, module: nn.Module) -> bool:
+        if path not in self._outside:
+            self._outside[path] = leads_outside(module, self.paths)
+        return self._outside[path]
+
+    def _inside_alone(
+        self, path: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a closed module, which must use tensors of its own only, and those it is given.
+
+        Otherwise the innermost module that contains all that it uses is closed in its place.
+        """
+        with UsedOutside(self.model, module, flatten((args, kwargs))[0]) as used:
+            result = call(module, *args, **kwargs)
+        if used.names:
+            owners = (name.rpartition(".")[0] for name in used.names)
+            first = next(iter(used.names))
+            raise Unrecordable(
+                common_owner([path.rpartition(".")[0], *owners]),
+                f"{path} uses {first}, which it does not contain",
+            )
+        return result
 
     def _hidden(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

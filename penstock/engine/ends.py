@@ -15,7 +15,7 @@ from penstock.capture.calls import ROWS, Join, Sizes
 from penstock.capture.lowering import assembled
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
 from penstock.capture.trees import map_leaves
-from penstock.engine.microbatch import pieces_of
+from penstock.engine.microbatch import pieces_of, repeated
 from penstock.engine.state import values_saved
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Values, edges
@@ -27,12 +27,16 @@ class Pieces:
 
     Attributes:
         microbatch: its number.
+        copies: how often its rows are there: twice, if it has one row only.
+        whole: what the loss function gets after the output for all of these rows.
         rows: of every piece.
         targets: for every piece what the loss function gets after the output.
         weights: of the pieces' losses in that of the micro-batch.
     """
 
     microbatch: int
+    copies: int
+    whole: tuple[Any, ...]
     rows: Sequence[int]
     targets: Sequence[tuple[Any, ...]]
     weights: Sequence[float]
@@ -111,16 +115,24 @@ class Endings:
         sizes, way = self.taken[microbatch]
         return self.ways[way].result(values, sizes)
 
-    def pieces(self, microbatch: int, values: Values, rows: Sequence[int]) -> list[Any]:
+    def pieces(
+        self, microbatch: int, values: Values, rows: Sequence[int], copies: int = 1
+    ) -> list[Any]:
         """The results of pieces of a micro-batch that have so many rows each.
 
         They are copies, without history; `None` stands for what cannot be told apart.
+
+        Args:
+            microbatch: its number.
+            values: its results.
+            rows: of the pieces.
+            copies: how often the rows of the micro-batch are there.
         """
         sizes, way = self.taken[microbatch]
         ending = self.ways[way]
         known = [None if j.why else value for value, j in zip(values, ending.joins, strict=True)]
         dims = [None if join.why else join.dim for join in ending.joins]
-        parts = pieces_of(known, dims, rows)
+        parts = pieces_of(repeated(known, dims, copies), dims, rows)
         return [
             ending.result(part, {**sizes, ROWS: n}) for part, n in zip(parts, rows, strict=True)
         ]
@@ -212,8 +224,11 @@ class Outlet:
         pieces = self._loss.pieces
         outputs = []
         if pieces and pieces.microbatch == microbatch:
-            split = ([sum(pieces.rows)], pieces.rows)  # before the loss, which may write them
-            outputs = [o for rows in split for o in self._endings.pieces(microbatch, results, rows)]
+            outputs = [  # before the loss, which may write them
+                output
+                for rows in ([sum(pieces.rows)], pieces.rows)
+                for output in self._endings.pieces(microbatch, results, rows, pieces.copies)
+            ]
         loss, weight = self._loss.of(microbatch, key, results, self._endings)
         if outputs:
             self.mismatch = self._loss.mismatch(loss.detach(), outputs)
@@ -308,19 +323,18 @@ class Loss:
         """
         if self.pieces is None or self._of.draws:
             return None
-        targets = [self.targets[self.pieces.microbatch], *self.pieces.targets]
+        targets = [self.pieces.whole, *self.pieces.targets]
         try:
             with torch.no_grad():
                 found = [
                     self.function(output, *target, **self.more)
                     for output, target in zip(outputs, targets, strict=True)
                 ]
-            again, *parts = map(float, found)
+            whole, *parts = map(float, found)
             bound = min(1000 * torch.finfo(loss.dtype).eps, 0.05)
         except Exception:
             return None
-        whole = float(loss)
-        if again != whole:  # or it is no number
+        if (whole if self.pieces.copies == 1 else parts[0]) != float(loss):  # or it is no number
             return None
         made = sum(w * part for w, part in zip(self.pieces.weights, parts, strict=True) if w)
         scale = max(abs(value) for value in (whole, *parts) if value == value)

@@ -86,6 +86,20 @@ def pieces_of(
     return [list(group) for group in zip(*parts, strict=True)] or [[] for _ in rows]
 
 
+def repeated(values: Sequence[Any], dims: Sequence[int | None], copies: int) -> list[Any]:
+    """The same values with all rows so often, along these dimensions; `None` where there are none.
+
+    Args:
+        values: tensors, or anything else.
+        dims: as of `pieces_of`.
+        copies: how often.
+    """
+    return [
+        value if dim is None or copies == 1 else torch.cat([value.detach()] * copies, dim)
+        for value, dim in zip(values, dims, strict=True)
+    ]
+
+
 def check_mergeable(joins: Sequence[Join], anyway: bool = False) -> None:
     """Raise unless the results of several micro-batches can be put together.
 

@@ -15,7 +15,7 @@ from penstock.capture import Join
 from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.engine.batch import Targets, Weight, given_targets, split_target, weights
 from penstock.engine.ends import Apart, Loss, Pieces, to_device
-from penstock.engine.microbatch import pieces_of
+from penstock.engine.microbatch import pieces_of, repeated
 from penstock.engine.state import Backup, State
 from penstock.engine.user_functions import callable_as, may_have_effects
 from penstock.errors import InputError, RowsWarning
@@ -138,25 +138,30 @@ class Objective:
     def _pieces(
         self, targets: Targets, shares: Sequence[float], rows: Sequence[int]
     ) -> Pieces | None:
-        """A micro-batch in two pieces whose losses can be computed without being noticed."""
+        """A micro-batch in two pieces whose losses can be computed without being noticed.
+
+        One of a single row is taken twice.
+        """
         if may_have_effects(self.loss_fn) or (
             callable(self.weight) and may_have_effects(self.weight)
         ):
             return None
-        chosen = next((k for k, n in enumerate(rows) if n > 1 and shares[k]), None)
+        chosen = max((k for k in range(len(rows)) if shares[k]), key=rows.__getitem__, default=None)
         if chosen is None:
             return None
-        first = (rows[chosen] + 2) // 3
-        counts = [first, rows[chosen] - first]
+        copies = 1 if rows[chosen] > 1 else 2
+        count = rows[chosen] * copies
+        first = (count + 2) // 3
+        counts = [first, count - first]
         try:
-            parts = _halves(targets[chosen], counts)
-            return Pieces(chosen, counts, parts, weights(self.weight, parts, counts))
+            whole, *parts = _pieces_of_target(targets[chosen], counts, copies)
+            return Pieces(chosen, copies, whole, counts, parts, weights(self.weight, parts, counts))
         except InputError:
             return None
 
 
-def _halves(target: tuple[Any, ...], rows: Sequence[int]) -> Targets:
-    """The targets of pieces of a micro-batch.
+def _pieces_of_target(target: tuple[Any, ...], rows: Sequence[int], copies: int) -> Targets:
+    """The target of a micro-batch with its rows so often, and of pieces of that.
 
     Raises:
         InputError: it has other sizes than the rows.
@@ -165,10 +170,11 @@ def _halves(target: tuple[Any, ...], rows: Sequence[int]) -> Targets:
     dims = []
     for leaf in leaves:
         grows = isinstance(leaf, torch.Tensor)
-        if grows and (leaf.ndim == 0 or len(leaf) != sum(rows)):
+        if grows and (leaf.ndim == 0 or len(leaf) * copies != sum(rows)):
             raise InputError("the target has another number of rows")
         dims.append(0 if grows else None)
-    return [unflatten(structure, part) for part in pieces_of(leaves, dims, rows)]
+    leaves = repeated(leaves, dims, copies)
+    return [unflatten(structure, part) for part in [leaves, *pieces_of(leaves, dims, rows)]]
 
 
 class Mixing:

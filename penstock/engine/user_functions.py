@@ -79,7 +79,7 @@ def callable_as(
     called = ", ".join(["output", *["target"] * has_target, *(f"{name}=..." for name in more)])
     hint = ""
     if not has_target and not _cannot(forward, 2, more):
-        hint = ", as no target= was given: train_step(..., target=y)"
+        hint = ", as no target= was given; give target=y"
     name = getattr(function, "__name__", type(function).__name__)
     raise InputError(f"{what}={name} is called as {name}({called}){hint}; {why}")
 

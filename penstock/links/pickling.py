@@ -128,6 +128,11 @@ class Outbox:
         self._packer.dump(obj)
         return self._buffer.getvalue()
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules that have been packed, by whatever way objects lead to them."""
+        return list(self._packer.modules.values())
+
 
 class Inbox:
     """Unpacks what an `Outbox` has packed, all of it, in that order.
@@ -175,7 +180,20 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _LastingPacker(_Packer):
-    """Packs several objects. A tensor that had no number may have one later."""
+    """Packs several objects. A tensor that had no number may have one later.
+
+    Attributes:
+        modules: those that were packed, by id.
+    """
+
+    def __init__(self, buffer: io.BytesIO, number: Callable[[Any], int | None]) -> None:
+        super().__init__(buffer, number)
+        self.modules: dict[int, nn.Module] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module):
+            self.modules[id(obj)] = obj
+        return super().reducer_override(obj)
 
     def persistent_id(self, obj: Any) -> int | None:
         return self._number(obj) if isinstance(obj, torch.Tensor) else None

@@ -49,6 +49,22 @@ def test_a_loss_that_compares_rows(kind: Any) -> None:
         assert torch.allclose(whole, info_nce(pipe.model(X), Y), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_loss_that_compares_rows_in_micro_batches_of_one_row(kind: Any) -> None:
+    with pipeline(kind, num_microbatches=len(X)) as pipe:
+        with pytest.warns(ps.RowsWarning, match="two pieces make"):
+            pipe.train_step(X, target=Y, loss_fn=info_nce)
+
+
+def test_losses_of_rows_in_micro_batches_of_one_row(recwarn: Any) -> None:
+    with pipeline(num_microbatches=len(X)) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        pipe.eval_step(X, target=Y, loss_fn=partial(F.mse_loss, reduction="sum"), weight=None)
+        counted = LABELS.clamp(min=0)
+        pipe.train_step(X, target=counted, loss_fn=F.cross_entropy)
+    assert not [w for w in recwarn if issubclass(w.category, ps.RowsWarning)]
+
+
 def test_the_place_of_the_warning_is_the_step() -> None:
     with pipeline() as pipe, pytest.warns(ps.RowsWarning) as said:
         pipe.train_step(X, target=Y, loss_fn=info_nce)

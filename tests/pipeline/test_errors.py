@@ -173,7 +173,11 @@ def no_target(output: torch.Tensor) -> torch.Tensor:
         ((X,), {"loss_fn": nn.CrossEntropyLoss}, r"is a class.*loss_fn=CrossEntropyLoss\(\)"),
         ((X,), {"metrics": nn.MSELoss}, r"is a class.*metrics=MSELoss\(\)"),
         ((X,), {"loss_fn": None}, "loss_fn=None is not a function.*one is needed"),
-        ((X,), {"target": None}, r"cross_entropy\(output\), as no target= was given: train_step"),
+        (
+            (X,),
+            {"target": None},
+            r"cross_entropy\(output\), as no target= was given; give target=y",
+        ),
         (
             (X,),
             {"target": None, "loss_fn": nn.CrossEntropyLoss()},

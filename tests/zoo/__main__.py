@@ -78,6 +78,11 @@ def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
             total += counts
             lines.append(_row(family, counts))
     lines += [_row("**all**", total)]
+    if not replicas:
+        exact = [name for name, status in by_model(results).items() if status == "exact"]
+        in_two = {r.model or r.name for r in results if list(r.stages) == [STAGES[0]]}
+        few = sum(name in in_two for name in exact)
+        lines += ["", f"Of the exact ones {few} have places for {STAGES[0]} stages only."]
     exceptions = [r for r in results if r.line or r.status != "exact"]
     if exceptions:
         lines += ["", "| exception | family | what | why |", "|---|---|---|---|"]

@@ -152,7 +152,8 @@ class AddWay:
 
     Attributes:
         packages: tensors that it needs and the worker does not have.
-        way: a `NewWay`, and the user's modules that come with it, packed.
+        way: a `NewWay`, packed.
+        modules: the user's modules that come with it, packed after it.
         turns: the grant and the size of memory for turns of these modules, with other replicas.
     """
 
@@ -160,13 +161,14 @@ class AddWay:
 
     packages: Sequence[Package]
     way: bytes
+    modules: bytes
     turns: tuple[int, int] | None
 
     def __call__(self, own: WorkerState) -> None:
         """Map its tensors, unpack its modules, and add it to the assembly of its mode."""
         take(own, self.packages)
         with loading():
-            way, modules = own.inbox.unpack(self.way)
+            way, modules = own.inbox.unpack(self.way), own.inbox.unpack(self.modules)
         own.modules += modules
         own.watch(modules)
         own.assemblies[way.training].add(way)

@@ -202,10 +202,12 @@ class ProcessWorkers(Workers):
             for stage in stages.values():
                 check_memories(stage.spans, self._plan.replicas, self._model)
             turns = self._memory_for_turns(place, len(every))
-        modules = remote.add(every)
-        part = replace(way, stages=stages)
+        outbox, packages = remote.outbox, remote.packages()
         try:
-            return AddWay(remote.packages(), remote.outbox.pack((part, modules)), turns)
+            packed = outbox.pack(replace(way, stages=stages))
+            also = outbox.modules  # that attributes lead to
+            modules = remote.add(dict.fromkeys([*every, *also]))
+            return AddWay(packages, packed, outbox.pack(modules), turns)
         except Exception as error:
             raise InputError(
                 f"the stages of worker {place} cannot be sent to its process: "

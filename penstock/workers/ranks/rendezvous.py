@@ -34,6 +34,9 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE"),  # mpirun of MPICH and Intel MPI
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # of MVAPICH
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun; salloc and sbatch set only the first
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),  # jsrun
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
 )
 """Where launchers tell a process its rank, and of how many; who says it first is believed."""
 

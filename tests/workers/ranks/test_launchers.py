@@ -45,6 +45,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         {"PMI_RANK": "1", "PMI_SIZE": "2"},
         {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"},
         {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"},
+        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"},
+        {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"},
+        {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
     ],
     ids=lambda environment: next(iter(environment)),
 )

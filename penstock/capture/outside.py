@@ -1,0 +1,72 @@
+"""Tensors that a closed module uses though it does not contain them.
+
+A module may refer to another one by an attribute that registers nothing: a list with its parent,
+a bound method. Whatever it uses of that, nobody sees who only knows what it contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.capture.attributes import named_tensors
+from penstock.capture.objects import Objects
+from penstock.capture.trees import flatten
+
+
+def leads_outside(module: nn.Module, paths: Mapping[int, str]) -> bool:
+    """Whether attributes of a module lead to modules of the model that it does not contain.
+
+    Args:
+        module: the module.
+        paths: the names of the model's modules, by id.
+    """
+    inside = list(module.modules())
+    own = {id(m) for m in inside}
+    theirs = [m for m in inside if not type(m).__module__.startswith("torch.nn.")]
+    found = Objects(theirs).modules() if theirs else ()
+    return any(id(m) in paths and id(m) not in own for m in found)
+
+
+class UsedOutside(TorchFunctionMode):
+    """Notes which tensors of the model functions are given that a module does not contain.
+
+    Args:
+        model: the model.
+        module: the module, which is called meanwhile.
+        given: what it is called with.
+
+    Attributes:
+        names: of the tensors.
+    """
+
+    def __init__(self, model: nn.Module, module: nn.Module, given: Iterable[Any]) -> None:
+        super().__init__()
+        inside = {id(tensor) for _, tensor in named_tensors(module)} | set(map(id, given))
+        self._outside = {id(t): name for name, t in named_tensors(model) if id(t) not in inside}
+        self.names: dict[str, None] = {}
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for leaf in flatten((tuple(args), dict(kwargs or {})))[0]:
+            if isinstance(leaf, torch.Tensor) and id(leaf) in self._outside:
+                self.names[self._outside[id(leaf)]] = None
+        return function(*args, **(kwargs or {}))
+
+
+def common_owner(paths: Iterable[str]) -> str:
+    """The innermost module that contains all of these, by its qualified name."""
+    first, *others = (path.split(".") if path else [] for path in paths)
+    count = 0
+    while count < len(first) and all(other[: count + 1] == first[: count + 1] for other in others):
+        count += 1
+    return ".".join(first[:count])
