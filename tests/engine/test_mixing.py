@@ -51,9 +51,9 @@ def test_a_loss_that_compares_rows(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_loss_that_compares_rows_in_micro_batches_of_one_row(kind: Any) -> None:
-    with pipeline(kind, num_microbatches=len(X)) as pipe:
-        with pytest.warns(ps.RowsWarning, match="two pieces make"):
-            pipe.train_step(X, target=Y, loss_fn=info_nce)
+    warned = pytest.warns(ps.RowsWarning, match="two pieces make")
+    with pipeline(kind, num_microbatches=len(X)) as pipe, warned:
+        pipe.train_step(X, target=Y, loss_fn=info_nce)
 
 
 def test_losses_of_rows_in_micro_batches_of_one_row(recwarn: Any) -> None:
