@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
+from penstock.bench.record import commit
 from tests.faults.kinds import KINDS
 from tests.faults.outside import Outcome, adopt_orphans, run
 
@@ -30,14 +33,15 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "# Faults",
         "",
-        "Written by `make faults`. Each run is a training script on two worker processes, in a",
-        "terminal of its own, to which something happens at a random moment. Right means: the",
-        "error that was to be expected, with worker, stage, micro-batch and action, within five",
-        "seconds (after the timeout, where it is one; ten for a worker that is stopped, which is",
-        "noticed at default settings); parameters, gradients and buffers bit for",
-        "bit as before the operation that failed; the right bits in all that follows, or a",
-        "pipeline that says that it is closed; no process left, no zombie, no open file, a sane",
-        "terminal.",
+        f"Written by `make faults`, at commit {commit()} with torch {torch.__version__}.",
+        "",
+        "Each run is a training script on two worker processes, in a terminal of its own, to which",
+        "something happens at a random moment. Right means: the error that was to be expected, with",
+        "worker, stage, micro-batch and action, within five seconds (after the timeout, where it is",
+        "one; ten for a worker that is stopped, which is noticed at default settings); parameters,",
+        "gradients and buffers bit for bit as before the operation that failed; the right bits in",
+        "all that follows, or a pipeline that says that it is closed; no process left, no zombie, no",
+        "open file, a sane terminal.",
         "",
         f"{good} of {len(outcomes)} runs were right; the longest time was {slowest:.1f} s.",
         "",

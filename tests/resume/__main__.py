@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.bench.record import commit
 from penstock.loading import tolerate_missing_torchvision_operators
 from tests.resume.killing import KINDS, MOMENTS, Outcome, Watch, run
 
@@ -28,12 +29,14 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "# Killed and resumed",
         "",
-        "Written by `make resume`. Each run trains a small GPT-2 with dropout, AdamW, a scheduler",
-        "and clipping on random batches, saves every second step, every other time in the",
-        "background, and is killed by SIGKILL once or twice. It is started again with threads or",
-        "processes, in two or three stages, whatever it had before. Right means: its losses, its",
-        "weights, what AdamW remembers, the scheduler and the random generator are bit for bit",
-        "those of a run that nobody has interrupted.",
+        f"Written by `make resume`, at commit {commit()} with torch {torch.__version__}.",
+        "",
+        "Each run trains a small GPT-2 with dropout, AdamW, a scheduler and clipping on random",
+        "batches, saves every second step, every other time in the background, and is killed by",
+        "SIGKILL once or twice. It is started again with threads or processes, in two or three",
+        "stages, whatever it had before. Right means: it was killed, and its losses, its weights,",
+        "what AdamW remembers, the scheduler and the random generator are bit for bit those of a",
+        "run that nobody has interrupted.",
         "",
         f"{good} of {len(outcomes)} runs were right.",
         "",
