@@ -6,7 +6,7 @@ dictionaries, whose places are parts of the name: `anchors.0`, `tables.user`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -42,6 +42,28 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors which share memory have in common, while they live."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def alike(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """For the names of all tensors one of those that share their memory, or some of it."""
+    found: dict[str, str] = {}
+    places = sorted((*_place(tensor), name) for name, tensor in tensors)
+    memory, end, first = -1, 0, ""
+    for own, start, stop, name in places:
+        if own != memory or start >= end:
+            memory, end, first = own, stop, name
+        end = max(end, stop)
+        found[name] = first
+    return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The memory that a tensor lies in, and from which byte to which."""
+    if tensor.layout is not torch.strided:
+        return memory_of(tensor), 0, 1
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return memory_of(tensor), start, start + (extent * tensor.itemsize if tensor.numel() else 0)
 
 
 def left_behind(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:

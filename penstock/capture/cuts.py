@@ -209,23 +209,29 @@ class Cuts:
 
         Of parameters and buffers, by whatever names, and whether inside closed modules or not.
         """
-        owners = {s: self._one_name(a.name) for s, a in self._owners.items() if s in self._mutated}
-        written = {*owners.values(), *map(self._one_name, self.trace.changed)}
-        if not written:
+        if not self.trace.changed and not any(call.mutates for call in self.trace.calls):
             return {}
-        uses: dict[str, list[int]] = {name: [] for name in written}
+        uses: dict[str, list[int]] = {}
+        written = set(map(self._one_name, self.trace.changed))
         results: dict[str, str] = {}  # views of that memory, and what is left there
         for number, call in enumerate(self.trace.calls):
+            used = {value: self._lies_in(value, results) for value in call.reads()}
             names = {results.get(name, self._one_name(name)) for name in call.hidden}
-            infos = map(self.trace.info, call.reads())
-            names |= {owners.get(i.storage, "") for i in infos if isinstance(i, TensorInfo)}
-            names |= {self._one_name(v.name) for v in call.reads() if isinstance(v, Attribute)}
-            for name in names & written:
-                uses[name].append(number)
+            for name in names.union(filter(None, used.values())):
+                uses.setdefault(name, []).append(number)
+            written.update(filter(None, (self._lies_in(v, results) for v in call.mutates)))
+            infos = ((self.trace.info(value), name) for value, name in used.items() if name)
+            owners = {info.storage: name for info, name in infos if isinstance(info, TensorInfo)}
             for leaf, info in enumerate(call.outputs):
                 if isinstance(info, TensorInfo) and info.storage in owners:
                     results[str(Ref(number, leaf))] = owners[info.storage]
-        return {name: (numbers[0], numbers[-1]) for name, numbers in uses.items() if numbers}
+        return {name: (uses[name][0], uses[name][-1]) for name in written if name in uses}
+
+    def _lies_in(self, value: Value, results: Mapping[str, str]) -> str | None:
+        """The parameter or buffer in whose memory a value is."""
+        if isinstance(value, Attribute):
+            return self._one_name(value.name)
+        return results.get(str(value))
 
     def _one_name(self, name: str) -> str:
         return self.alike.get(name, name)

@@ -14,7 +14,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.attributes import named_tensors
-from penstock.capture.objects import Objects
+from penstock.capture.calls import function_name
+from penstock.capture.interception import METADATA
+from penstock.capture.objects import Objects, uncompiled
 from penstock.capture.trees import flatten
 
 
@@ -25,15 +27,16 @@ def leads_outside(module: nn.Module, paths: Mapping[int, str]) -> bool:
         module: the module.
         paths: the names of the model's modules, by id.
     """
-    inside = list(module.modules())
-    own = {id(m) for m in inside}
-    theirs = [m for m in inside if not type(m).__module__.startswith("torch.nn.")]
+    own = {id(m) for m in module.modules()}
+    theirs = [m for m in uncompiled(module) if not type(m).__module__.startswith("torch.nn.")]
     found = Objects(theirs).modules() if theirs else ()
     return any(id(m) in paths and id(m) not in own for m in found)
 
 
 class UsedOutside(TorchFunctionMode):
     """Notes which tensors of the model functions are given that a module does not contain.
+
+    Those that only say of what kind a tensor is do not count.
 
     Args:
         model: the model.
@@ -57,7 +60,12 @@ class UsedOutside(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        for leaf in flatten((tuple(args), dict(kwargs or {})))[0]:
+        used = (
+            ()
+            if function_name(function) in METADATA
+            else flatten((tuple(args), dict(kwargs or {})))[0]
+        )
+        for leaf in used:
             if isinstance(leaf, torch.Tensor) and id(leaf) in self._outside:
                 self.names[self._outside[id(leaf)]] = None
         return function(*args, **(kwargs or {}))

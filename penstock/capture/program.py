@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.capture.attributes import memory_of, named_tensors
+from penstock.capture.attributes import alike, named_tensors
 from penstock.capture.calls import ROWS, Attribute, Sizes, TensorInfo, Trace, Value, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
@@ -222,13 +222,9 @@ class Program:
 
     def _alike_in(self, trace: Trace) -> dict[str, str]:
         """For all names of tensors one that shares their memory, if the forward changes some."""
-        first: dict[int, str] = {}
         if not trace.changed and not any(call.mutates for call in trace.calls):
             return {}
-        return {
-            name: first.setdefault(memory_of(tensor), name)
-            for name, tensor in named_tensors(self.model)
-        }
+        return alike(named_tensors(self.model))
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Raise unless the program can be cut before each of these calls.

@@ -205,7 +205,8 @@ class Recorder(TorchFunctionMode):
         with self.reading.paused():
             hidden = self._hidden(module, args, kwargs)
             self.reading.note_call(path, module)
-        if path not in self.compiled and self._leads_outside(path, module):
+            leads_outside = path not in self.compiled and self._leads_outside(path, module)
+        if leads_outside:
             call = partial(self._inside_alone, path, call)
         function = self._undisturbed if path in self.compiled else self._without_mode
         return self._record(path, partial(function, call, module), args, kwargs, hidden)

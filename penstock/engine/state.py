@@ -105,8 +105,12 @@ class _Content(NamedTuple):
         return self.tensor._version != self.version or self._has_moved()
 
     def _has_moved(self) -> bool:
-        strided = self.tensor.layout is self.memory.layout is torch.strided
-        return not strided or memory_of(self.tensor) != memory_of(self.memory)
+        tensor, memory = self.tensor, self.memory
+        if not tensor.layout is memory.layout is torch.strided:
+            return True
+        same = memory_of(tensor) == memory_of(memory) and tensor.dtype == memory.dtype
+        places = [(t.shape, t.stride(), t.storage_offset()) for t in (tensor, memory)]
+        return not same or places[0] != places[1]
 
     def put_back(self) -> None:
         """Let it hold that again, in the memory where it was."""

@@ -118,6 +118,37 @@ def test_a_leaf_that_only_refers_to_others_is_no_reason_to_close_them() -> None:
     assert [call.label for call in program.train.calls] == ["first", "relu()", "leaf", "last"]
 
 
+@pytest.mark.parametrize("kind", ["dtype", "device", "shape", "first"])
+def test_what_others_are_like_is_no_use_of_them(kind: str) -> None:
+    class Like(nn.Module):
+        def __init__(self, other: nn.Module) -> None:
+            super().__init__()
+            self.other = [other]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (x > 1e9).any():
+                return x
+            weight = self.other[0].weight
+            if kind == "dtype":
+                return x.to(weight.dtype)
+            if kind == "device":
+                return x.to(weight.device)
+            if kind == "shape":
+                return x * weight.shape[0]
+            return x.to(next(self.other[0].parameters()).device)
+
+    layer = nn.Linear(6, 8)
+    program = ps.capture(nn.Sequential(layer, Like(layer), nn.Linear(8, 4)), (X,))
+    assert [call.label for call in program.train.calls] == ["0", "1", "2"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_compiled_modules_are_not_looked_into() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    program = ps.capture(nn.Sequential(nn.Linear(6, 8), scripted, nn.Linear(8, 4)), (X,))
+    assert [call.label for call in program.train.calls] == ["0", "1", "2"]
+
+
 def test_the_innermost_owner() -> None:
     assert common_owner(["a.b.c", "a.b", "a.b.d"]) == "a.b"
     assert common_owner(["a", "b"]) == ""

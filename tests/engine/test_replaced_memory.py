@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.capture.attributes import alike
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)
 
@@ -190,3 +191,44 @@ def test_a_failed_pass_leaves_the_driver_what_it_had() -> None:
             assert one.grad is not None
             assert other.grad is not None
             assert torch.equal(one.grad, other.grad)
+
+
+def test_tensors_that_only_lie_side_by_side_are_cut_apart() -> None:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()) for _ in range(3))
+    )
+    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.data = part.view_as(tensor)
+    program = ps.capture(model, (X,))
+    assert not any(program.cuts.forbidden(k) for k in range(1, len(program)))
+
+
+def test_names_that_share_some_memory() -> None:
+    memory = torch.zeros(12)
+    tensors = {"a": memory[:4], "b": memory[2:6], "c": memory[6:8], "d": memory[7:], "e": X}
+    assert alike(tensors.items()) == {"a": "a", "b": "a", "c": "c", "d": "c", "e": "e"}
+    found = alike([("all", memory), *tensors.items()])
+    assert found == dict.fromkeys([*"abcd", "all"], "a") | {"e": "e"}
+
+
+def test_fewer_elements_of_the_same_memory_are_refused_in_processes() -> None:
+    class Shrunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (x > 1e9).any():
+                return x
+            self.held.data = self.held.data[: max(4, len(self.held) - 1)]
+            return x * self.held[0]
+
+    options: Any = {"devices": ["cpu"] * 2, "cuts": ["2"], "num_microbatches": 4, "audit": None}
+    model = model_with(Shrunk())
+    with (
+        ps.Pipeline(model, (X,), workers="processes", progress=None, **options) as pipe,
+        pytest.raises(ps.InputError, match=r"replaced the data of a tensor of shape \(8,\)"),
+    ):
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)

@@ -104,8 +104,8 @@ class WorkerState:
         self.inbox = Inbox(self.tensors.__getitem__)
         self._slot = -1
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        self._memory: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self._memory: dict[int, torch.Tensor] = {}
+        self._places: list[tuple[int, int]] = []
         self._counted, self._found = 0, list[nn.Parameter]()
         self._numbers: dict[int, int] = {}  # of these parameters, by id
 
@@ -214,7 +214,7 @@ class WorkerState:
 
     def lend(self, parameters: Sequence[nn.Parameter]) -> Adding:
         """What lets these parameters have gradients in a slot; nothing else is here."""
-        self.tensors = dict(enumerate(parameters))
+        self.tensors, self._memory = dict(enumerate(parameters)), {}
         self.note_memory()
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         self.slots[self._slot] = Slot(gradients, bytearray(len(gradients)))
@@ -291,8 +291,10 @@ class WorkerState:
 
     def note_memory(self) -> None:
         """Note where the tensors lie that the driver shares."""
-        self._memory = [tensor.data for tensor in self.tensors.values()]
-        self._addresses = [tensor.data_ptr() for tensor in self._memory]
+        for number in self.tensors.keys() - self._memory.keys():
+            self._memory[number] = self.tensors[number].data
+        memory = (self._memory[number] for number in self.tensors)
+        self._places = [(own.data_ptr(), own.numel()) for own in memory]
 
     def put_memory_back(self) -> None:
         """Tensors that a forward has given other memory, by `.data` or `set_`, go where they were.
@@ -320,11 +322,11 @@ class WorkerState:
 
     def _moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors that do not lie where they did, and the memory where they were."""
-        now = [tensor.data_ptr() for tensor in self.tensors.values()]
-        if now == self._addresses:
+        now = [(tensor.data_ptr(), tensor.numel()) for tensor in self.tensors.values()]
+        if now == self._places:
             return []
-        every = zip(self.tensors.values(), self._memory, now, self._addresses, strict=True)
-        return [(tensor, memory) for tensor, memory, here, there in every if here != there]
+        every = zip(self.tensors.items(), now, self._places, strict=True)
+        return [(t, self._memory[number]) for (number, t), here, there in every if here != there]
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Note where these modules have buffers that the driver shares."""
