@@ -116,13 +116,28 @@ class RankThread(ThreadPool):
             Aborted: what is under way was given up.
             WorkerTimeout: nothing came in time.
         """
-        while not wire.ready():
-            ready = {fd for fd, _ in spin(self._poller(wire.fileno()), min(self.left(), _SLICE))}
+        if not wire.ready():
+            self._await(wire.ready, self._poller(wire.fileno()), "nothing came")
+
+    def wait_for_room(self, wire: Wire) -> None:
+        """Wait until a neighbour has read enough for one more message.
+
+        Raises:
+            Aborted: what is under way was given up.
+            WorkerTimeout: it did not read in time.
+        """
+        if not wire.has_room():
+            poller = polling(self._stop, out=wire.fileno())
+            self._await(wire.has_room, poller, "a neighbour read nothing")
+
+    def _await(self, is_ready: Callable[[], bool], poller: select.poll, what: str) -> None:
+        while not is_ready():
+            ready = {fd for fd, _ in spin(poller, min(self.left(), _SLICE))}
             if self._stop in ready:
                 raise Aborted
             if not ready and time.monotonic() > self._deadline:
                 raise WorkerTimeout(
-                    f"nothing came within {self._timeout:.0f} s; this rank is {self._doing_now()}. "
+                    f"{what} within {self._timeout:.0f} s; this rank is {self._doing_now()}. "
                     "Give Pipeline a larger timeout= if that may take longer"
                 )
 

@@ -213,7 +213,8 @@ class RankWorkers(Workers):
             line = Line(wire, groups.peers[k], self._thread, self._device, wait, left)
             self._lines.append(line)
             return line, line
-        return Sender(wire, self._thread), Receiver(wire, self._thread, self._device, wait)
+        room = partial(self._thread.wait_for_room, wire)
+        return Sender(wire, self._thread, room), Receiver(wire, self._thread, self._device, wait)
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model.
