@@ -79,6 +79,7 @@ def _drive(kind: Kind, rng: random.Random, terminal: int, write: int) -> NoRetur
         os.dup2(terminal, fd)
     os.close(terminal)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs this may ignore it, as nohup does
 
     def tell(what: str, **more: Any) -> None:
         line = json.dumps({"what": what, "time": time.monotonic(), **more})
