@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -89,7 +90,7 @@ def _open(value: Any) -> _Level | None:
         return None
     kind = tuple if isinstance(value, torch.Size) else type(value)
     if kind in (tuple, list):
-        return list(value), tuple(("item", i) for i in range(len(value))), _Rebuild(kind)
+        return list(value), _items(len(value)), _Rebuild(kind)
     if kind is dict:
         keys = list(value)
         return [value[k] for k in keys], tuple(("item", k) for k in keys), _Rebuild(dict, keys)
@@ -99,7 +100,7 @@ def _open(value: Any) -> _Level | None:
     if kind in _pytree.SUPPORTED_NODES:
         return _open_registered(value, kind)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return list(value), tuple(("item", i) for i in range(len(value))), _Rebuild(kind)
+        return list(value), _items(len(value)), _Rebuild(kind)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         slots = getattr(kind, "__slots__", ())
         names = list(vars(value)) if hasattr(value, "__dict__") else list(slots)
@@ -170,13 +171,31 @@ def leaves_of(tree: object, structure: Structure | None) -> list[Any]:
 def _flatten(
     tree: object, leaves: list[Any], level_of: Callable[[Any], _Level | None]
 ) -> Structure | None:
-    level = level_of(tree)
+    kind = type(tree)
+    if kind is tuple or kind is list:  # most are
+        inner = tuple([_flatten(child, leaves, level_of) for child in tree])  # type: ignore[attr-defined]
+        if any(inner):
+            return Structure(kind, kind, _items(len(inner)), inner, _Rebuild(kind))
+        return _of_leaves(kind, len(inner))
+    level = None if kind in _ATOMS else level_of(tree)
     if level is None:
         leaves.append(tree)
         return None
     children, keys, build = level
-    inner = tuple(_flatten(c, leaves, level_of) for c in children)
+    inner = tuple([_flatten(child, leaves, level_of) for child in children])
     return Structure(build.kind, _said_of(build.kind), keys, inner, build)
+
+
+@cache
+def _items(count: int) -> tuple[tuple[str, int], ...]:
+    """How the entries of a tuple or list are reached."""
+    return tuple(("item", i) for i in range(count))
+
+
+@cache
+def _of_leaves(kind: type, count: int) -> Structure:
+    """The structure of a tuple or list of so many leaves."""
+    return Structure(kind, kind, _items(count), (None,) * count, _Rebuild(kind))
 
 
 def _open_object(value: object) -> _Level:
