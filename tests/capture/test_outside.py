@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.outside import common_owner
+from tests.support.training import train_beside
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)
 
@@ -88,16 +89,7 @@ def test_they_train_as_the_plain_model(what: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), Parent("list", what), nn.Linear(4, 4))
     plain = copy.deepcopy(model)
     with ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=4, replicas=1) as pipe:
-        ours = pipe.optimizer(torch.optim.SGD, lr=0.1)
-        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for _ in range(3):
-            ours.zero_grad()
-            theirs.zero_grad()
-            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-            for x, y in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
-                (F.mse_loss(plain(x), y) / 4).backward()
-            ours.step()
-            theirs.step()
+        train_beside(pipe, plain, X, Y, steps=3)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.attributes import alike
+from tests.support.training import train_beside
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)
 
@@ -123,20 +124,7 @@ def trained(how: str, **options: Any) -> None:
         "audit": None,
     } | options
     with ps.Pipeline(model, (X,), progress=None, **options) as pipe:
-        ours = pipe.optimizer(torch.optim.SGD, lr=0.1)
-        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for _ in range(2):
-            ours.zero_grad()
-            theirs.zero_grad()
-            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-            for x, y in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
-                (F.mse_loss(plain(x), y) / 4).backward()
-            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-                assert one.grad is not None
-                assert other.grad is not None
-                assert torch.equal(one.grad, other.grad)
-            ours.step()
-            theirs.step()
+        train_beside(pipe, plain, X, Y, steps=2)
     state = plain.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     if how != "weight":

@@ -348,3 +348,24 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert not one.requires_grad
         else:
             assert one == another
+
+
+def train_beside(
+    pipe: ps.Pipeline, plain: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int
+) -> None:
+    """Train with SGD, and a copy of the model by a loop of plain PyTorch; compare all gradients."""
+    count = pipe.plan.num_microbatches
+    ours = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(steps):
+        ours.zero_grad()
+        theirs.zero_grad()
+        pipe.train_step(x, target=y, loss_fn=F.mse_loss)
+        for part, target in zip(x.tensor_split(count), y.tensor_split(count), strict=True):
+            (F.mse_loss(plain(part), target) / count).backward()
+        for one, other in zip(pipe.model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+        ours.step()
+        theirs.step()

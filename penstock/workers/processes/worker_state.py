@@ -305,18 +305,7 @@ class WorkerState:
             InputError: one has another shape or dtype now; or other replicas needed it meanwhile.
         """
         for tensor, memory in self._moved():
-            if tensor.shape != memory.shape or tensor.dtype != memory.dtype:
-                raise InputError(
-                    f"a forward has replaced the data of a tensor of shape {tuple(memory.shape)} "
-                    f"by some of shape {tuple(tensor.shape)}, {tensor.dtype}, which the driver's "
-                    'process cannot see; use workers="threads"'
-                )
-            if self.replica.of > 1:
-                raise InputError(
-                    f"a forward has replaced the data of a tensor of shape {tuple(memory.shape)}, "
-                    "which replicas in other processes do not see; change it in place (copy_), or "
-                    'use workers="threads"'
-                )
+            self._check_replaced("the data of a tensor", memory, tensor)
             memory.copy_(tensor.data)
             tensor.data = memory
 
@@ -348,20 +337,28 @@ class WorkerState:
             found = registry[name]
             if found is shared or found is None:
                 continue
-            if found.shape != shared.shape or found.dtype != shared.dtype:
-                raise InputError(
-                    f"a forward has replaced the buffer {name!r} of shape {tuple(shared.shape)} by "
-                    f"one of shape {tuple(found.shape)}, {found.dtype}, which the driver's process "
-                    'cannot see; use workers="threads"'
-                )
-            if self.replica.of > 1:
-                raise InputError(
-                    f"a forward has replaced the buffer {name!r}, which replicas in other "
-                    'processes do not see; change it in place (copy_), or use workers="threads"'
-                )
+            self._check_replaced(f"the buffer {name!r}", shared, found)
             with torch.no_grad():
                 shared.copy_(found)
             registry[name] = shared
+
+    def _check_replaced(self, what: str, shared: torch.Tensor, found: torch.Tensor) -> None:
+        """Raise unless what a forward has put in the place of a tensor can go where that is.
+
+        Raises:
+            InputError: it has another shape or dtype; or other replicas needed it meanwhile.
+        """
+        replaced = f"a forward has replaced {what} of shape {tuple(shared.shape)}"
+        if found.shape != shared.shape or found.dtype != shared.dtype:
+            raise InputError(
+                f"{replaced} by one of shape {tuple(found.shape)}, {found.dtype}, which the "
+                'driver\'s process cannot see; use workers="threads"'
+            )
+        if self.replica.of > 1:
+            raise InputError(
+                f"{replaced}, which replicas in other processes do not see; change it in place "
+                '(copy_), or use workers="threads"'
+            )
 
     # -- replicas -------------------------------------------------------------------------
 
