@@ -85,7 +85,7 @@ class _Content(NamedTuple):
         tensor: the tensor.
         memory: the same memory, which `.data` or `set_` may replace: autograd may have saved what
             is there now.
-        version: of the tensor then.
+        version: of the tensor then; 0 for an inference tensor, which has none.
         elements: a copy of what was there.
     """
 
@@ -98,11 +98,15 @@ class _Content(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> _Content:
         """What a tensor holds now."""
         elements = _distinct(tensor.detach()).clone()
-        return cls(tensor, tensor.data, tensor._version, elements)
+        return cls(tensor, tensor.data, cls._version_of(tensor), elements)
 
     def may_have_changed(self) -> bool:
         """Whether it may hold something else by now."""
-        return self.tensor._version != self.version or self._has_moved()
+        return self._version_of(self.tensor) != self.version or self._has_moved()
+
+    @staticmethod
+    def _version_of(tensor: torch.Tensor) -> int:
+        return 0 if tensor.is_inference() else tensor._version
 
     def _has_moved(self) -> bool:
         tensor, memory = self.tensor, self.memory

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.attributes import alike
+from penstock.engine.state import State
 from tests.support.training import train_beside
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)
@@ -191,6 +192,16 @@ def test_tensors_that_only_lie_side_by_side_are_cut_apart() -> None:
         tensor.data = part.view_as(tensor)
     program = ps.capture(model, (X,))
     assert not any(program.cuts.forbidden(k) for k in range(1, len(program)))
+
+
+def test_an_inference_tensor_is_put_back() -> None:
+    with torch.inference_mode():
+        buffer = torch.ones(3)
+    state = State([], [buffer])
+    with torch.inference_mode():
+        buffer.add_(1)
+        state.put_back()
+    assert torch.equal(buffer, torch.ones(3))
 
 
 def test_names_that_share_some_memory() -> None:
