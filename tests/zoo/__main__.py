@@ -22,14 +22,15 @@ from pathlib import Path
 from penstock.bench.record import commit
 from tests.zoo.check import COUNT, NOT_RUN, PROFILE, STAGES, STATUSES, Result
 from tests.zoo.entry import Entry
-from tests.zoo.pool import FAMILIES, available, check_here, entries, run
+from tests.zoo.pool import FAMILIES, OWN, available, check_here, entries, run
 
 _WORST = {status: k for k, status in enumerate((*NOT_RUN, *STATUSES))}
 
 HEAD = """# The zoo{title}
 
-Written by `{command}`, at commit {commit}. The models are small ones of their kind, with random
-weights: shallow or narrow, where the library lets them be.
+Written by `{command}`, at {commit}. The models
+are small ones of their kind, with random weights: shallow or narrow, where the library lets
+them be.
 
 {how}
 
@@ -64,12 +65,16 @@ that comes out."""
 def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
     """A table of the families, and a line for every exception."""
     columns = (*STATUSES, *NOT_RUN)
-    found = " and ".join(sorted({result.commit for result in results if result.commit}))
+    commits = sorted({result.commit for result in results if result.commit})
+    found = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}" if commits else "no known commit"
     title, command, how = "", "make zoo", _STAGES
+    if results and set(OWN).isdisjoint(result.family for result in results):
+        title = ": models of other authors"
+        command = "python -m tests.zoo --family ..."
     if replicas:
         command = " ".join(["python -m tests.zoo", *(f"--replicas {count}" for count in replicas)])
         title, how = " on replicas", _REPLICAS.format(replicas=" and ".join(map(str, replicas)))
-    lines = [HEAD.format(title=title, command=command, how=how, commit=found or "unknown")]
+    lines = [HEAD.format(title=title, command=command, how=how, commit=found)]
     lines += [f"| family | models that run | {' | '.join(columns)} |", "|---" * 10 + "|"]
     total: Counter[str] = Counter()
     for family in FAMILIES:

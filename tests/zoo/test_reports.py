@@ -134,6 +134,17 @@ def test_a_model_is_counted_once_by_what_is_worst() -> None:
     assert "Written by `python -m tests.zoo --replicas 2`" in zoo.markdown(results, [2])
 
 
+def test_a_page_says_whose_models_it_counts():
+    """Those of other authors alone are another page, whose commits are listed."""
+    own = [Result("resnet18", "timm", "exact", commit="b"), Result("mlp", "plain", "exact")]
+    others = [Result("UNet", "monai", "exact", commit="b"), Result("VAE", "diffusers", "exact")]
+    assert zoo.markdown(own).startswith("# The zoo\n\nWritten by `make zoo`, at commit b.")
+    others[1].commit = "a"
+    page = zoo.markdown(others)
+    assert page.startswith("# The zoo: models of other authors\n")
+    assert "at commits a, b." in page
+
+
 def test_on_replicas() -> None:
     found = check(entry(), replicas=[2, 3])
     assert found.ran == [
