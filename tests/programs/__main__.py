@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,28 +13,49 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from penstock.bench import record
 from penstock.bench.guarded import unguarded
-from penstock.bench.record import origin
+from penstock.bench.record import ROOT
 from tests.programs.drawing import OPTIMIZERS, Drawn, drawn, drawn_for_replicas
 from tests.programs.running import NEVER, VERDICTS, Outcome, outcome
 from tests.support.pool import pooled
 
-HEAD = """# Random programs on any number of replicas
+PAGE, DATA = ROOT / "docs/programs.md", record.DATA / "programs.json"
 
-Written by `python -m tests.programs --replicas --count {count} --output docs/programs.md`, at
-commit {commit} with torch {torch}.
+HEAD = """# Random programs
+
+Written by `python -m tests.programs --record`, with the options of each section.
 
 Every program is a model of a few blocks that read attributes, flags and sizes, tie weights, write
-in place, remember something in buffers, or draw random numbers. It is trained for three or four
-steps with an optimizer of PyTorch and micro-batches of unequal sizes, on 1 to 4 replicas of 1 to 4
-stages, with any schedule that takes them, with and without recomputation, on worker threads or
-worker processes; attributes change between the steps, and in half of the programs stages in threads
-sleep now and then. Results, losses, gradients, weights and buffers are compared after every step
-with `torch.equal` (NaN in the same places) with a loop of plain PyTorch on one device.
+in place, remember something in buffers, or draw random numbers. Attributes change between the
+steps, and micro-batches are of unequal sizes. Results, losses, gradients, weights and buffers are
+compared after every step with `torch.equal` (NaN in the same places) with a loop of plain PyTorch
+on one device.
 
 *Right*: all of that has the same bits. *Refused*: a `PenstockError` that says why. *Untrainable*:
 plain PyTorch raises an error too. *Wrong*: something differs. *Crash*: any other error.
 """
+
+SECTIONS = {
+    "stages": """## On stages
+
+Each is cut into two to four stages and run for five steps in threads: training, calls, evaluation,
+with gradients and without, with any schedule and recomputation. There is no audit, so that it is
+not what saves them.
+""",
+    "replicas": """## On any number of replicas
+
+Each is trained for three or four steps with an optimizer of PyTorch, on 1 to 4 replicas of 1 to 4
+stages, with any schedule that takes them, with and without recomputation, on worker threads or
+worker processes; in half of the programs stages in threads sleep now and then.
+""",
+    "unguarded": """## What the audit finds
+
+Nobody looks at what forwards read before a pass, and some programs read module-level variables,
+which nobody could. Each runs for up to 20 steps, first without an audit. What is wrong then runs
+again with one (`audit="auto"`), which has to raise its error before the step is compared.
+""",
+}
 
 Found = Mapping[int, tuple[Drawn, Outcome]]
 
@@ -53,12 +75,13 @@ def main() -> int:
         "--unguarded", action="store_true", help="nobody looks at what forwards read"
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--output", type=Path, help="a page with the counts")
+    parser.add_argument("--record", action="store_true", help="into docs/programs.md")
     options = parser.parse_args()
     began = time.perf_counter()
     audit = options.audit
     more = {"audit": int(audit) if audit and audit.isdecimal() else audit}
     found: dict[int, tuple[Drawn, Outcome]] = {}
+    unaudited: dict[int, Outcome] = {}
     with pooled():
         for number in range(options.start, options.start + options.count):
             if options.replicas:
@@ -66,7 +89,10 @@ def main() -> int:
             else:
                 program = drawn(number, options.hidden, options.steps)
             with unguarded() if options.unguarded else nullcontext():
-                ended = outcome(program, **more)
+                ended = outcome(program, **(more if not options.unguarded else {"audit": None}))
+                if options.unguarded and audit and ended.verdict == "wrong":
+                    unaudited[number] = ended
+                    ended = outcome(program, **more)
             found[number] = program, ended
             if ended.verdict in NEVER:
                 kind = program.steps[max(ended.step, 0)].kind
@@ -75,10 +101,11 @@ def main() -> int:
                 print(f"    {names}, {settings(*found[number])}")
     verdicts = Counter(ended.verdict for _, ended in found.values())
     print(dict(verdicts), f"{time.perf_counter() - began:.0f} s")
-    print(tables(found))
-    if options.output:
-        head = HEAD.format(count=options.count, **origin())
-        options.output.write_text(f"{head}\n{tables(found)}\n")
+    table = audited(found, unaudited) if unaudited else tables(found)
+    print(table)
+    if options.record:
+        name = "replicas" if options.replicas else "unguarded" if options.unguarded else "stages"
+        keep(name, {**record.origin(), "options": sys.argv[1:], "table": table})
     if options.json:
         each = [
             {
@@ -91,9 +118,36 @@ def main() -> int:
             for n, (program, e) in found.items()
         ]
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        data = {**origin(), "verdicts": verdicts, "programs": each}
+        data = {**record.origin(), "verdicts": verdicts, "programs": each}
         options.json.write_text(json.dumps(data, indent=1))
     return 1 if verdicts["wrong"] or verdicts["crash"] else 0
+
+
+def keep(name: str, section: Mapping[str, Any]) -> None:
+    """Keep the table of one section, and write the page of all."""
+    every = json.loads(DATA.read_text()) if DATA.exists() else {}
+    every[name] = section
+    DATA.write_text(json.dumps(every, indent=1) + "\n")
+    parts = [HEAD]
+    for key, head in SECTIONS.items():
+        if key in every:
+            one = every[key]
+            options = " ".join(option for option in one["options"] if option != "--record")
+            run = f"`{options}`, at commit {one['commit']} with torch {one['torch']}."
+            parts.append(f"{head}\n{run}\n\n{one['table']}\n")
+    PAGE.write_text("\n".join(parts))
+
+
+def audited(found: Found, unaudited: Mapping[int, Outcome]) -> str:
+    """What has become of the programs that were wrong without an audit."""
+    verdicts = Counter(
+        "found by the audit" if found[number][1].why.startswith("AuditError") else "not found by it"
+        for number in unaudited
+    )
+    counts = {"all": len(found), "wrong without an audit": len(unaudited), **verdicts}
+    return "\n".join(
+        ["| | programs |", "|---|---|", *(f"| {k} | {n} |" for k, n in counts.items())]
+    )
 
 
 def settings(program: Drawn, ended: Outcome) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from penstock.bench.guarded import unguarded
 from tests.programs.drawing import drawn, drawn_for_replicas
 from tests.programs.running import NEVER, Outcome, outcome
 
@@ -30,6 +31,17 @@ def test_programs_drawn_at_random() -> None:
 @pytest.mark.parametrize("start", range(40, 2040, 250))
 def test_many_programs_drawn_at_random(start: int) -> None:
     assert not bad(ended(range(start, start + 250)))
+
+
+def test_the_audit_finds_what_nobody_looks_at() -> None:
+    """The audit alone stops what is wrong if guards are off, and module-level variables change."""
+    programs = [drawn(number, hidden=True, steps=20) for number in range(5000, 5020)]
+    with unguarded():
+        without = [outcome(program, audit=None) for program in programs]
+        wrong = [p for p, each in zip(programs, without, strict=True) if each.verdict == "wrong"]
+        audited = [outcome(program, audit="auto") for program in wrong]
+    assert len(wrong) > 5
+    assert all(each.why.startswith("AuditError") for each in audited)
 
 
 JUST = ("rows depend on the other rows of the batch", "are to be recomputed, which would disturb")
