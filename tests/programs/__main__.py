@@ -39,9 +39,9 @@ plain PyTorch raises an error too. *Wrong*: something differs. *Crash*: any othe
 SECTIONS = {
     "stages": """## On stages
 
-Each is cut into two to four stages and run for five steps in threads: training, calls, evaluation,
-with gradients and without, with any schedule and recomputation. There is no audit, so that it is
-not what saves them.
+Each is cut into two stages and run for five steps in threads: training, calls, evaluation, with
+gradients and without, with several schedules and kinds of recomputation. There is no audit, so
+that it is not what saves them.
 """,
     "replicas": """## On any number of replicas
 

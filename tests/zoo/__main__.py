@@ -66,7 +66,9 @@ def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
     """A table of the families, and a line for every exception."""
     columns = (*STATUSES, *NOT_RUN)
     commits = sorted({result.commit for result in results if result.commit})
-    found = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}" if commits else "no known commit"
+    found = (
+        f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}" if commits else "no known commit"
+    )
     title, command, how = "", "make zoo", _STAGES
     if results and set(OWN).isdisjoint(result.family for result in results):
         title = ": models of other authors"
