@@ -98,7 +98,9 @@ class Passage:
             )
         order, self._order = self._order, None
         back = order.back(dict(enumerate(self.gradients)), ambient(), wanted)
-        return self._runner.run(back).gradients
+        gradients = self._runner.run(back).gradients
+        self._runner.steps.tell()
+        return gradients
 
 
 def deliver(

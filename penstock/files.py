@@ -1,8 +1,9 @@
-"""Files that are written whole or not at all, and errors that name the file. No torch here."""
+"""Files that are written whole or not at all, errors that name the file, and memory. No torch."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -130,3 +131,18 @@ def _block(start: str, entries: Iterable[str], end: str, margin: str) -> str:
 
 def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
+
+
+def anonymous_memory(size: int) -> int:
+    """A file descriptor of new memory without a name, which is gone with the last who maps it."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("penstock")
+    else:  # a file that is deleted already
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -26,7 +26,7 @@ from penstock.engine.stage import MicroBatch
 from penstock.engine.user_functions import Left, check_reads
 from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
-from penstock.runner import Runner
+from penstock.runner import Runner, Started
 from penstock.workers.ways import Ways
 
 
@@ -195,7 +195,9 @@ class Passes:
         backward_into_inputs(order.values, outcome.gradients)
         if order.loss is not None and len(order.microbatches) > 1:
             self._mixing.of_loss(objective.identity, outcome.mismatch, objective.weight)
-        return step_result(objective, outcome, result)
+        found = step_result(objective, outcome, result)
+        self._runner.steps.tell(outcome.loss if outcome.losses else None)
+        return found
 
     def _loss(self, objective: Objective, batch: Batch) -> Loss | None:
         """The loss for the last stage; `None` in a process that does not have it."""
@@ -338,5 +340,5 @@ class Result:
         return self.merge(each) if callable(self.merge) else each
 
 
-_Started = tuple[tuple[Order, object], Result]
+_Started = tuple[Started, Result]
 """A batch of `map`: the ticket of its pass, and what makes its result."""

@@ -10,9 +10,13 @@ from typing import Any, Literal, Self, SupportsIndex
 import torch
 from msgspec.structs import replace as replace_fields
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
+from penstock.board.metrics import Server, address
+from penstock.board.runs import publish
+from penstock.board.status import Status, status_of
 from penstock.capture import Program
 from penstock.capture.capturing import CaptureOptions
 from penstock.capture.dims import BatchDim, Dynamic
@@ -33,6 +37,7 @@ from penstock.plan.request import Cut, Recompute, Request
 from penstock.planning.planner import decide_plan
 from penstock.runner import Runner
 from penstock.schedule import Timeline
+from penstock.steps import StepHook
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
@@ -40,6 +45,7 @@ from penstock.training.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
 from penstock.workers.backend import Kind
 from penstock.workers.clipping import Clipped, Clipping
+from penstock.workers.described import description_of
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.placement import place
 
@@ -123,6 +129,11 @@ class Pipeline:
             on one device, to be compared bit for bit. `"auto"`: often in the first twenty passes,
             then for less than 0.5 % of the time. An integer n: before every n-th pass. `None`:
             never. There is no audit under torchrun, as no rank has all weights.
+        metrics: the port where the state of the pipeline is served as OpenMetrics, at
+            `http://127.0.0.1:PORT/metrics`, for Prometheus; 0 takes a free one, and `"HOST:PORT"`
+            another interface. By default where the environment variable `PENSTOCK_METRICS` says, or
+            nowhere. Under torchrun, rank k takes port PORT + k. Needs `pip install
+            'penstock[metrics]'`.
         progress: called while the pipeline is built, with the number of steps done, the number of
             all steps, and a description. `"auto"` shows a progress line after two seconds, in a
             terminal or a notebook.
@@ -134,6 +145,7 @@ class Pipeline:
         threads_per_worker: intra-op threads of each CPU worker; bits depend on it.
         allocator_kept: whether the process was told to keep freed memory.
         links: for every stage but the last, how values get to the next, in words.
+        metrics: the address where the metrics are served; empty if they are not.
 
     Raises:
         DeviceError: a device does not exist.
@@ -171,6 +183,7 @@ class Pipeline:
         allocator: Allocator = "keep",
         audit: Setting = "auto",
         progress: Progress | Literal["auto"] | None = "auto",
+        metrics: int | str | None = None,
     ) -> None:
         request = Request(
             num_microbatches=num_microbatches,
@@ -185,6 +198,7 @@ class Pipeline:
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         check_merge(merge)
+        served = address(metrics)
         chosen = WorkerOptions(workers, devices, timeout, allocator, request.least_workers)
         self.model = model
         recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
@@ -213,7 +227,18 @@ class Pipeline:
             self._auditor = Auditor(audit, program, plan, self._runner, self.threads_per_worker)
             self._passes = Passes(self._runner, self._auditor, program, plan, merge)
             self._saver = Saver(model, plan, self._runner)
+            self._description = description_of(model, plan, running)
+            self._metrics = self._served(served)
+            self.metrics = self._metrics.url if self._metrics else ""
+            publish(running.board, self._description)
             stack.pop_all()
+
+    def _served(self, where: tuple[str, int] | None) -> Server | None:
+        """A server of metrics at this address; ranks take one port after the other."""
+        if where is None:
+            return None
+        host, port = where
+        return Server(host, port + self._description.rank if port else 0, self.status)
 
     # -- training -------------------------------------------------------------------------
 
@@ -493,6 +518,38 @@ class Pipeline:
         """
         return self._runner.recording()
 
+    # -- watching -----------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """What every worker is doing now, and how fast the latest steps were.
+
+        Nobody is asked, so it does not disturb the workers, and it may be called from any thread,
+        also while a step runs or hangs. Under torchrun every rank sees its own worker.
+
+        Returns:
+            a `penstock.board.status.Status`; `print` shows it as a table, a notebook as HTML, and
+            `to_dict()` gives plain data. `penstock top` shows the same from another terminal.
+        """
+        return status_of(self._description, self._workers.board)
+
+    def on_step(self, hook: StepHook) -> RemovableHandle:
+        """Call a function after every training step, such as a logger's.
+
+        It is called in the user's thread, when the gradients are there: after `train_step`, and
+        after the `backward()` of a loss of `pipe(x)`. What it raises is raised there.
+
+        Args:
+            hook: called with a dictionary of numbers: `"step"`, counted from 1; `"step_seconds"`
+                that its passes took, without the optimizer; `"predicted_seconds"`, by the plan;
+                `"samples"`, the rows of its batch, and `"samples_per_second"` since the step
+                before; `"tokens"` and `"tokens_per_second"`, if an input has integers in two or
+                more dimensions; and `"loss"` of `train_step`, which waits for the device.
+
+        Returns:
+            a handle; its `remove()` ends this.
+        """
+        return self._runner.steps.hook(hook)
+
     @property
     def audit(self) -> Audited:
         """What was audited so far, and what was not compared and why."""
@@ -623,6 +680,9 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the workers. The model keeps its weights."""
+        if self._metrics:
+            self._metrics.close()
+            self._metrics = None
         try:
             self._saver.finish()
         finally:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
 from penstock.schedule import Timeline
+from penstock.steps import Steps
 from penstock.workers.backend import Workers
 from penstock.workers.ownership import Ownership
 from penstock.workers.ways import Ways
@@ -56,6 +57,20 @@ class Counts:
             self.others = -step
 
 
+class Started(NamedTuple):
+    """A pass that is under way.
+
+    Attributes:
+        order: the pass.
+        ticket: for `Workers.finish`.
+        begun: when, in nanoseconds of `time.monotonic_ns()`.
+    """
+
+    order: Order
+    ticket: object
+    begun: int
+
+
 class Runner:
     """The stages of a plan, run by workers. The model's weights are where the plan wants them.
 
@@ -69,6 +84,7 @@ class Runner:
         loss_device: where the last stage is.
         workers: who does it.
         counts: of passes that were ordered.
+        steps: counts them on the board.
     """
 
     def __init__(
@@ -92,6 +108,7 @@ class Runner:
         self._timelines: list[Timeline] | None = None
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
+        self.steps = Steps(workers.board, plan.predicted_step_seconds)
         self._user = _User(workers.ownership)
 
     def changes_buffers(self) -> bool:
@@ -271,10 +288,11 @@ class Runner:
             if self._user.is_here():
                 self.workers.give_up(interruption)
                 self._user.drop()
+                self.steps.drop()
             raise
 
-    def start(self, order: Order) -> tuple[Order, object]:
-        """Tell all workers to run a pass; returns a ticket for `finish`.
+    def start(self, order: Order) -> Started:
+        """Tell all workers to run a pass; returns what `finish` needs.
 
         Raises:
             InputError: another thread has started passes that are not finished.
@@ -282,26 +300,29 @@ class Runner:
         self._user.enter(*self._effects(order))
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
+        begun = self.steps.begin()
         try:
-            return order, self.workers.start(order)
+            return Started(order, self.workers.start(order), begun)
         except BaseException:
             self._user.leave()
+            self.steps.leave()
             raise
 
-    def finish(self, started: tuple[Order, object]) -> Outcome:
+    def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
 
         Raises:
             WorkerError: a stage failed; gradients and buffers are put back.
             InputError: the loss did not fit.
         """
-        order, ticket = started
+        order, ticket, begun = started
         try:
             outcome = self._finished(ticket)
         except WorkerError as error:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise
+        self.steps.count(order, begun)
         self._ways[order.training].agree([m.way for m in order.microbatches])
         if self._timelines is not None and outcome.events:
             start = min(event.start for event in outcome.events)
@@ -314,6 +335,7 @@ class Runner:
             return self.workers.finish(ticket)
         finally:
             self._user.leave()
+            self.steps.leave()
 
     def forget_with(self, holder: object, order: Order) -> None:
         """Let the stages go of a batch as soon as `holder` is gone."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+
+from penstock.files import anonymous_memory
 
 ALIGNMENT = 64
 """Bytes to which tensors are aligned, as torch's own allocator does."""
@@ -59,7 +60,7 @@ class Segment:
     @_ordinary
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = size
-        self.fd = _anonymous(_HEADER + size) if fd is None else fd
+        self.fd = anonymous_memory(_HEADER + size) if fd is None else fd
         self.close = weakref.finalize(self, os.close, self.fd)
         self.close.atexit = False
         self._whole = memoryview(mmap.mmap(self.fd, _HEADER + size))
@@ -202,18 +203,3 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-
-
-def _anonymous(size: int) -> int:
-    """A file descriptor of new memory without a name."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("penstock")
-    else:  # a file that is deleted already
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    try:
-        os.ftruncate(fd, size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

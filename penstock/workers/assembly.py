@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.board.activity import code
+from penstock.board.memory import Record
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ROWS, Ambient
 from penstock.engine.compile import Run, compile_actions, recorded
@@ -22,7 +24,6 @@ from penstock.links.link import Sink, Source
 from penstock.links.local import Aborted
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
-from penstock.workers.members import Position, code
 from penstock.workers.ways import NewWay, modules_of
 
 
@@ -82,8 +83,13 @@ class Assembly:
                 stage.norms.add(modules_of(spans))
         self._endings.ways.append(way.ending)
 
-    def run(self, worker: int, order: Order, position: Position) -> Outcome:
+    def run(self, worker: int, order: Order, record: Record) -> Outcome:
         """A worker's part of a pass; called by the worker.
+
+        Args:
+            worker: of the replica.
+            order: the pass.
+            record: where the worker notes what it does.
 
         Raises:
             WorkerError: an action failed.
@@ -107,8 +113,10 @@ class Assembly:
             runs = recorded(compiled.runs, compiled.actions, number, outcome.events)
             compiled = compiled._replace(runs=runs)
         self._begin(own, order)
-        _run(self._replica.first + worker, compiled, order, position)
+        _run(self._replica.first + worker, compiled, order, record)
         self._end(own, order, outcome, own_share[0])
+        if not order.trial:
+            record.count()
         return outcome
 
     def _compile(self, worker: int, what: Pass, share: Sequence[int], most: int) -> _Compiled:
@@ -189,14 +197,14 @@ def _as_planned(link: Any, plan: Plan) -> Any:
     return Cast(link, getattr(torch, plan.boundary_dtype)) if plan.boundary_dtype else link
 
 
-def _run(worker: int, compiled: _Compiled, order: Order, position: Position) -> None:
+def _run(worker: int, compiled: _Compiled, order: Order, record: Record) -> None:
     """Run a worker's callables, and say at any time which."""
     actions, runs, codes = compiled
-    at = 0
+    at, note = 0, record.note
     try:
         with torch.set_grad_enabled(order.modes.grad), _autocasting(order.modes):
             for at, run in enumerate(runs):
-                position[0] = codes[at]
+                note(codes[at])
                 run()
     except (Aborted, WorkerTimeout):
         raise
@@ -210,7 +218,7 @@ def _run(worker: int, compiled: _Compiled, order: Order, position: Position) -> 
             cause = lone_row(cause, [sizes[ROWS] for sizes, _, _ in order.microbatches]) or cause
         raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
-        position[0] = 0
+        note(0)
 
 
 @contextmanager

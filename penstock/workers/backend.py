@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.board.memory import Board, Reading
 from penstock.capture import Program
 from penstock.devices.choice import (
     Devices,
@@ -35,7 +36,7 @@ from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.clipping import Clipping
-from penstock.workers.members import Activity, Member
+from penstock.workers.members import Member
 from penstock.workers.optimizer_parts import Groups, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.probe import LinkProbe
@@ -258,6 +259,7 @@ class Workers(ABC):
     Attributes:
         role: which part this process has.
         members: who they are, by number.
+        board: what they are doing, in memory that anybody may read at any time.
         ownership: the tensors that every worker's stages use.
         devices: of every worker; for one on another machine, this process's own.
         homes: the device of every stage; `None` if its worker is another process with a model of
@@ -267,6 +269,7 @@ class Workers(ABC):
 
     role: Role = Role()
     members: Sequence[Member]
+    board: Board
     ownership: Ownership
     devices: Sequence[torch.device]
     homes: Sequence[torch.device | None]
@@ -396,12 +399,17 @@ class Workers(ABC):
 
     # -- status -----------------------------------------------------------------------------
 
-    @abstractmethod
-    def status(self) -> Mapping[int, Activity]:
+    @property
+    def recorded(self) -> Sequence[int]:
+        """The numbers of the members whose records are on the board, in their order."""
+        return [member.number for member in self.members]
+
+    def status(self) -> Mapping[int, Reading]:
         """What members are doing, by number, as far as this process can see it.
 
         They are not asked, and do not wait; may be called from any thread.
         """
+        return dict(zip(self.recorded, self.board.readings(), strict=True))
 
     def all_alive(self) -> bool:
         """Whether, as far as is known here, no worker has ended; may be called from any thread."""

@@ -11,9 +11,9 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
+from penstock.board import process
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire
 
@@ -24,7 +24,6 @@ _APART = 2.5  # seconds between two looks, after which the first says nothing an
 _EVERY = 1.0  # seconds from beat to beat
 _SILENT = 20.0  # seconds without a beat; an interpreter may be in the midst of a long call of C
 
-_STATE, _USER, _SYSTEM, _STARTED = 0, 11, 12, 19  # in /proc/PID/stat, after the name
 _STOPPED = "T"  # by a signal; "t" is a debugger's, whose user knows what he does
 
 
@@ -68,26 +67,12 @@ class Pulse:
 
     def _look(self) -> int | None:
         """The time that it has run for, if it is stopped."""
-        fields = _fields(str(self.pid))
-        if not fields or fields[_STATE] != _STOPPED:
+        fields = process.fields(self.pid)
+        if not fields or fields[process.STATE] != _STOPPED:
             return None
-        if self._started not in (None, int(fields[_STARTED])):
+        if self._started not in (None, int(fields[process.STARTED])):
             return None
-        return int(fields[_USER]) + int(fields[_SYSTEM])
-
-
-def started_at() -> int:
-    """When this process started, in ticks of its machine; 0 if that is not known."""
-    fields = _fields("self")
-    return int(fields[_STARTED]) if fields else 0
-
-
-def _fields(process: str) -> list[str]:
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return []
-    return stat.rpartition(")")[2].split()
+        return int(fields[process.USER]) + int(fields[process.SYSTEM])
 
 
 class Beats:

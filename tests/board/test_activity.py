@@ -1,11 +1,11 @@
-"""Who the workers are, and what others see of what each is doing."""
+"""What a worker is doing, as one integer and in words."""
 
 from __future__ import annotations
 
 import pytest
 
+from penstock.board.activity import STARTING, UPDATING, Activity, code
 from penstock.schedule import Action, Kind
-from penstock.workers.members import STARTING, UPDATING, Activity, code
 
 
 @pytest.mark.parametrize("kind", Kind)

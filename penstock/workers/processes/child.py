@@ -63,12 +63,12 @@ def _wait_for_end(lifeline: int) -> None:
 
 
 def _live(worker: int, workers: int, control: int, board: int) -> None:
-    from penstock.links.segment import Segment
+    from penstock.board.memory import Board
     from penstock.links.wire import Gone, Wire
     from penstock.workers.processes.worker_state import WorkerState
 
-    position = Segment(8 * workers, board).integers()[worker : worker + 1]
-    own = WorkerState(worker, Wire(socket.socket(fileno=control)), position)
+    record = Board(workers, board).records[worker]
+    own = WorkerState(worker, Wire(socket.socket(fileno=control)), record)
     try:
         while True:
             own.serve()

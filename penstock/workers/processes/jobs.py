@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from penstock.board.activity import STARTING, UPDATING
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.devices.settings import Settings
@@ -31,7 +32,7 @@ from penstock.loading import (
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
-from penstock.workers.members import STARTING, UPDATING, Member
+from penstock.workers.members import Member
 from penstock.workers.memories import unchanged
 from penstock.workers.optimizer_parts import use_settings
 from penstock.workers.processes.following import News, follow
@@ -56,7 +57,7 @@ class Modes:
         torchvision: whether its operators are missing, and were declared.
     """
 
-    position: ClassVar[int] = STARTING
+    doing: ClassVar[int] = STARTING
 
     threads: int
     crowded: bool
@@ -112,7 +113,7 @@ class Build:
         common: with other replicas, if there are some.
     """
 
-    position: ClassVar[int] = STARTING
+    doing: ClassVar[int] = STARTING
 
     plan: Plan
     member: Member
@@ -157,7 +158,7 @@ class AddWay:
         turns: the grant and the size of memory for turns of these modules, with other replicas.
     """
 
-    position: ClassVar[int] = STARTING
+    doing: ClassVar[int] = STARTING
 
     packages: Sequence[Package]
     way: bytes
@@ -246,7 +247,7 @@ class RunPass:
         try:
             trial = _leaving_no_trace(own, assembly) if order.trial and has_work else nullcontext()
             with trial, own_casts(), _in_order(own), keeping:
-                outcome = assembly.run(own.place, order, own.position)
+                outcome = assembly.run(own.place, order, own.record)
                 outcome.statistics = _statistics(own, order)
         except BaseException:
             assembly.clear()
@@ -330,7 +331,7 @@ class Step:
         before: which micro-batches were given to replicas before.
     """
 
-    position: ClassVar[int] = UPDATING
+    doing: ClassVar[int] = UPDATING
 
     number: int
     settings: Sequence[Mapping[str, Any]]

@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
+from penstock.board.activity import STARTING, Activity
+from penstock.board.memory import Board
+from penstock.board.runs import new_board
 from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
 from penstock.links.pickling import pack, unpack
-from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender
 from penstock.links.wire import Gone, Wire, interrupts_wait, polling
 from penstock.workers.forks import disown_in_forks
 from penstock.workers.heartbeat import Pulse
-from penstock.workers.members import STARTING, Activity
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 from penstock.workers.processes.child import COMMAND
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
@@ -43,7 +44,7 @@ _CPU = torch.device("cpu")
 class _Process:
     """One worker's process, and how to talk to it."""
 
-    def __init__(self, worker: int, workers: int, board: Segment, lifeline: int) -> None:
+    def __init__(self, worker: int, workers: int, board: Board, lifeline: int) -> None:
         here, there = socket.socketpair()
         self.dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         with there:
@@ -148,8 +149,7 @@ class ProcessPool(Pool):
 
     def __init__(self, count: int, reset: Callable[[], None]) -> None:
         super().__init__(count, _GRACE, reset)
-        self._board = Segment(8 * count)
-        self._positions = self._board.integers()
+        self.board = new_board(count)
         read, self._lifeline = os.pipe()
         self._processes: list[_Process] = []
         self._grants = 0
@@ -168,8 +168,8 @@ class ProcessPool(Pool):
 
     def _start_all(self, lifeline: int) -> None:
         for worker in range(self._count):
-            self._positions[worker] = STARTING
-            self._processes.append(_Process(worker, self._count, self._board, lifeline))
+            self.board.records[worker].note(STARTING)
+            self._processes.append(_Process(worker, self._count, self.board, lifeline))
 
     @property
     def pids(self) -> list[int]:
@@ -178,7 +178,10 @@ class ProcessPool(Pool):
 
     def activity(self, worker: int) -> Activity:
         """What a worker is doing; may be called from any thread."""
-        return Activity.of(self._positions[worker])
+        return self.board.reading(worker).activity
+
+    def _codes(self) -> list[int]:
+        return [reading.code for reading in self.board.readings()]
 
     def all_alive(self) -> bool:
         """Whether they are not closed, and none has ended; may be called from any thread."""
@@ -288,7 +291,7 @@ class ProcessPool(Pool):
 
     def _died(self, worker: int) -> WorkerDied:
         """The error that says how a process ended, and at what."""
-        others = [k for k in range(self._count) if k != worker and self._positions[k]]
+        others = [k for k in range(self._count) if k != worker and self._codes()[k]]
         meanwhile = [f"worker {k} was {self.activity(k)}" for k in others]
         where = self.activity(worker).where
         error = WorkerDied(worker, self._processes[worker].how_it_ended(), *where)
@@ -301,7 +304,7 @@ class ProcessPool(Pool):
     # -- failure --------------------------------------------------------------------------
 
     def _give_up(self, why: BaseException) -> None:
-        if self._closed_because or any(code == STARTING for code in self._positions):
+        if self._closed_because or STARTING in self._codes():
             self._open.clear()  # they do not listen while they import torch
             self.close(f"{type(why).__name__} came as its workers were starting")
         else:
@@ -321,7 +324,7 @@ class ProcessPool(Pool):
 
     def _describe(self, workers: Sequence[int]) -> dict[int, str]:
         deadline = time.monotonic() + _DUMP
-        asked = [worker for worker in workers if self._positions[worker]]
+        asked = [worker for worker in workers if self._codes()[worker]]
         for worker in asked:
             self._processes[worker].ask_for_stack()
         last, now = None, dict.fromkeys(asked, "")

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.board.activity import Activity, waiting
+from penstock.board.memory import Record
 from penstock.engine.replicas import ONLY, Adding
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
@@ -22,7 +24,6 @@ from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.workers.assembly import Assembly
-from penstock.workers.members import Activity, Position, waiting
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 from penstock.workers.processes.shared_model import Gradients
 from penstock.workers.processes.turns import Bells, Turnstile
@@ -56,14 +57,14 @@ class WorkerState:
     Args:
         worker: its number.
         wire: to the driver.
-        position: where it says what it is doing.
+        record: where it notes what it does.
 
     Attributes:
         worker: its number.
         place: which of its replica's workers it is.
         replica: whose stages it runs.
         turnstile: makes turns, if there are several replicas.
-        position: where it says what it is doing.
+        record: where it notes what it does.
         patience: seconds of looking again and again before it sleeps.
         assemblies: its stages, by mode.
         tensors: parameters and buffers that it shares with the driver, by number.
@@ -74,9 +75,9 @@ class WorkerState:
         inbox: unpacks stages; modules that several have in common are the same objects.
     """
 
-    def __init__(self, worker: int, wire: Wire, position: Position) -> None:
+    def __init__(self, worker: int, wire: Wire, record: Record) -> None:
         self.worker = worker
-        self.position = position
+        self.record = record
         self.patience = SPIN
         self.dispatch, self._given_up = 0, -1
         self._wire = wire
@@ -120,14 +121,15 @@ class WorkerState:
         self.dispatch, job = self._jobs.popleft()
         if self.dispatch <= self._given_up:
             job = _give_up
-        self.position[0] = position = getattr(job, "position", 0)
+        doing = getattr(job, "doing", 0)
+        self.record.note(doing)
         failed, value = False, None
         try:
             value = job(self)
         except BaseException as error:
-            failed, value = True, portable(_named(error, self.worker, position))
+            failed, value = True, portable(_named(error, self.worker, doing))
         del job
-        self.position[0] = 0
+        self.record.note(0)
         try:
             self._report(failed, value)
         except Gone:
@@ -368,12 +370,12 @@ class WorkerState:
         poller = polling(self._wire.fileno(), bells.own)
 
         def sleep() -> None:
-            at = self.position[0]
-            self.position[0] = waiting(at)
+            at = self.record.code
+            self.record.note(waiting(at))
             try:
                 self._wait(poller, bells.own)
             finally:
-                self.position[0] = at
+                self.record.note(at)
 
         self.turnstile, self._bells = Turnstile(replica, of, bells, sleep), bells
         return self.turnstile
@@ -456,11 +458,11 @@ def _unpacked(data: bytes, tensors: Sequence[Any]) -> Callable[[WorkerState], An
     return job
 
 
-def _named(error: BaseException, worker: int, position: int) -> BaseException:
+def _named(error: BaseException, worker: int, doing: int) -> BaseException:
     """The error that says which worker failed, and in what."""
-    if not position or isinstance(error, PenstockError | Aborted):
+    if not doing or isinstance(error, PenstockError | Aborted):
         return error
-    named = WorkerError(*Activity.of(position).where, error, worker)
+    named = WorkerError(*Activity.of(doing).where, error, worker)
     named.__traceback__ = error.__traceback__
     return named
 

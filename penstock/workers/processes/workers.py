@@ -30,7 +30,7 @@ from penstock.links.segment import Segment
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.backend import Role, Workers
-from penstock.workers.members import Activity, members_here
+from penstock.workers.members import members_here
 from penstock.workers.memories import check_memories
 from penstock.workers.optimizer_parts import (
     Groups,
@@ -94,6 +94,7 @@ class ProcessWorkers(Workers):
         self._plan = plan
         self._timeout = timeout
         self._pool = pool
+        self.board = pool.board
         self.devices = devices
         self.members = members_here(devices, pool.pids, len(self._places))
         self.homes = [devices[worker] for worker in plan.placement]
@@ -371,10 +372,6 @@ class ProcessWorkers(Workers):
             save.job(rest, portion)()
         return save.parts(count - len(jobs))
 
-    def status(self) -> Mapping[int, Activity]:
-        """What every process is doing, as it has noted in shared memory."""
-        return {member.number: self._pool.activity(member.number) for member in self.members}
-
     def all_alive(self) -> bool:
         """Whether no process has ended."""
         return self._pool.all_alive()
@@ -413,6 +410,7 @@ class ProcessWorkers(Workers):
             for parts in () if is_used else self._parts:
                 parts.keep()
         self._pool.close()
+        self.board.close()
 
 
 class _RemoteParts:

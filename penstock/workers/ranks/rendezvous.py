@@ -12,11 +12,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from penstock.board.process import started_at
 from penstock.devices.choice import Devices, existing_devices
 from penstock.errors import InputError, WorkerError
 from penstock.links.handshake import Address, Listener, call, new_secret, route_to, this_machine
 from penstock.links.wire import Wire
-from penstock.workers.heartbeat import Beats, HasStopped, Pulse, started_at
+from penstock.workers.heartbeat import Beats, HasStopped, Pulse
 from penstock.workers.ranks.operations import Ranks
 from penstock.workers.ranks.process_groups import init_process_group
 

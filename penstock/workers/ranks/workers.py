@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.board.activity import EXCHANGING, Activity
+from penstock.board.runs import new_board
 from penstock.capture.trees import map_leaves
 from penstock.devices.streams import on
 from penstock.engine.batch import digest
@@ -39,7 +41,7 @@ from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping, norms_of, total_norm
-from penstock.workers.members import EXCHANGING, Activity, Member
+from penstock.workers.members import Member
 from penstock.workers.memories import check_buffers, check_memories, unchanged
 from penstock.workers.optimizer_parts import (
     Groups,
@@ -132,7 +134,8 @@ class RankWorkers(Workers):
             has_all_weights=False,
             name=launch.ranks.names[launch.ranks.rank],
         )
-        self._position = [0]
+        self.board = new_board(1)
+        self._record = self.board.records[0]
         self._lines: list[Line] = []
         self._wires: list[Wire] = []
         self._writer: Thread | None = None
@@ -329,7 +332,7 @@ class RankWorkers(Workers):
         assembly = self._assemblies[order.training]
         if self._ring is None or self._total is None:
             with own_casts():
-                return assembly.run(self._place, part, self._position)
+                return assembly.run(self._place, part, self._record)
         self._total.begin(self._several[order.training])
         # now and then, as most that is wrong is so from the first time on
         times = self._passes[order.what]
@@ -337,7 +340,7 @@ class RankWorkers(Workers):
         found = digest(self._owned()) if is_time else None
         keeping = unchanged(part.loss, [*self._model.modules()]) if is_time else nullcontext()
         with own_casts(), keeping:
-            outcome = assembly.run(self._place, part, self._position)
+            outcome = assembly.run(self._place, part, self._record)
         outcome.weights_before = found
         if part.loss is not None:
             outcome.targets = digest(list(part.loss.targets))
@@ -372,12 +375,13 @@ class RankWorkers(Workers):
                     "same with load_state_dict or restore"
                 )
 
-    def status(self) -> Mapping[int, Activity]:
-        """What this rank is doing."""
-        return {self._me: Activity.of(self._position[0])}
+    @property
+    def recorded(self) -> Sequence[int]:
+        """This rank's number alone: others are in other processes."""
+        return [self._me]
 
     def _doing(self) -> str:
-        return str(Activity.of(self._position[0]))
+        return str(Activity.of(self._record.code))
 
     def _reset(self) -> None:
         for end in self._ends.values():
@@ -427,11 +431,11 @@ class RankWorkers(Workers):
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
         """Meanwhile, this rank's activity is an exchange with other replicas."""
-        self._position[0] = EXCHANGING
+        self._record.note(EXCHANGING)
         try:
             yield
         finally:
-            self._position[0] = 0
+            self._record.note(0)
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""
@@ -504,6 +508,7 @@ class RankWorkers(Workers):
         self._launch.others.listener.close()
         for wire in self._wires:
             wire.close()
+        self.board.close()
 
 
 class _RankPart:

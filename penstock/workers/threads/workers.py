@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.board.activity import Activity
+from penstock.board.runs import new_board
 from penstock.engine.batchnorm import move
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
@@ -23,7 +25,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly
 from penstock.workers.backend import Workers
-from penstock.workers.members import Activity, Member, members_here
+from penstock.workers.members import Member, members_here
 from penstock.workers.optimizer_parts import Groups, LocalParts, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch
@@ -67,7 +69,7 @@ class ThreadWorkers(Workers):
         ]
         self.links = ["by reference" if a == b else f"copied {a}>{b}" for a, b in pairwise(homes)]
         self._assemblies: dict[bool, list[Assembly]] = {}
-        self._positions = [[0] for _ in devices]
+        self.board = new_board(len(devices))
         self._backups = Backups()
         self._pool = ThreadPool(devices, threads, self._abort, self._reset, self._doing)
 
@@ -116,7 +118,7 @@ class ThreadWorkers(Workers):
             self._backups.add(order.number, backup)
         assembly = self._assemblies[order.training][member.replica]
         part = replace(order, wanted=self.ownership.own(member.place, order.wanted))
-        return assembly.run(member.place, part, self._positions[member.number])
+        return assembly.run(member.place, part, self.board.records[member.number])
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and drop the backups by which it could have been undone."""
@@ -185,10 +187,6 @@ class ThreadWorkers(Workers):
         self._pool.run(jobs, TIMEOUT)
         return parts
 
-    def status(self) -> Mapping[int, Activity]:
-        """What every thread is doing."""
-        return {m.number: Activity.of(self._positions[m.number][0]) for m in self.members}
-
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         jobs = [partial(self._after_forwards, self._ran, job) for job in jobs]
         return self._pool.run(jobs, self._timeout, whole=True)
@@ -203,6 +201,7 @@ class ThreadWorkers(Workers):
         """End the threads; waits five seconds for them."""
         self._pool.close()
         self._pool.join(5.0)
+        self.board.close()
 
     def _abort(self) -> None:
         for link in chain.from_iterable(links.values() for links in self._links):
@@ -214,4 +213,4 @@ class ThreadWorkers(Workers):
             link.reset()
 
     def _doing(self, worker: int) -> str:
-        return str(Activity.of(self._positions[worker][0]))
+        return str(Activity.of(self.board.records[worker].code))

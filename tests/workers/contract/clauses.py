@@ -231,13 +231,14 @@ def who_works_and_at_what(kind: Kind) -> None:
         ticket = rig.started("train")
         wait_for(begun)
         seen = rig.workers.all_gather("status", dict(rig.workers.status()))
-        activity = {k: v for status in seen for k, v in status.items()}
-        assert activity.keys() == set(range(STAGES))
-        assert activity[1].where == (1, 1, "forward")
-        assert not activity[1].waits
+        readings = {k: v for status in seen for k, v in status.items()}
+        assert readings.keys() == set(range(STAGES))
+        assert readings[1].activity.where == (1, 1, "forward")
+        assert not readings[1].activity.waits
+        assert readings[1].since > 0
         go.touch()
         rig.workers.finish(ticket)
-        assert all(each.is_idle for each in rig.workers.status().values())
+        assert all(each.activity.is_idle for each in rig.workers.status().values())
 
 
 @clause

@@ -1,0 +1,272 @@
+"""The memory of a board: a record for each worker, and one for the passes of the pipeline.
+
+Every record has one writer, who never waits: a few integers are stored where it begins something
+else, with the time on the clock that all processes of a machine share. Readers map the same file
+(or use the same object) and take what is there. It needs no lock: integers of 64 bits are read and
+written whole, and a reader that sees what is done now change while it reads looks again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic_ns
+
+from penstock.board.activity import Activity, is_waiting
+from penstock.files import anonymous_memory
+
+DESCRIPTION = ".json"
+"""The suffix of the file beside a board's that says what it is of, and is removed with it."""
+
+_CELLS = 8  # of 64 bits, for each worker
+_CODE, _SINCE, _WORKED, _WAITED, _PASSES, _HELD, _MOST_HELD = range(7)
+
+_STEPS, _ROWS, _TOKENS, _OTHERS, _BEGUN, _NUMBER = range(6)  # of the pipeline
+_RING = 8  # where the latest steps are noted
+_LATEST = 64  # so many of them
+_EACH = 4  # when one ended, how long it took, its rows and tokens
+_PIPELINE = _RING + _LATEST * _EACH
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a worker's record says.
+
+    Attributes:
+        code: what it is doing, as `penstock.board.activity` has it; 0 for nothing.
+        since: when it began that, in nanoseconds of `time.monotonic_ns()`; 0 if it never began
+            anything.
+        worked: nanoseconds that it has worked in passes so far, what it does now included.
+        waited: nanoseconds that it has waited for values of others in passes.
+        passes: that it has completed.
+        held: bytes of its device's memory that are in use, as of its latest pass; 0 on CPUs, whose
+            processes share theirs.
+        most_held: the most that were.
+    """
+
+    code: int
+    since: int
+    worked: int
+    waited: int
+    passes: int
+    held: int
+    most_held: int
+
+    @classmethod
+    def nothing(cls) -> Reading:
+        """Of a worker of which nothing is seen."""
+        return cls(0, 0, 0, 0, 0, 0, 0)
+
+    @property
+    def activity(self) -> Activity:
+        """What it is doing."""
+        return Activity.of(self.code)
+
+
+class Record:
+    """One worker's record; only the worker writes it.
+
+    Args:
+        cells: of the board.
+    """
+
+    __slots__ = ("_cells", "_code", "_since", "_waited", "_worked")
+
+    def __init__(self, cells: memoryview) -> None:
+        self._cells = cells
+        self._code, self._since, self._worked, self._waited = cells[:4].tolist()
+
+    @property
+    def code(self) -> int:
+        """What the worker is doing, as `penstock.board.activity` has it; 0 for nothing."""
+        return self._code
+
+    def note(self, code: int) -> None:
+        """From now on the worker does this."""
+        now, cells = monotonic_ns(), self._cells
+        if self._code > 0:
+            spent = now - self._since
+            if is_waiting(self._code):
+                self._waited += spent
+                cells[_WAITED] = self._waited
+            else:
+                self._worked += spent
+                cells[_WORKED] = self._worked
+        self._code, self._since = code, now
+        cells[_SINCE] = now
+        cells[_CODE] = code
+
+    def count(self) -> None:
+        """One more pass is complete."""
+        self._cells[_PASSES] += 1
+
+    def hold(self, held: int, most_held: int) -> None:
+        """So many bytes of the device's memory are in use, and were at most."""
+        self._cells[_HELD], self._cells[_MOST_HELD] = held, most_held
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step that has ended.
+
+    Attributes:
+        end: when, in nanoseconds of `time.monotonic_ns()`.
+        duration: nanoseconds that its passes took: not the optimizer, nor what came in between.
+        rows: of its batch.
+        tokens: of its batch: elements of the first integer input with at least two dimensions; 0 if
+            there is none.
+    """
+
+    end: int
+    duration: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the pipeline's record says.
+
+    Attributes:
+        steps: passes that computed gradients.
+        rows: of their batches, in all.
+        tokens: of their batches, in all, see `StepTime`.
+        others: passes without gradients.
+        begun: when the pass that is under way began, in nanoseconds of `time.monotonic_ns()`; 0
+            between passes.
+        latest: the last steps, oldest first.
+    """
+
+    steps: int
+    rows: int
+    tokens: int
+    others: int
+    begun: int
+    latest: Sequence[StepTime]
+
+
+class Board:
+    """Records of all workers, and of the passes of the pipeline, which the driver counts.
+
+    Args:
+        workers: how many.
+        fd: of the memory, in another process than the one that made it; it is closed. `None` makes
+            new memory.
+        path: of a file for the memory, which is made; without one it has no name.
+        writable: whether workers note here what they do.
+
+    Attributes:
+        records: of every worker.
+        fd: of the memory, for other processes; -1 where it was given.
+        path: of its file, which is removed when the board is closed.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        fd: int | None = None,
+        path: Path | None = None,
+        writable: bool = True,
+    ) -> None:
+        cells = _PIPELINE + workers * _CELLS
+        self.path = path
+        self.fd = -1 if fd is not None else _memory(8 * cells, path)
+        made = self.fd if fd is None else fd
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._cells = memoryview(mmap.mmap(made, 8 * cells, access=access)).cast("q")
+        if fd is not None:
+            os.close(fd)
+        self.close = weakref.finalize(self, _close, self.fd, path, os.getpid())
+        starts = range(_PIPELINE, cells, _CELLS)
+        self.records = [Record(self._cells[start : start + _CELLS]) for start in starts]
+
+    # -- the driver ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._cells[_BEGUN] = monotonic_ns()
+
+    def end(self) -> None:
+        """No pass is under way any more."""
+        self._cells[_BEGUN] = 0
+
+    def count(self, duration: int, rows: int, tokens: int) -> None:
+        """A step has ended that took so many nanoseconds."""
+        cells = self._cells
+        place = _RING + cells[_STEPS] % _LATEST * _EACH
+        cells[place], cells[place + 1] = monotonic_ns(), duration
+        cells[place + 2], cells[place + 3] = rows, tokens
+        cells[_ROWS] += rows
+        cells[_TOKENS] += tokens
+        cells[_STEPS] += 1
+
+    def count_other(self) -> None:
+        """A pass without gradients has ended."""
+        self._cells[_OTHERS] += 1
+
+    # -- readers ------------------------------------------------------------------------------
+
+    def reading(self, worker: int) -> Reading:
+        """What a worker's record says now."""
+        start = _PIPELINE + worker * _CELLS
+        cells = self._cells[start : start + _CELLS].tolist()
+        for _ in range(8):  # until it does not change meanwhile; a busy worker may always do
+            again = self._cells[start : start + _CELLS].tolist()
+            if again[_CODE] == cells[_CODE] and again[_SINCE] == cells[_SINCE]:
+                break
+            cells = again
+        code, since, worked, waited, passes, held, most_held = cells[:7]
+        now = max(0, monotonic_ns() - since) if code > 0 else 0
+        worked, waited = (worked, waited + now) if is_waiting(code) else (worked + now, waited)
+        return Reading(code, since, worked, waited, passes, held, most_held)
+
+    def readings(self) -> list[Reading]:
+        """What the records of all workers say now."""
+        return [self.reading(worker) for worker in range(len(self.records))]
+
+    def counted(self) -> Counted:
+        """What the pipeline's record says now."""
+        cells = self._cells[:_PIPELINE].tolist()
+        steps = cells[_STEPS]
+        places = [_RING + k % _LATEST * _EACH for k in range(max(0, steps - _LATEST), steps)]
+        latest = [StepTime(*cells[place : place + _EACH]) for place in places]
+        return Counted(steps, cells[_ROWS], cells[_TOKENS], cells[_OTHERS], cells[_BEGUN], latest)
+
+
+def opened(path: Path, workers: int) -> Board:
+    """The board of another process, to be read.
+
+    Raises:
+        OSError: there is no such file any more.
+        ValueError: it is no board of so many workers.
+    """
+    return Board(workers, os.open(path, os.O_RDONLY | os.O_CLOEXEC), writable=False)
+
+
+def _memory(size: int, path: Path | None) -> int:
+    """A file descriptor of new memory."""
+    if path is None:
+        return anonymous_memory(size)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise
+    return fd
+
+
+def _close(fd: int, path: Path | None, process: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+    if path is not None and os.getpid() == process:  # and not a fork of it
+        for each in (path.with_suffix(DESCRIPTION), path):
+            each.unlink(missing_ok=True)

@@ -1,0 +1,188 @@
+"""Finds the running pipelines of this user: a folder with the board of each, and what it is of.
+
+The folder is `penstock` in `XDG_RUNTIME_DIR`, or `penstock-UID` in the folder for temporary files,
+and nobody else can read it. A pipeline that is closed removes its files; those of processes that
+were killed are removed by whoever looks next.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from penstock.board.memory import DESCRIPTION, Board, opened
+from penstock.board.process import is_alive, started_at
+from penstock.files import write_whole
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A worker, as a description has it.
+
+    Attributes:
+        number: of the member.
+        device: as its machine names it.
+        replica: whose stages it runs.
+        place: which of its replica's workers it is.
+        pid: the process that it is, or that it is a thread of.
+        host: the name of its machine.
+        stages: that it runs.
+        memory: bytes that it holds at most, as planned.
+        limit: bytes that it may hold; 0 if that was not said.
+    """
+
+    number: int
+    device: str
+    replica: int
+    place: int
+    pid: int
+    host: str
+    stages: tuple[int, ...]
+    memory: int = 0
+    limit: int = 0
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What a board is of.
+
+    Attributes:
+        pid: of the process that drives the pipeline, or of this rank.
+        started: when that process started, as `started_at` says.
+        host: the name of its machine.
+        command: of that process.
+        began: when the pipeline was built, in seconds since 1970.
+        model: the class of the model.
+        plan: in words.
+        microbatches: of a batch.
+        workers: all of them, by number.
+        recorded: the numbers of those whose records are on this board, in their order.
+        placement: for every stage which of its replica's workers runs it.
+        predicted_seconds: of a step.
+        bound_seconds: of a step.
+        rank: of this process, of so many `ranks`; there is one if it drives all workers.
+        ranks: how many processes run the script.
+        job: the same for all ranks of a job; empty if there is one.
+    """
+
+    pid: int
+    started: int
+    host: str
+    command: str
+    began: float
+    model: str
+    plan: str
+    microbatches: int
+    workers: tuple[Worker, ...]
+    recorded: tuple[int, ...]
+    placement: tuple[int, ...]
+    predicted_seconds: float
+    bound_seconds: float
+    rank: int = 0
+    ranks: int = 1
+    job: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A running pipeline, or a rank's part of one.
+
+    Attributes:
+        description: what it is.
+        board: what its workers are doing.
+    """
+
+    description: Description
+    board: Board
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process that drives it still runs."""
+        return is_alive(self.description.pid, self.description.started)
+
+
+def folder() -> Path:
+    """Where the boards of this user are; it is made if need be.
+
+    Raises:
+        OSError: it cannot be made, or others could read it.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        path = Path(runtime) / "penstock"
+    else:
+        path = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    if not is_private or found.st_uid != os.getuid():
+        raise PermissionError(f"{path} is not a folder of this user that only he can read")
+    return path
+
+
+def new_board(workers: int) -> Board:
+    """A board where others of this user find it; without a name if there is no place for it.
+
+    Args:
+        workers: how many.
+    """
+    try:
+        _sweep(folder())
+        name = f"{os.getpid()}-{started_at()}-{secrets.token_hex(4)}.board"
+        return Board(workers, path=folder() / name)
+    except OSError:
+        return Board(workers)
+
+
+def publish(board: Board, description: Description) -> None:
+    """Say what a board is of; that goes with the board.
+
+    Args:
+        board: of this process.
+        description: of what.
+    """
+    if board.path is None or not board.close.alive:
+        return
+    with suppress(OSError):  # then nobody else finds it
+        write_whole(board.path.with_suffix(DESCRIPTION), msgspec.json.encode(description))
+
+
+def find() -> list[Run]:
+    """The running pipelines of this user on this machine, oldest first."""
+    try:
+        here = folder()
+    except OSError:
+        return []
+    _sweep(here)
+    runs = []
+    for path in here.glob(f"*{DESCRIPTION}"):
+        try:
+            description = msgspec.json.decode(path.read_bytes(), type=Description)
+            board = opened(path.with_suffix(".board"), len(description.recorded))
+        except (OSError, ValueError, msgspec.MsgspecError):  # it ends, or is of another version
+            continue
+        runs.append(Run(description, board))
+    return sorted(runs, key=lambda run: (run.description.began, run.description.rank))
+
+
+def _sweep(here: Path) -> None:
+    """Remove what processes have left that were killed."""
+    for path in here.glob("*-*-*.*"):
+        pid, started, _ = path.name.split("-", 2)
+        if pid.isdecimal() and started.isdecimal() and not is_alive(int(pid), int(started)):
+            path.unlink(missing_ok=True)
+
+
+def chosen(runs: Sequence[Run], pid: int) -> list[Run]:
+    """The runs of this process, or with a worker in it."""
+    return [
+        run
+        for run in runs
+        if pid in (run.description.pid, *(worker.pid for worker in run.description.workers))
+    ]

@@ -1,0 +1,72 @@
+"""The state of a pipeline as OpenMetrics."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+import pytest
+import torch
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.board.metrics import address
+
+
+def pipeline(**options: object) -> ps.Pipeline:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    given = {"cuts": ["1"], "schedule": "1f1b", "num_microbatches": 2, "audit": None, **options}
+    return ps.Pipeline(model, (torch.ones(4, 3),), devices=["cpu", "cpu"], **given)
+
+
+def scraped(url: str) -> dict[tuple[str, str], float]:
+    """Every sample, by its name and worker, as a scraper of OpenMetrics reads it."""
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=accept)) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    return {(sample.name, sample.labels.get("worker", "")): sample.value for sample in samples}
+
+
+def test_they_can_be_scraped() -> None:
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0) as pipe:
+        url = pipe.metrics
+        assert url.startswith("http://127.0.0.1:")
+        assert ("penstock_step_seconds", "") not in scraped(url)
+        for _ in range(2):
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        found = scraped(url)
+        assert found["penstock_steps_total", ""] == 2
+        assert found["penstock_samples_total", ""] == 8
+        assert found["penstock_step_seconds", ""] > 0
+        assert found["penstock_worker_worked_seconds_total", "1"] > 0
+        assert found["penstock_worker_up", "0"] == 1
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url)
+
+
+def test_the_environment_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert address(None) is None
+    monkeypatch.setenv("PENSTOCK_METRICS", "0.0.0.0:9100")
+    assert address(None) == ("0.0.0.0", 9100)
+    assert address(9200) == ("127.0.0.1", 9200)
+    monkeypatch.setenv("PENSTOCK_METRICS", "on")
+    with pytest.raises(ps.InputError, match="PENSTOCK_METRICS='on'"):
+        address(None)
+
+
+@pytest.mark.parametrize("wrong", ["here", 70000, -1, True, "a:b"])
+def test_what_is_no_place(wrong: object) -> None:
+    with pytest.raises(ps.InputError, match="give a port"):
+        pipeline(metrics=wrong)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ps.InputError, match="Give another port"):
+            pipeline(metrics=other.getsockname()[1])

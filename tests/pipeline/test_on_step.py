@@ -1,0 +1,66 @@
+"""Functions that are called after every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+
+
+@pytest.fixture
+def pipe() -> Any:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    with ps.Pipeline(model, (torch.ones(4, 3),), devices=["cpu"], audit=None) as pipe:
+        yield pipe
+
+
+def test_they_are_told_of_every_step(pipe: ps.Pipeline) -> None:
+    x, told = torch.ones(4, 3), []
+    handle = pipe.on_step(told.append)
+    loss = pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    F.mse_loss(pipe(x[:3]), x[:3]).backward()
+    pipe.eval_step(x, target=x, loss_fn=F.mse_loss)
+    with torch.no_grad():
+        pipe(x)
+    first, second = told
+    assert (first["step"], first["samples"], first["loss"]) == (1, 4, float(loss))
+    assert (second["step"], second["samples"]) == (2, 3)
+    assert "loss" not in second  # it is the script's own
+    assert second["step_seconds"] > 0
+    assert second["samples_per_second"] > 0
+    assert all(type(value) in (int, float) for news in told for value in news.values())
+    handle.remove()
+    pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    assert len(told) == 2
+
+
+def test_an_error_of_theirs_comes_after_the_step(pipe: ps.Pipeline) -> None:
+    x = torch.ones(4, 3)
+
+    def fails(news: dict[str, Any]) -> None:
+        raise ConnectionError("the logger")
+
+    handle = pipe.on_step(fails)
+    with pytest.raises(ConnectionError, match="the logger"):
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    assert all(p.grad is not None for p in pipe.parameters())
+    handle.remove()
+    pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    assert pipe.status().steps == 2
+
+
+def test_a_step_that_fails_is_not_told_of(pipe: ps.Pipeline) -> None:
+    told: list[dict[str, Any]] = []
+    pipe.on_step(told.append)
+    x = torch.ones(4, 3)
+    with pytest.raises(ps.WorkerError):
+        pipe.train_step(x, target=x, loss_fn=lambda output, target: 1 / 0)
+    assert not told
+    pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    assert [news["step"] for news in told] == [1]
+    assert pipe.status().pass_seconds is None
