@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
 from penstock.board.metrics import Server, address
-from penstock.board.runs import publish
-from penstock.board.status import Status, status_of
+from penstock.board.runs import Run, publish
+from penstock.board.status import Status, status_here, status_of
 from penstock.capture import Program
 from penstock.capture.capturing import CaptureOptions
 from penstock.capture.dims import BatchDim, Dynamic
@@ -45,7 +45,7 @@ from penstock.training.scaling import PipelineScaler, scale_of
 from penstock.weights import source_of
 from penstock.workers.backend import Kind
 from penstock.workers.clipping import Clipped, Clipping
-from penstock.workers.described import description_of
+from penstock.workers.described import description_of, listen
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.placement import place
 
@@ -231,6 +231,7 @@ class Pipeline:
             self._metrics = self._served(served)
             self.metrics = self._metrics.url if self._metrics else ""
             publish(running.board, self._description)
+            listen(running)
             stack.pop_all()
 
     def _served(self, where: tuple[str, int] | None) -> Server | None:
@@ -238,7 +239,9 @@ class Pipeline:
         if where is None:
             return None
         host, port = where
-        return Server(host, port + self._description.rank if port else 0, self.status)
+        board = self._workers.board
+        run = Run(self._description, board, board.path)  # which does not hold the pipeline
+        return Server(host, port + self._description.rank if port else 0, lambda: status_here(run))
 
     # -- training -------------------------------------------------------------------------
 
@@ -524,13 +527,14 @@ class Pipeline:
         """What every worker is doing now, and how fast the latest steps were.
 
         Nobody is asked, so it does not disturb the workers, and it may be called from any thread,
-        also while a step runs or hangs. Under torchrun every rank sees its own worker.
+        also while a step runs or hangs. Under torchrun it sees the ranks of this machine.
 
         Returns:
             a `penstock.board.status.Status`; `print` shows it as a table, a notebook as HTML, and
             `to_dict()` gives plain data. `penstock top` shows the same from another terminal.
         """
-        return status_of(self._description, self._workers.board)
+        workers = self._workers
+        return status_of(self._description, workers.status(), workers.board.counted())
 
     def on_step(self, hook: StepHook) -> RemovableHandle:
         """Call a function after every training step, such as a logger's.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
@@ -163,6 +163,8 @@ class Board:
         records: of every worker.
         fd: of the memory, for other processes; -1 where it was given.
         path: of its file, which is removed when the board is closed.
+        closing: called then.
+        close: closes it; who has it may go on using it.
 
     Raises:
         OSError: the file cannot be made.
@@ -183,7 +185,8 @@ class Board:
         self._cells = memoryview(mmap.mmap(made, 8 * cells, access=access)).cast("q")
         if fd is not None:
             os.close(fd)
-        self.close = weakref.finalize(self, _close, self.fd, path, os.getpid())
+        self.closing: list[Callable[[], object]] = []
+        self.close = weakref.finalize(self, _close, self.fd, path, os.getpid(), self.closing)
         starts = range(_PIPELINE, cells, _CELLS)
         self.records = [Record(self._cells[start : start + _CELLS]) for start in starts]
 
@@ -264,7 +267,11 @@ def _memory(size: int, path: Path | None) -> int:
     return fd
 
 
-def _close(fd: int, path: Path | None, process: int) -> None:
+def _close(
+    fd: int, path: Path | None, process: int, closing: Sequence[Callable[[], object]]
+) -> None:
+    for close in closing:
+        close()
     if fd >= 0:
         os.close(fd)
     if path is not None and os.getpid() == process:  # and not a fork of it

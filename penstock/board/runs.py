@@ -11,16 +11,18 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from penstock.board.memory import DESCRIPTION, Board, opened
+from penstock.board.memory import DESCRIPTION, Board, Reading, opened
 from penstock.board.process import is_alive, started_at
 from penstock.files import write_whole
+
+BOARD = ".board"
+"""The suffix of a board's file."""
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -96,15 +98,26 @@ class Run:
     Attributes:
         description: what it is.
         board: what its workers are doing.
+        path: of the board's file; `None` if it has no name.
     """
 
     description: Description
     board: Board
+    path: Path | None
 
     @property
     def is_alive(self) -> bool:
         """Whether the process that drives it still runs."""
         return is_alive(self.description.pid, self.description.started)
+
+    def readings(self) -> dict[int, Reading]:
+        """What the records on its board say now, by the numbers of workers."""
+        return dict(zip(self.description.recorded, self.board.readings(), strict=True))
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that drive it and that its workers are."""
+        return {self.description.pid, *(worker.pid for worker in self.description.workers)}
 
 
 def folder() -> Path:
@@ -134,7 +147,7 @@ def new_board(workers: int) -> Board:
     """
     try:
         _sweep(folder())
-        name = f"{os.getpid()}-{started_at()}-{secrets.token_hex(4)}.board"
+        name = f"{os.getpid()}-{started_at()}-{secrets.token_hex(4)}{BOARD}"
         return Board(workers, path=folder() / name)
     except OSError:
         return Board(workers)
@@ -153,8 +166,12 @@ def publish(board: Board, description: Description) -> None:
         write_whole(board.path.with_suffix(DESCRIPTION), msgspec.json.encode(description))
 
 
-def find() -> list[Run]:
-    """The running pipelines of this user on this machine, oldest first."""
+def find(pid: int | None = None) -> list[Run]:
+    """The running pipelines of this user on this machine, oldest first.
+
+    Args:
+        pid: just those that this process drives, or has a worker of.
+    """
     try:
         here = folder()
     except OSError:
@@ -164,11 +181,13 @@ def find() -> list[Run]:
     for path in here.glob(f"*{DESCRIPTION}"):
         try:
             description = msgspec.json.decode(path.read_bytes(), type=Description)
-            board = opened(path.with_suffix(".board"), len(description.recorded))
+            file = path.with_suffix(BOARD)
+            board = opened(file, len(description.recorded))
         except (OSError, ValueError, msgspec.MsgspecError):  # it ends, or is of another version
             continue
-        runs.append(Run(description, board))
-    return sorted(runs, key=lambda run: (run.description.began, run.description.rank))
+        runs.append(Run(description, board, file))
+    runs.sort(key=lambda run: (run.description.began, run.description.rank))
+    return [run for run in runs if pid is None or pid in run.pids]
 
 
 def _sweep(here: Path) -> None:
@@ -177,12 +196,3 @@ def _sweep(here: Path) -> None:
         pid, started, _ = path.name.split("-", 2)
         if pid.isdecimal() and started.isdecimal() and not is_alive(int(pid), int(started)):
             path.unlink(missing_ok=True)
-
-
-def chosen(runs: Sequence[Run], pid: int) -> list[Run]:
-    """The runs of this process, or with a worker in it."""
-    return [
-        run
-        for run in runs
-        if pid in (run.description.pid, *(worker.pid for worker in run.description.workers))
-    ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from penstock.board.memory import Board, Counted, Reading
+from penstock.board.memory import Counted, Reading
 from penstock.board.process import STATE, fields, memory_of
-from penstock.board.runs import Description, Worker
+from penstock.board.runs import Description, Run, Worker
 from penstock.display.tables import aligned
 from penstock.units import show_bytes, show_seconds
 
@@ -182,16 +182,17 @@ class Status:
         return f"<p>{lines}</p><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
-def status_of(description: Description, board: Board) -> Status:
+def status_of(
+    description: Description, readings: Mapping[int, Reading], counted: Counted
+) -> Status:
     """The state of a pipeline now.
 
     Args:
         description: what it is.
-        board: of the workers that it records.
+        readings: of its workers' records, by number, as far as they are seen.
+        counted: its passes.
     """
-    readings = dict(zip(description.recorded, board.readings(), strict=True))
-    counted, now = board.counted(), time.monotonic_ns()
-    pace = _Pace(counted)
+    now, pace = time.monotonic_ns(), _Pace(counted)
     return Status(
         model=description.model,
         plan=description.plan,
@@ -214,6 +215,11 @@ def status_of(description: Description, board: Board) -> Status:
         ranks=description.ranks,
         rank=description.rank,
     )
+
+
+def status_here(run: Run) -> Status:
+    """The same of one process's run, as its own board says."""
+    return status_of(run.description, run.readings(), run.board.counted())
 
 
 class _Pace:

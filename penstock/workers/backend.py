@@ -411,6 +411,14 @@ class Workers(ABC):
         """
         return dict(zip(self.recorded, self.board.readings(), strict=True))
 
+    @abstractmethod
+    def stacks(self) -> Mapping[int, str]:
+        """What the workers of this process are doing, by number, with the stacks of their threads.
+
+        May be called from any thread. Workers that are processes write their stacks even if they
+        hang in code that holds the interpreter's lock.
+        """
+
     def all_alive(self) -> bool:
         """Whether, as far as is known here, no worker has ended; may be called from any thread."""
         return True

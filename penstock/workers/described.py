@@ -1,4 +1,4 @@
-"""Says what a board is of."""
+"""Says what a board is of, and answers what is not on it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,41 @@ import os
 import socket
 import sys
 import time
+import weakref
+from contextlib import suppress
 
 from torch import nn
 
+from penstock.board.control import SUFFIX, Control
 from penstock.board.process import started_at
 from penstock.board.runs import Description, Worker
 from penstock.plan import Plan
 from penstock.plan.plan import prediction
 from penstock.workers.backend import Workers
+
+_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # which all of its ranks have
+
+
+def listen(workers: Workers) -> None:
+    """Tell other processes of this user what the threads of workers do, if they ask.
+
+    It ends when the board is closed or the workers are forgotten.
+
+    Args:
+        workers: who are asked about.
+    """
+    board, known = workers.board, weakref.ref(workers)
+    if board.path is None or not board.close.alive:
+        return
+
+    def stacks() -> dict[str, str]:
+        here = known()
+        found = here.stacks() if here is not None else {}
+        return {f"worker {number}": stack for number, stack in found.items()}
+
+    with suppress(OSError):  # a name that is too long, say: then nobody can ask
+        control = Control(board.path.with_suffix(SUFFIX), {"stacks": stacks})
+        board.closing.append(control.close)
 
 
 def description_of(model: nn.Module, plan: Plan, workers: Workers) -> Description:
@@ -59,5 +86,5 @@ def description_of(model: nn.Module, plan: Plan, workers: Workers) -> Descriptio
         bound_seconds=plan.bound_seconds,
         rank=workers.role.index,
         ranks=len(workers.members) if is_rank else 1,
-        job=os.environ.get("TORCHELASTIC_RUN_ID", "") if is_rank else "",
+        job=":".join(os.environ.get(name, "") for name in _JOB) if is_rank else "",
     )

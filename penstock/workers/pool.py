@@ -202,7 +202,7 @@ class Pool(ABC):
         busy = [worker for worker in late if not self._waits(worker)]
         culprit = (stopped or busy or late)[0]
         where = self._at(culprit)
-        details = self._describe(range(self._count))
+        details = self.describe(range(self._count))
         if stopped:
             first = f"worker {', '.join(map(str, stopped))} is {STOPPED}"
         else:
@@ -292,7 +292,7 @@ class Pool(ABC):
         """Wake every worker that waits for another one."""
 
     @abstractmethod
-    def _describe(self, workers: Sequence[int]) -> dict[int, str]:
+    def describe(self, workers: Sequence[int]) -> dict[int, str]:
         """What workers are doing, for the message of a timeout."""
 
     def _stopped(self) -> list[int]:

@@ -43,7 +43,16 @@ LAYERS = [
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 PURE = {"schedule": {"errors", "schedule"}, "simulate": {"errors", "schedule", "simulate"}}
-WITHOUT_TORCH = ("schedule", "simulate", "plan", "profile.data", "errors", "names")
+WITHOUT_TORCH = (
+    "schedule",
+    "simulate",
+    "board.runs",
+    "board.status",
+    "plan",
+    "profile.data",
+    "errors",
+    "names",
+)
 
 
 def files() -> list[Path]:

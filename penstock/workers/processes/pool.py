@@ -226,7 +226,7 @@ class ProcessPool(Pool):
         except Gone:
             current.results[worker] = Result(None, self._died(worker))
         except TimeoutError:
-            details = self._describe([worker])[worker]
+            details = self.describe([worker])[worker]
             message = f"worker {worker} does not read what it is sent; it is {details}"
             late = WorkerTimeout(message, worker, *self._at(worker))
             current.results[worker] = Result(None, late)
@@ -266,7 +266,7 @@ class ProcessPool(Pool):
             error = closed(why) if why else None
             self._note(worker, Result(None, error or self._died(worker)), dispatches)
         except TimeoutError:
-            details = self._describe([worker])[worker]
+            details = self.describe([worker])[worker]
             words = f"worker {worker} stopped in the midst of a report; it is {details}"
             self._note(worker, Result(None, WorkerTimeout(words, worker)), dispatches)
         else:
@@ -322,7 +322,7 @@ class ProcessPool(Pool):
             return "it was interrupted in the midst of a message"
         return None
 
-    def _describe(self, workers: Sequence[int]) -> dict[int, str]:
+    def describe(self, workers: Sequence[int]) -> dict[int, str]:
         deadline = time.monotonic() + _DUMP
         asked = [worker for worker in workers if self._codes()[worker]]
         for worker in asked:

@@ -372,6 +372,10 @@ class ProcessWorkers(Workers):
             save.job(rest, portion)()
         return save.parts(count - len(jobs))
 
+    def stacks(self) -> Mapping[int, str]:
+        """What the processes are doing, with the stacks of all their threads."""
+        return self._pool.describe(self.recorded)
+
     def all_alive(self) -> bool:
         """Whether no process has ended."""
         return self._pool.all_alive()

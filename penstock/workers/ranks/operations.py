@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
+from penstock.board.activity import Activity
 from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
 from penstock.links.pickling import from_bytes, portable, to_bytes
@@ -98,6 +99,7 @@ class Ranks:
         rank: its number.
         names: of all, in words.
         workers: the worker that each rank is.
+        doing: what a rank is doing, or did last, as far as that is seen.
         timeout: seconds that an operation may take, waiting for other ranks to begin it included.
         number: of the operation.
     """
@@ -113,6 +115,7 @@ class Ranks:
         self.rank = rank
         self.names = names
         self.workers: Sequence[int] = range(len(names))
+        self.doing: Callable[[int], Activity] = lambda rank: Activity.of(0)
         self.timeout = timeout
         self.number = 0
         self._wires = dict(wires)
@@ -412,7 +415,9 @@ class Ranks:
 
     def _died(self, rank: int, how: str) -> WorkerDied:
         how = f"is {self.names[rank]}, which {how}"
-        return WorkerDied(self.workers[rank], how, None, None, self._what)
+        activity = self.doing(rank)
+        where = (None, None, self._what) if activity.stage is None else activity.where
+        return WorkerDied(self.workers[rank], how, *where)
 
     def _silent(self, error: BaseException, ranks: Sequence[int]) -> BaseException:
         """The error, which names the ranks that may be the reason for it."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -21,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.board.activity import EXCHANGING, Activity
+from penstock.board.memory import Board, Reading, opened
 from penstock.board.runs import new_board
 from penstock.capture.trees import map_leaves
 from penstock.devices.streams import on
@@ -149,6 +151,9 @@ class RankWorkers(Workers):
             self._ring = self._connect()
         self._ranks.timeout = timeout
         self._ranks.workers = [order.index(rank) for rank in range(len(order))]
+        paths = self.all_gather("the boards", str(self.board.path or ""))
+        self._boards = {self._me: self.board, **self._opened(paths)}
+        self._ranks.doing = self._doing_of
         self._total = ChainedSum(self._ring, self._own_parameters) if self._ring else None
         first = self._me - self._place
         self._here = replica = RankReplica(self._replica, plan.weights, first, total=self._total)
@@ -379,6 +384,33 @@ class RankWorkers(Workers):
     def recorded(self) -> Sequence[int]:
         """This rank's number alone: others are in other processes."""
         return [self._me]
+
+    def status(self) -> Mapping[int, Reading]:
+        """What the ranks of this machine are doing, or did last."""
+        return {number: board.reading(0) for number, board in sorted(self._boards.items())}
+
+    def _opened(self, paths: Sequence[str]) -> dict[int, Board]:
+        """The boards of the other ranks of this machine, by their numbers as workers.
+
+        Args:
+            paths: of all workers' boards; empty where there is no file.
+        """
+        me, near = self._ranks.rank, self._launch.others.near
+        found = {}
+        for number, (rank, path) in enumerate(zip(self._order, paths, strict=True)):
+            if path and rank != me and near(me, rank):
+                with suppress(OSError, ValueError):
+                    found[number] = opened(Path(path), 1)
+        return found
+
+    def _doing_of(self, rank: int) -> Activity:
+        """What a rank is doing, or did last; nothing if it is on another machine."""
+        board = self._boards.get(self._order.index(rank))
+        return Activity.of(board.reading(0).code if board else 0)
+
+    def stacks(self) -> Mapping[int, str]:
+        """What this rank's thread is doing, with its stack."""
+        return {self._me: self._thread.describe([0])[0]}
 
     def _doing(self) -> str:
         return str(Activity.of(self._record.code))

@@ -119,7 +119,7 @@ class ThreadPool(Pool):
     def _abort(self) -> None:
         self._wake()
 
-    def _describe(self, workers: Sequence[int]) -> dict[int, str]:
+    def describe(self, workers: Sequence[int]) -> dict[int, str]:
         frames = sys._current_frames()
         found = {}
         for worker in workers:

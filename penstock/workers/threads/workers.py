@@ -187,6 +187,10 @@ class ThreadWorkers(Workers):
         self._pool.run(jobs, TIMEOUT)
         return parts
 
+    def stacks(self) -> Mapping[int, str]:
+        """What the threads are doing, with their stacks."""
+        return self._pool.describe(self.recorded)
+
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         jobs = [partial(self._after_forwards, self._ran, job) for job in jobs]
         return self._pool.run(jobs, self._timeout, whole=True)

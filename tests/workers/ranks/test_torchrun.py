@@ -183,10 +183,11 @@ def test_a_killed_rank(launcher: Launcher, tmp_path: Path, scenario: str, victim
     assert ranks[victim] is None
     for rank, found in enumerate(ranks):
         if rank != victim:
-            (kind, text, _, _), after = found
+            (kind, text, _, where), after = found
             assert kind == "WorkerDied"
             assert f"rank {victim} (process" in text
-            assert "during train_step" in text
+            assert f"in the backward of micro-batch {where[1]} in stage {victim}" in text
+            assert where == (victim, 0)
             assert after[0] == "ClosedError"
 
 
@@ -195,7 +196,7 @@ def test_a_killed_rank(launcher: Launcher, tmp_path: Path, scenario: str, victim
 )
 def test_a_stopped_rank(launcher: Launcher, tmp_path: Path, scenario: str, victim: int) -> None:
     ranks = launcher.run(scenario, tmp_path, ranks=3)
-    for rank, (timeout, (kind, text, _, _), after) in enumerate(ranks):
+    for rank, (timeout, (kind, text, _, where), after) in enumerate(ranks):
         assert timeout >= 600  # nothing has waited for that
         if rank == victim:
             assert after[0] in ("WorkerDied", "ClosedError")  # when it goes on
@@ -204,6 +205,7 @@ def test_a_stopped_rank(launcher: Launcher, tmp_path: Path, scenario: str, victi
         assert after[0] == "ClosedError"
         assert f"rank {victim} (process" in text
         assert "is stopped by a signal (such as SIGSTOP)" in text
+        assert where == (victim, 0)
 
 
 def test_a_rank_that_leaves_early(launcher: Launcher, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +49,17 @@ def test_they_can_be_scraped() -> None:
         assert found["penstock_worker_up", "0"] == 1
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url)
+
+
+def test_the_dashboard_shows_every_series() -> None:
+    """examples/grafana.json names no other, and leaves none out."""
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0) as pipe:
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        served = {name for name, _ in scraped(pipe.metrics)}
+    dashboard = json.loads((Path(ps.__file__).parents[1] / "examples/grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert {name for query in queries for name in re.findall(r"penstock_\w+", query)} == served
 
 
 def test_the_environment_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
