@@ -9,6 +9,7 @@ rows are enough for that, and take the least memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
@@ -286,9 +287,13 @@ def _is_joined(whole: torch.Tensor, pieces: Sequence[torch.Tensor], dim: int, bo
     merged = torch.cat(list(pieces), dim)
     if merged.shape != whole.shape or not (whole.is_floating_point() or whole.is_complex()):
         return torch.equal(merged, whole)
-    finite = whole.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-    scale = finite.max().item() if finite.numel() else 0.0
-    return torch.allclose(merged, whole, rtol=0.0, atol=bound * scale, equal_nan=True)
+    if torch.equal(merged, whole):  # also if they are empty
+        return True
+    scale = whole.abs().max().item()
+    if math.isfinite(scale):  # the usual case, in few passes over what may be large
+        return bool((merged.sub_(whole).abs_() <= bound * scale).all())
+    atol = bound * whole.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return torch.allclose(merged, whole, rtol=0.0, atol=atol, equal_nan=True)
 
 
 def _bound(trace: Trace, on_gpu: bool) -> float:
