@@ -196,7 +196,8 @@ class Passes:
         if order.loss is not None and len(order.microbatches) > 1:
             self._mixing.of_loss(objective.identity, outcome.mismatch, objective.weight)
         found = step_result(objective, outcome, result)
-        self._runner.steps.tell(outcome.loss if outcome.losses else None)
+        if what == "train":
+            self._runner.steps.tell(outcome.loss if outcome.losses else None)
         return found
 
     def _loss(self, objective: Objective, batch: Batch) -> Loss | None:

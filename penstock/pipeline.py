@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, Self, SupportsIndex
@@ -14,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
-from penstock.board.metrics import Server, address
+from penstock.board.metrics import Address, Server, address
 from penstock.board.runs import Run, publish
 from penstock.board.status import Status, status_here, status_of
 from penstock.capture import Program
@@ -229,19 +231,28 @@ class Pipeline:
             self._saver = Saver(model, plan, self._runner)
             self._description = description_of(model, plan, running)
             self._metrics = self._served(served)
+            if self._metrics:
+                stack.callback(self._metrics.close)
+                weakref.finalize(self, self._metrics.close)
             self.metrics = self._metrics.url if self._metrics else ""
             publish(running.board, self._description)
             listen(running)
             stack.pop_all()
 
-    def _served(self, where: tuple[str, int] | None) -> Server | None:
+    def _served(self, where: Address | None) -> Server | None:
         """A server of metrics at this address; ranks take one port after the other."""
         if where is None:
             return None
-        host, port = where
         board = self._workers.board
         run = Run(self._description, board, board.path)  # which does not hold the pipeline
-        return Server(host, port + self._description.rank if port else 0, lambda: status_here(run))
+        port = where.port + self._description.rank if where.port else 0
+        try:
+            return Server(where.host, port, lambda: status_here(run))
+        except InputError as error:
+            if where.is_asked_for:
+                raise
+            warnings.warn(str(error), stacklevel=3)  # another pipeline of this process, say
+            return None
 
     # -- training -------------------------------------------------------------------------
 
@@ -686,7 +697,6 @@ class Pipeline:
         """Stop the workers. The model keeps its weights."""
         if self._metrics:
             self._metrics.close()
-            self._metrics = None
         try:
             self._saver.finish()
         finally:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from penstock.capture import Key, Program, Ref, Sizes
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.randomness import user_seed
-from penstock.engine.batch import Batch, digest
+from penstock.engine.batch import Batch, digest, tokens_of
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
@@ -159,7 +160,7 @@ class Runner:
         ]
         step = self.counts.next(trains)
         found = replace(batch, ways=taken, sizes=sizes, news=news, seed=self.seed)
-        return replace(found, step=step, number=self._passes)
+        return replace(found, step=step, number=self._passes, tokens=tokens_of(batch.parts))
 
     def share(self, batch: Batch | None, training: bool) -> Batch:
         """A routed batch for all processes that run the script; those without inputs get no parts.
@@ -219,7 +220,9 @@ class Runner:
         modes = ambient()._replace(grad=what != "infer")
         recorded = self._timelines is not None
         return Order(
-            what, ways.training, microbatches, modes, number, values, loss, recorded=recorded
+            *(what, ways.training, microbatches, modes, number, values, loss),
+            recorded=recorded,
+            tokens=batch.tokens,
         )
 
     @property
@@ -305,7 +308,7 @@ class Runner:
             return Started(order, self.workers.start(order), begun)
         except BaseException:
             self._user.leave()
-            self.steps.leave()
+            self.steps.leave(begun)
             raise
 
     def finish(self, started: Started) -> Outcome:
@@ -317,7 +320,7 @@ class Runner:
         """
         order, ticket, begun = started
         try:
-            outcome = self._finished(ticket)
+            outcome = self._finished(ticket, begun)
         except WorkerError as error:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
@@ -330,16 +333,17 @@ class Runner:
             self._timelines.append(Timeline(self._num_workers, moved))
         return outcome
 
-    def _finished(self, ticket: object) -> Outcome:
+    def _finished(self, ticket: object, begun: int) -> Outcome:
         try:
             return self.workers.finish(ticket)
         finally:
             self._user.leave()
-            self.steps.leave()
+            self.steps.leave(begun)
 
     def forget_with(self, holder: object, order: Order) -> None:
         """Let the stages go of a batch as soon as `holder` is gone."""
-        weakref.finalize(holder, self.workers.forget, order.training, order.number).atexit = False
+        for forget in (partial(self.workers.forget, order.training), self.steps.forget):
+            weakref.finalize(holder, forget, order.number).atexit = False
 
     @contextmanager
     def recording(self) -> Iterator[list[Timeline]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
@@ -30,10 +30,10 @@ class Steps:
         self._board = board
         self._predicted = predicted_seconds
         self._hooks: OrderedDict[int, StepHook] = OrderedDict()
-        self._under_way = 0
-        self._forward = (-1, 0, 0, 0)  # of the latest call: its number, duration, rows and tokens
+        self._open: list[int] = []  # when the passes began that are under way
+        self._forwards: dict[int, int] = {}  # how long calls took whose backward may come
         self._ended = 0  # when the step before ended
-        self._news: dict[str, Any] | None = None
+        self._news: list[dict[str, Any]] = []
 
     def hook(self, function: StepHook) -> RemovableHandle:
         """Call a function after every step, until the handle is removed."""
@@ -43,21 +43,25 @@ class Steps:
 
     def begin(self) -> int:
         """A pass begins; returns when."""
-        if not self._under_way:
-            self._board.begin()
-        self._under_way += 1
-        return monotonic_ns()
+        begun = monotonic_ns()
+        self._open.append(begun)
+        self._board.note_begun(self._open[0])
+        return begun
 
-    def leave(self) -> None:
-        """A pass is not under way any more, however it ended."""
-        self._under_way = max(0, self._under_way - 1)
-        if not self._under_way:
-            self._board.end()
+    def leave(self, begun: int) -> None:
+        """The pass that began then is not under way any more, however it ended."""
+        if begun in self._open:
+            self._open.remove(begun)
+        self._board.note_begun(self._open[0] if self._open else 0)
 
     def drop(self) -> None:
         """No pass is under way any more."""
-        self._under_way = 0
-        self._board.end()
+        self._open.clear()
+        self._board.note_begun(0)
+
+    def forget(self, number: int) -> None:
+        """No backward of this batch will come."""
+        self._forwards.pop(number, None)
 
     def count(self, order: Order, begun: int) -> None:
         """A pass that began then has ended well."""
@@ -67,27 +71,20 @@ class Steps:
         duration = now - begun
         if order.what == "infer":
             self._board.count_other()
-            return
-        rows = sum(m.sizes[ROWS] for m in order.microbatches)
-        tokens = _tokens(order.values)
-        if order.what == "forward":
-            self._forward = order.number, duration, rows, tokens
-            return
-        if order.what == "backward":
-            number, before, rows, tokens = self._forward
-            if number == order.number:
-                duration += before
-            else:  # a later call came in between
-                rows, tokens = sum(m.sizes[ROWS] for m in order.microbatches), 0
-        self._board.count(duration, rows, tokens)
-        if self._hooks:
-            self._note(now, duration, rows, tokens)
-        self._ended = now
+        elif order.what == "forward":
+            self._forwards[order.number] = duration
+        else:
+            duration += self._forwards.pop(order.number, 0)
+            rows = sum(m.sizes[ROWS] for m in order.microbatches)
+            self._board.count(duration, rows, order.tokens)
+            if self._hooks:
+                self._note(now, duration, rows, order.tokens)
+            self._ended = now
 
     def _note(self, now: int, duration: int, rows: int, tokens: int) -> None:
         """Keep what the hooks are told."""
         since = now - self._ended if self._ended else duration
-        self._news = {
+        news = {
             "step": self._board.counted().steps,
             "step_seconds": duration / 1e9,
             "predicted_seconds": self._predicted,
@@ -95,26 +92,19 @@ class Steps:
             "samples_per_second": 1e9 * rows / since,
         }
         if tokens:
-            self._news |= {"tokens": tokens, "tokens_per_second": 1e9 * tokens / since}
+            news |= {"tokens": tokens, "tokens_per_second": 1e9 * tokens / since}
+        self._news.append(news)
 
     def tell(self, loss: torch.Tensor | None = None) -> None:
-        """Call the hooks, if there was a step that they have not been told of.
+        """Call the hooks, for every step that they have not been told of.
 
         Args:
-            loss: of its batch, if it is known here.
+            loss: of the latest step's batch, if it is known here.
         """
-        news, self._news = self._news, None
-        if news is None or not self._hooks:
-            return
-        if loss is not None:
-            news["loss"] = float(loss)
-        for function in list(self._hooks.values()):
-            function(dict(news))
-
-
-def _tokens(values: Sequence[Sequence[Any]]) -> int:
-    """Elements of the first integer input of at least two dimensions, in all micro-batches."""
-    for k, value in enumerate(values[0] if values else ()):
-        if isinstance(value, torch.Tensor) and value.ndim > 1 and not value.is_floating_point():
-            return sum(part[k].numel() for part in values)
-    return 0
+        every, self._news = self._news, []
+        if every and loss is not None and self._hooks:
+            every[-1]["loss"] = float(loss)
+        with torch.enable_grad():  # backwards run without, and a hook is the script's own code
+            for news in every:
+                for function in list(self._hooks.values()):
+                    function(dict(news))

@@ -17,20 +17,23 @@ _OTHER = {
 }
 
 
+_STARTED, _WAITS, _AMID = 1, 2, 4  # bits of the code of an action
+
+
 def code(action: Action, waits: bool) -> int:
     """An action as a number, and whether the worker still waits for its values."""
-    kind = _KINDS.index(action.kind)
-    return ((action.microbatch << 16 | action.stage) << 3 | kind) << 2 | waits << 1 | 1
+    place = (action.microbatch << 16 | action.stage) << 3 | _KINDS.index(action.kind)
+    return place << 3 | (_WAITS if waits else 0) | _STARTED
 
 
 def waiting(code: int) -> int:
-    """The code of a worker that waits in the midst of this action."""
-    return code | 2 if code > 0 else code
+    """The code of a worker that waits for others amid this action, such as for its turn."""
+    return code | _WAITS | _AMID if code > 0 and not code & _WAITS else code
 
 
 def is_waiting(code: int) -> bool:
-    """Whether a worker with this code waits for the values of another."""
-    return code > 0 and bool(code & 2)
+    """Whether a worker with this code waits for other workers."""
+    return code > 0 and bool(code & _WAITS)
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,26 @@ class Activity:
         microbatch: on which one.
         what: `"forward"`, `"backward"`, `"start"`, `"optimizer step"`, `"exchange with other
             replicas"`, or nothing.
-        waits: whether it waits for the values of another worker.
+        waits: whether it waits for other workers.
+        amid: whether that is amid the action, such as for its turn among replicas, and not for the
+            values that it begins with.
     """
 
     stage: int | None
     microbatch: int | None
     what: str
     waits: bool = False
+    amid: bool = False
 
     @classmethod
     def of(cls, code: int) -> Activity:
         """What a worker with this code is doing."""
         if code <= 0:
             return cls(None, None, _OTHER.get(code, ""))
-        kind = _KINDS[code >> 2 & 7]
-        stage, microbatch = code >> 5 & 0xFFFF, code >> 21
+        kind = _KINDS[code >> 3 & 7]
+        stage, microbatch = code >> 6 & 0xFFFF, code >> 22
         what = "forward" if kind is Kind.FORWARD else "backward"
-        return cls(stage, microbatch, what, bool(code & 2))
+        return cls(stage, microbatch, what, bool(code & _WAITS), bool(code & _AMID))
 
     @property
     def where(self) -> tuple[int | None, int | None, str]:
@@ -74,4 +80,6 @@ class Activity:
         if self.stage is None:
             return f"in the {self.what}" if self.what else "idle"
         place = f"the {self.what} of micro-batch {self.microbatch} in stage {self.stage}"
+        if self.amid:
+            return f"waiting for other workers in {place}"
         return f"waiting for values for {place}" if self.waits else f"in {place}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +38,41 @@ class Control:
     def __init__(self, path: Path, answers: Mapping[str, Callable[[], Any]]) -> None:
         listener = socket.socket(socket.AF_UNIX)
         try:
-            listener.bind(str(path))
+            with _short(path) as name:
+                listener.bind(name)
             listener.listen()
         except BaseException:
             listener.close()
             raise
-        thread = threading.Thread(
-            target=_serve, args=(listener, dict(answers)), name="penstock-control", daemon=True
-        )
-        thread.start()
+        self._is_closed = threading.Event()
+        arguments = listener, dict(answers), self._is_closed
+        threading.Thread(
+            target=_serve, args=arguments, name="penstock-control", daemon=True
+        ).start()
         self._listener, self._path, self._process = listener, path, os.getpid()
 
     def close(self) -> None:
         """Stop listening."""
         if os.getpid() == self._process:  # and not a fork of it
+            self._is_closed.set()
             self._path.unlink(missing_ok=True)
             with suppress(OSError):  # closed before
                 self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
         self._listener.close()
 
 
-def _serve(listener: socket.socket, answers: dict[str, Callable[[], Any]]) -> None:
+def _serve(
+    listener: socket.socket, answers: dict[str, Callable[[], Any]], is_closed: threading.Event
+) -> None:
     """Answer one after the other; runs in a thread of its own."""
     while True:
         try:
             other, _ = listener.accept()
-        except OSError:  # it was closed
-            return
+        except OSError:
+            if listener.fileno() < 0 or is_closed.is_set():
+                return
+            is_closed.wait(_PATIENCE)  # too many open files, say
+            continue
         with other:
             try:
                 other.settimeout(_PATIENCE)
@@ -88,7 +96,20 @@ def _line(other: socket.socket) -> str:
     return data.decode(errors="replace").strip()
 
 
-def ask(path: Path, question: str, timeout: float = 5.0) -> Any:
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name for a socket of any path: names of sockets may have about a hundred characters."""
+    if not Path("/proc/self/fd").exists():
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def ask(path: Path, question: str, timeout: float = 1.5) -> Any:
     """The answer of the process that listens there.
 
     Args:
@@ -102,7 +123,8 @@ def ask(path: Path, question: str, timeout: float = 5.0) -> Any:
     """
     with socket.socket(socket.AF_UNIX) as other:
         other.settimeout(timeout)
-        other.connect(str(path))
+        with _short(path) as name:
+            other.connect(name)
         other.sendall(f"{question}\n".encode())
         data = b""
         while more := other.recv(1 << 16):

@@ -11,12 +11,13 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 
-from penstock.board.activity import Activity, is_waiting
+from penstock.board.activity import Activity, is_waiting, waiting
 from penstock.files import anonymous_memory
 
 DESCRIPTION = ".json"
@@ -27,7 +28,7 @@ _CODE, _SINCE, _WORKED, _WAITED, _PASSES, _HELD, _MOST_HELD = range(7)
 
 _STEPS, _ROWS, _TOKENS, _OTHERS, _BEGUN, _NUMBER = range(6)  # of the pipeline
 _RING = 8  # where the latest steps are noted
-_LATEST = 64  # so many of them
+_LATEST = 65  # places, of which one may be about to be written
 _EACH = 4  # when one ended, how long it took, its rows and tokens
 _PIPELINE = _RING + _LATEST * _EACH
 
@@ -100,6 +101,16 @@ class Record:
         cells[_SINCE] = now
         cells[_CODE] = code
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Meanwhile the worker waits for others amid what it does, such as for its turn."""
+        before = self._code
+        self.note(waiting(before))
+        try:
+            yield
+        finally:
+            self.note(before)
+
     def count(self) -> None:
         """One more pass is complete."""
         self._cells[_PASSES] += 1
@@ -136,8 +147,8 @@ class Counted:
         rows: of their batches, in all.
         tokens: of their batches, in all, see `StepTime`.
         others: passes without gradients.
-        begun: when the pass that is under way began, in nanoseconds of `time.monotonic_ns()`; 0
-            between passes.
+        begun: when the oldest pass that is under way began, in nanoseconds of
+            `time.monotonic_ns()`; 0 between passes.
         latest: the last steps, oldest first.
     """
 
@@ -192,13 +203,9 @@ class Board:
 
     # -- the driver ---------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A pass begins."""
-        self._cells[_BEGUN] = monotonic_ns()
-
-    def end(self) -> None:
-        """No pass is under way any more."""
-        self._cells[_BEGUN] = 0
+    def note_begun(self, begun: int) -> None:
+        """The oldest pass that is under way began then, by `time.monotonic_ns()`; 0 for none."""
+        self._cells[_BEGUN] = begun
 
     def count(self, duration: int, rows: int, tokens: int) -> None:
         """A step has ended that took so many nanoseconds."""
@@ -237,8 +244,10 @@ class Board:
     def counted(self) -> Counted:
         """What the pipeline's record says now."""
         cells = self._cells[:_PIPELINE].tolist()
-        steps = cells[_STEPS]
-        places = [_RING + k % _LATEST * _EACH for k in range(max(0, steps - _LATEST), steps)]
+        while self._cells[_STEPS] != cells[_STEPS]:  # a step has ended meanwhile
+            cells = self._cells[:_PIPELINE].tolist()
+        steps = cells[_STEPS]  # the place of the oldest may be that of a step that ends now
+        places = [_RING + k % _LATEST * _EACH for k in range(max(0, steps - _LATEST + 1), steps)]
         latest = [StepTime(*cells[place : place + _EACH]) for place in places]
         return Counted(steps, cells[_ROWS], cells[_TOKENS], cells[_OTHERS], cells[_BEGUN], latest)
 
@@ -259,7 +268,10 @@ def _memory(size: int, path: Path | None) -> int:
         return anonymous_memory(size)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(fd, size)
+        if hasattr(os, "posix_fallocate"):  # or a full disk would end the process later
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.ftruncate(fd, size)
     except BaseException:
         os.close(fd)
         path.unlink(missing_ok=True)

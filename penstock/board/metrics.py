@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.board.status import Status
 from penstock.errors import InputError
@@ -15,7 +15,21 @@ VARIABLE = "PENSTOCK_METRICS"
 LOOPBACK = "127.0.0.1"
 
 
-def address(given: int | str | None) -> tuple[str, int] | None:
+class Address(NamedTuple):
+    """Where metrics are served.
+
+    Attributes:
+        host: the address of an interface of this machine.
+        port: 0 takes a free one.
+        is_asked_for: whether the script says so, and not the environment.
+    """
+
+    host: str
+    port: int
+    is_asked_for: bool
+
+
+def address(given: int | str | None) -> Address | None:
     """Where to serve; `None` for nowhere.
 
     Args:
@@ -35,7 +49,7 @@ def address(given: int | str | None) -> tuple[str, int] | None:
             f'{name}={value!r} is no place to serve metrics: give a port, such as 9100, or "HOST:'
             'PORT" to be reached from other machines, such as "0.0.0.0:9100"'
         )
-    return host or LOOPBACK, int(port)
+    return Address(host or LOOPBACK, int(port), given is not None)
 
 
 class Server:
@@ -70,12 +84,17 @@ class Server:
                 "0 takes a free one, and Pipeline.metrics says which"
             ) from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self._process, self._is_closed = os.getpid(), False
 
     def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
+        """Stop listening, if it has not stopped."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() == self._process:  # and not a fork of it, which has not the thread
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
-        self._thread.join()
 
 
 class _Collector:

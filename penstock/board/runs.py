@@ -1,8 +1,8 @@
 """Finds the running pipelines of this user: a folder with the board of each, and what it is of.
 
-The folder is `penstock` in `XDG_RUNTIME_DIR`, or `penstock-UID` in the folder for temporary files,
-and nobody else can read it. A pipeline that is closed removes its files; those of processes that
-were killed are removed by whoever looks next.
+The folder is `penstock` in `XDG_RUNTIME_DIR` or `/run/user/UID`, or else `penstock-UID` in the
+folder for temporary files, and nobody else can read it. A pipeline that is closed removes its
+files; those of processes that were killed are removed by whoever looks next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.board.memory import DESCRIPTION, Board, Reading, opened
-from penstock.board.process import is_alive, started_at
+from penstock.board.process import is_alive, started_at, where
 from penstock.files import write_whole
 
 BOARD = ".board"
@@ -120,17 +120,22 @@ class Run:
         return {self.description.pid, *(worker.pid for worker in self.description.workers)}
 
 
-def folder() -> Path:
-    """Where the boards of this user are; it is made if need be.
+def folders() -> list[Path]:
+    """Where boards of this user may be: the first is for new ones."""
+    found = [Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"]
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    with suppress(OSError):
+        if Path(runtime).stat().st_uid == os.getuid() and os.access(runtime, os.W_OK):
+            found.insert(0, Path(runtime) / "penstock")
+    return found
+
+
+def _made(path: Path) -> Path:
+    """A folder, made if need be.
 
     Raises:
         OSError: it cannot be made, or others could read it.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.access(runtime, os.W_OK):
-        path = Path(runtime) / "penstock"
-    else:
-        path = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
@@ -145,12 +150,13 @@ def new_board(workers: int) -> Board:
     Args:
         workers: how many.
     """
-    try:
-        _sweep(folder())
-        name = f"{os.getpid()}-{started_at()}-{secrets.token_hex(4)}{BOARD}"
-        return Board(workers, path=folder() / name)
-    except OSError:
-        return Board(workers)
+    name = f"{where()}-{os.getpid()}-{started_at()}-{secrets.token_hex(4)}{BOARD}"
+    for path in folders():
+        with suppress(OSError):
+            here = _made(path)
+            _sweep(here)
+            return Board(workers, path=here / name)
+    return Board(workers)
 
 
 def publish(board: Board, description: Description) -> None:
@@ -162,7 +168,7 @@ def publish(board: Board, description: Description) -> None:
     """
     if board.path is None or not board.close.alive:
         return
-    with suppress(OSError):  # then nobody else finds it
+    with suppress(OSError, ValueError):  # then nobody else finds it
         write_whole(board.path.with_suffix(DESCRIPTION), msgspec.json.encode(description))
 
 
@@ -172,13 +178,14 @@ def find(pid: int | None = None) -> list[Run]:
     Args:
         pid: just those that this process drives, or has a worker of.
     """
-    try:
-        here = folder()
-    except OSError:
-        return []
-    _sweep(here)
-    runs = []
-    for path in here.glob(f"*{DESCRIPTION}"):
+    runs: list[Run] = []
+    paths: list[Path] = []
+    for here in folders():
+        with suppress(OSError):
+            if here.exists():
+                _sweep(_made(here))
+                paths += here.glob(f"{where()}-*{DESCRIPTION}")
+    for path in paths:
         try:
             description = msgspec.json.decode(path.read_bytes(), type=Description)
             file = path.with_suffix(BOARD)
@@ -191,8 +198,9 @@ def find(pid: int | None = None) -> list[Run]:
 
 
 def _sweep(here: Path) -> None:
-    """Remove what processes have left that were killed."""
-    for path in here.glob("*-*-*.*"):
-        pid, started, _ = path.name.split("-", 2)
+    """Remove what processes of this machine have left that were killed."""
+    for path in here.glob(f"{where()}-*-*-*.*"):
+        _, pid, started, _ = path.name.split("-", 3)
         if pid.isdecimal() and started.isdecimal() and not is_alive(int(pid), int(started)):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from penstock.board.memory import Counted, Reading
-from penstock.board.process import STATE, fields, memory_of
+from penstock.board.process import STATE, fields, is_alive, memory_of
 from penstock.board.runs import Description, Run, Worker
 from penstock.display.tables import aligned
 from penstock.units import show_bytes, show_seconds
@@ -36,6 +36,8 @@ class WorkerStatus:
         microbatch: on which one.
         waits: whether it waits for values.
         waits_for: the number of the worker whose values it waits for, if it waits for one.
+        amid: whether it waits for others amid its work instead, such as for its turn among
+            replicas.
         seconds: for how long it has done that.
         worked_seconds: that it has worked in all.
         waited_seconds: that it has waited for others in passes, in all.
@@ -59,6 +61,7 @@ class WorkerStatus:
     microbatch: int | None
     waits: bool
     waits_for: int | None
+    amid: bool
     seconds: float
     worked_seconds: float
     waited_seconds: float
@@ -86,6 +89,8 @@ class WorkerStatus:
         place = f"{self.what} of micro-batch {self.microbatch} in stage {self.stage}"
         if not self.waits:
             return place
+        if self.amid:
+            return f"waits for others in the {place}"
         return f"waits{'' if self.waits_for is None else f' for worker {self.waits_for}'}: {place}"
 
 
@@ -262,6 +267,7 @@ def _worker(
         microbatch=activity.microbatch,
         waits=activity.waits,
         waits_for=_awaited(worker, reading, description),
+        amid=activity.amid,
         seconds=(now - reading.since) / 1e9 if reading.since else 0.0,
         worked_seconds=reading.worked / 1e9,
         waited_seconds=reading.waited / 1e9,
@@ -276,7 +282,7 @@ def _worker(
 def _awaited(worker: Worker, reading: Reading, description: Description) -> int | None:
     """The worker whose values this one waits for: the stage before, or behind in a backward."""
     activity, placement = reading.activity, description.placement
-    if not activity.waits or activity.stage is None:
+    if not activity.waits or activity.amid or activity.stage is None:
         return None
     other = activity.stage + (-1 if activity.what == "forward" else 1)
     if not 0 <= other < len(placement):
@@ -288,10 +294,10 @@ def _awaited(worker: Worker, reading: Reading, description: Description) -> int 
 
 
 def _state(pid: int) -> str:
-    found = fields(pid)
-    if not found or found[STATE] in "ZX":
+    if not is_alive(pid, 0):
         return "gone"
-    return "stopped" if found[STATE] == "T" else "running"
+    found = fields(pid)
+    return "stopped" if found and found[STATE] == "T" else "running"
 
 
 def _counted(count: int, one: str, several: str) -> str:

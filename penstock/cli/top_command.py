@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import time
@@ -154,7 +155,8 @@ def _keys() -> Iterator[Iterator[str]]:
     def pressed() -> Iterator[str]:
         while True:
             ready, _, _ = select.select([sys.stdin], [], [], 1 / _LOOKS)
-            yield sys.stdin.read(1) if ready else ""
+            # not by sys.stdin, which keeps what it has read too much of; at its end it is over
+            yield (os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q") if ready else ""
 
     if not sys.stdin.isatty():
         yield waited()

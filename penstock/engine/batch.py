@@ -38,6 +38,7 @@ class Batch:
         step: on which random numbers depend, too; see `penstock.runner.Counts`.
         number: of the pass; no other has it.
         digest: of the inputs, where several processes have to have the same.
+        tokens: in all of it, see `tokens_of`.
     """
 
     parts: Sequence[Inputs]
@@ -48,6 +49,7 @@ class Batch:
     step: int = -1
     number: int = -1
     digest: int = 0
+    tokens: int = 0
 
     @classmethod
     def split(cls, leaves: Inputs, most: int) -> Batch:
@@ -255,3 +257,18 @@ def digest(given: object) -> int:
             if values.layout is torch.strided and not values.is_quantized:
                 found = zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data, found)
     return found
+
+
+def tokens_of(parts: Sequence[Sequence[Any]]) -> int:
+    """Elements of the first input that has integers in two or more dimensions; 0 if none has.
+
+    Args:
+        parts: the leaves of the inputs of every micro-batch.
+    """
+    for k, value in enumerate(parts[0] if parts else ()):
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and value.dtype in _INTEGERS:
+            return sum(part[k].numel() for part in parts)
+    return 0
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)

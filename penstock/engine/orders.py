@@ -40,6 +40,7 @@ class Order:
         trial: whether what modules keep is put back at the end, and users' hooks are not called.
         wanted: the parameters whose gradients are computed, in `"backward"`; `None` for all.
         before: what came before it, for replicas.
+        tokens: of the batch, see `penstock.engine.batch.tokens_of`.
         flushes_denormal: whether the user's thread takes denormal numbers for 0, which is a setting
             of each thread.
     """
@@ -56,6 +57,7 @@ class Order:
     trial: bool = False
     wanted: Sequence[nn.Parameter] | None = None
     before: Before = field(default_factory=Before)
+    tokens: int = 0
     flushes_denormal: bool = field(default_factory=flushes_denormal)
 
     @property

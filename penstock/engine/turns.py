@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from penstock.links.local import Aborted
+
+Waiting = Callable[[], AbstractContextManager[None]]
+"""What is around a wait."""
 
 
 class Turns(Protocol):
@@ -47,10 +51,12 @@ class LocalTurns:
 
     Args:
         first: of the numbers.
+        waiting: around every wait, in the thread that waits.
     """
 
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, first: int = 0, waiting: Waiting = nullcontext) -> None:
         self._changed = threading.Condition()
+        self._waiting = waiting
         self.reset(first)
 
     def reset(self, first: int = 0) -> None:
@@ -71,8 +77,11 @@ class LocalTurns:
     def wait(self, number: int) -> None:
         """Wait until all before this number are done."""
         with self._changed:
-            while not self.has_come(number):
-                self._changed.wait()
+            if self.has_come(number):
+                return
+            with self._waiting():
+                while not self.has_come(number):
+                    self._changed.wait()
 
     def done(self, number: int) -> None:
         """This number has had its turn, or does not need it."""
@@ -92,14 +101,19 @@ class LocalTurns:
 
 
 class AllTurns:
-    """The turns of threads that can be given up together."""
+    """The turns of threads that can be given up together.
 
-    def __init__(self) -> None:
+    Args:
+        waiting: around every wait, in the thread that waits.
+    """
+
+    def __init__(self, waiting: Waiting = nullcontext) -> None:
         self._every: list[LocalTurns] = []
+        self._waiting = waiting
 
     def make(self, first: int = 0) -> Turns:
         """Turns that begin with this number."""
-        self._every.append(LocalTurns(first))
+        self._every.append(LocalTurns(first, self._waiting))
         return self._every[-1]
 
     def abort(self) -> None:

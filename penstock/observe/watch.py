@@ -61,7 +61,7 @@ class Watch:
         for found in find(self._pid):
             run = known.get(found.path, found)
             jobs.setdefault(run.description.job or str(run.path), []).append(run)
-        self.jobs = list(jobs.values())
+        self.jobs = [sorted(job, key=lambda run: run.description.rank) for job in jobs.values()]
 
     def look(self) -> None:
         """Note what every worker is doing at this moment."""

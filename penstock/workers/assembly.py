@@ -13,6 +13,7 @@ from penstock.board.activity import code
 from penstock.board.memory import Record
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ROWS, Ambient
+from penstock.devices.memory import in_use
 from penstock.engine.compile import Run, compile_actions, recorded
 from penstock.engine.ends import Endings, Feed, LossFailed, Outlet
 from penstock.engine.orders import Order, Outcome, Pass
@@ -59,6 +60,7 @@ class Assembly:
         replica: Replica = ONLY,
     ) -> None:
         self._plan = plan
+        self._devices = devices
         self._replica = replica
         self._placement = plan.placement
         self._last = len(plan.stages) - 1
@@ -117,6 +119,8 @@ class Assembly:
         self._end(own, order, outcome, own_share[0])
         if not order.trial:
             record.count()
+        if any(memory := in_use(self._devices[worker])):
+            record.hold(*memory)
         return outcome
 
     def _compile(self, worker: int, what: Pass, share: Sequence[int], most: int) -> _Compiled:

@@ -265,9 +265,12 @@ class Workers(ABC):
         homes: the device of every stage; `None` if its worker is another process with a model of
             its own.
         links: how values get from every stage to the next, in words.
+        job: the same in all processes that run this pipeline, if there are several, and in no
+            others.
     """
 
     role: Role = Role()
+    job: str = ""
     members: Sequence[Member]
     board: Board
     ownership: Ownership

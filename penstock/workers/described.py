@@ -18,8 +18,6 @@ from penstock.plan import Plan
 from penstock.plan.plan import prediction
 from penstock.workers.backend import Workers
 
-_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # which all of its ranks have
-
 
 def listen(workers: Workers) -> None:
     """Tell other processes of this user what the threads of workers do, if they ask.
@@ -61,7 +59,7 @@ def description_of(model: nn.Module, plan: Plan, workers: Workers) -> Descriptio
         pid=os.getpid(),
         started=started_at(),
         host=socket.gethostname(),
-        command=" ".join(sys.argv),
+        command=" ".join(sys.argv).encode(errors="replace").decode(),
         began=time.time(),
         model=type(model).__name__,
         plan=prediction(plan),
@@ -86,5 +84,5 @@ def description_of(model: nn.Module, plan: Plan, workers: Workers) -> Descriptio
         bound_seconds=plan.bound_seconds,
         rank=workers.role.index,
         ranks=len(workers.members) if is_rank else 1,
-        job=":".join(os.environ.get(name, "") for name in _JOB) if is_rank else "",
+        job=workers.job,
     )

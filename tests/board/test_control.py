@@ -15,10 +15,11 @@ from penstock.board.control import Control, ask
 
 
 @pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A short name: those of sockets may have a hundred characters."""
-    monkeypatch.chdir(tmp_path)
-    return Path("a.sock")
+def path(tmp_path: Path) -> Path:
+    """A longer name than sockets may have."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    return folder / "a.sock"
 
 
 @pytest.fixture
@@ -43,20 +44,21 @@ def test_what_is_answered(path: Path) -> None:
 @pytest.mark.usefixtures("listening")
 def test_strangers_do_not_stop_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_PATIENCE", 0.1)
+    monkeypatch.chdir(path.parent)
     for said in (b"", b"\xff\xfe\n", b"x" * 100_000, os.urandom(5000), b"two"):
         with socket.socket(socket.AF_UNIX) as other:
-            other.connect(str(path))
+            other.connect(path.name)
             other.sendall(said)
     slow = socket.socket(socket.AF_UNIX)  # says nothing, and stays
-    slow.connect(str(path))
+    slow.connect(path.name)
     assert ask(path, "two") == [1, 2]
     slow.close()
 
 
 def test_it_ends(path: Path) -> None:
-    names = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     found = Control(path, {})
-    (thread,) = [t for t in threading.enumerate() if t.name == "penstock-control" not in names]
+    (thread,) = set(threading.enumerate()) - before
     found.close()
     found.close()
     thread.join(5)

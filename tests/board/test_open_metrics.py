@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import socket
+import time
 import urllib.request
 from pathlib import Path
 
@@ -65,8 +68,8 @@ def test_the_dashboard_shows_every_series() -> None:
 def test_the_environment_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address(None) is None
     monkeypatch.setenv("PENSTOCK_METRICS", "0.0.0.0:9100")
-    assert address(None) == ("0.0.0.0", 9100)
-    assert address(9200) == ("127.0.0.1", 9200)
+    assert address(None) == ("0.0.0.0", 9100, False)
+    assert address(9200) == ("127.0.0.1", 9200, True)
     monkeypatch.setenv("PENSTOCK_METRICS", "on")
     with pytest.raises(ps.InputError, match="PENSTOCK_METRICS='on'"):
         address(None)
@@ -84,3 +87,41 @@ def test_a_port_that_is_taken() -> None:
         other.listen()
         with pytest.raises(ps.InputError, match="Give another port"):
             pipeline(metrics=other.getsockname()[1])
+
+
+def test_two_pipelines_with_a_port_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("PENSTOCK_METRICS", str(port))
+    with pipeline() as first:
+        with pytest.warns(UserWarning, match="Give another port"):
+            second = pipeline()
+        second.close()
+        assert first.metrics
+        assert not second.metrics
+
+
+def test_a_forgotten_pipeline_serves_nothing() -> None:
+    pipe = pipeline(metrics=0)
+    url, path = pipe.metrics, pipe._workers.board.path
+    assert path is not None
+    del pipe
+    gc.collect()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url)
+    assert not path.exists()
+
+
+def test_a_fork_may_close_it() -> None:
+    with pipeline(metrics=0) as pipe:
+        child = os.fork()
+        if not child:
+            pipe._metrics.close()  # type: ignore[union-attr]
+            os._exit(7)
+        end = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert os.waitstatus_to_exitcode(ended[1]) == 7
+        assert scraped(pipe.metrics)["penstock_worker_up", "0"] == 1

@@ -59,18 +59,33 @@ def test_a_record_adds_up_work_and_waiting(clock: Clock) -> None:
 def test_the_latest_steps_are_kept(clock: Clock) -> None:
     board = Board(1)
     assert board.counted().latest == []
-    board.begin()
+    board.note_begun(1000)
     assert board.counted().begun == 1000
     for k in range(70):
         clock.now += 10
         board.count(duration=k, rows=2, tokens=3)
     board.count_other()
-    board.end()
+    board.note_begun(0)
     counted = board.counted()
     assert (counted.steps, counted.rows, counted.tokens, counted.others) == (70, 140, 210, 1)
     assert [step.duration for step in counted.latest] == list(range(6, 70))
     assert counted.latest[-1].end == clock.now
     assert counted.begun == 0
+
+
+def test_waiting_amid_an_action_is_waiting(clock: Clock) -> None:
+    board = Board(1)
+    record = board.records[0]
+    record.note(FORWARD)
+    with record.waiting():
+        clock.now += 100
+        activity = board.reading(0).activity
+        assert (activity.waits, activity.amid, activity.microbatch) == (True, True, 2)
+    assert board.reading(0).activity == Activity(1, 2, "forward")
+    assert board.reading(0).waited == 100
+    record.note(WAITS)
+    with record.waiting():  # it waits for values already
+        assert not board.reading(0).activity.amid
 
 
 def test_another_process_reads_it_without_asking(tmp_path: Path) -> None:

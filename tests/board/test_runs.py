@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,18 @@ from torch import nn
 
 import penstock as ps
 from penstock.board import runs
-from penstock.board.process import is_alive, started_at
+from penstock.board.process import is_alive, started_at, where
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "penstock"
+    """Where the boards are; those of other processes are not seen."""
+    for name in ("run", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path / "run" / "penstock"
 
 
 def pipeline(workers: str) -> ps.Pipeline:
@@ -66,16 +72,48 @@ def test_a_process_of_the_same_number_is_another_one() -> None:
 
 def test_what_is_no_board_is_left_out(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    name = f"{os.getpid()}-{started_at()}-0.json"
-    (folder / name).write_text("{}")
+    mine = f"{where()}-{os.getpid()}-{started_at()}-0"
+    (folder / f"{mine}.json").write_text("{}")
+    (folder / f"{where()}-1-1-0.board").mkdir()  # which cannot be unlinked
+    elsewhere = folder / "0-2-1-0.board"  # of a container that shares the folder
+    elsewhere.touch()
     assert not runs.find()
-    assert (folder / name).exists()  # its process runs, so somebody else has made it
+    assert (folder / f"{mine}.json").exists()  # its process runs, so somebody else has made it
+    assert elsewhere.exists()
+    assert runs.new_board(1).path is not None
 
 
-def test_a_folder_that_others_can_read_is_not_used(folder: Path) -> None:
+def test_a_folder_that_others_can_read_is_not_used(folder: Path, tmp_path: Path) -> None:
     folder.mkdir(mode=0o755)
-    with pytest.raises(PermissionError, match="only he can read"):
-        runs.folder()
-    board = runs.new_board(2)  # and a pipeline works without it
-    assert board.path is None
+    there = tmp_path / "tmp" / f"penstock-{os.getuid()}"
+    board = runs.new_board(2)
+    assert board.path is not None
+    assert board.path.parent == there  # the other place
+    there.chmod(0o755)
+    assert runs.new_board(2).path is None  # and a pipeline works without it
     assert not runs.find()
+
+
+def test_both_places_are_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may have been started without the variable of a login."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    with pipeline("threads"):
+        assert len(runs.find()) == 1
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
+        assert len(runs.find()) == 1
+
+
+def test_an_argument_that_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "a\udcff"])
+    with pipeline("threads"):
+        assert runs.find()[0].description.command == "train.py a?"
+
+
+def test_a_full_disk_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    board = runs.new_board(1)
+    assert board.path is None
+    board.records[0].note(1)

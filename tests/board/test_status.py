@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.workers import assembly
 
 
 class Gate(nn.Module):
@@ -126,3 +127,31 @@ def test_a_limit_is_said() -> None:
     with pipeline("threads", memory_limit="1GiB") as pipe:
         assert {worker.limit for worker in pipe.status().workers} == {1 << 30}
         assert "1.1 GB" in str(pipe.status())
+
+
+def test_waiting_for_a_turn_is_no_work() -> None:
+    """The second replica's gradients are added after the first's, which takes its time."""
+    x = torch.ones(4, 3)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "penstock-0":
+            time.sleep(0.3)
+        return F.mse_loss(output, target)
+
+    options = {"replicas": 2, "num_microbatches": 2, "audit": None}
+    with ps.Pipeline(model, (x,), devices=["cpu", "cpu"], workers="threads", **options) as pipe:
+        pipe.train_step(x, target=x, loss_fn=loss)
+        slow, fast = pipe.status().workers
+    assert slow.worked_seconds > 0.3
+    assert fast.waited_seconds > 0.1
+    assert fast.worked_seconds < 0.2
+
+
+def test_memory_of_a_device_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "in_use", lambda device: (3, 5))
+    x = torch.ones(4, 3)
+    with pipeline("threads") as pipe:
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        worker = pipe.status().workers[0]
+    assert (worker.memory, worker.most_memory) == (3, 5)

@@ -41,7 +41,8 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("run")
-    return {**os.environ, "XDG_RUNTIME_DIR": str(folder), "TERM": "xterm-256color"}
+    places = {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
+    return {**os.environ, **places, "TERM": "xterm-256color"}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def top(environment: dict[str, str], *options: str) -> subprocess.CompletedProce
 
 
 def test_nothing_runs(tmp_path: Path) -> None:
-    found = top({**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}, "--once")
+    found = top({**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}, "--once")
     assert found.returncode == 2
     assert "none is running" in found.stderr
 
@@ -84,7 +85,7 @@ def test_a_figure(
     path = tmp_path / "top.svg"
     found = top(environment, str(script.pid), "--figure", str(path))
     assert found.returncode == 0, found.stderr
-    assert "penstock top" in path.read_text()
+    assert "Sequential" in path.read_text()
     wrong = top(environment, "--figure", str(tmp_path / "no" / "top.svg"))
     assert wrong.returncode == 2
     assert "cannot write the figure" in wrong.stderr

@@ -64,3 +64,25 @@ def test_a_step_that_fails_is_not_told_of(pipe: ps.Pipeline) -> None:
     pipe.train_step(x, target=x, loss_fn=F.mse_loss)
     assert [news["step"] for news in told] == [1]
     assert pipe.status().pass_seconds is None
+
+
+def test_gradients_are_there_and_enabled_when_they_are_called(pipe: ps.Pipeline) -> None:
+    x, seen = torch.ones(4, 3, requires_grad=True), []
+    pipe.on_step(lambda news: seen.append((torch.is_grad_enabled(), x.grad is not None)))
+    F.mse_loss(pipe(x), x.detach()).backward()
+    pipe.train_step(x, target=x.detach(), loss_fn=F.mse_loss)
+    assert seen == [(True, True), (True, True)]
+
+
+def test_two_calls_before_one_backward() -> None:
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 3))
+    a, b = torch.zeros(4, 5, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)
+    told: list[dict[str, Any]] = []
+    with ps.Pipeline(model, (a,), devices=["cpu"], audit=None) as pipe:
+        pipe.on_step(told.append)
+        (pipe(a).sum() + pipe(b).sum()).backward()
+        assert pipe.status().tokens == 30
+        result = pipe(a)
+        del result
+        assert not pipe._runner.steps._forwards
+    assert sum(news["tokens"] for news in told) == 30

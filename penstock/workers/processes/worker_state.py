@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.board.activity import Activity, waiting
+from penstock.board.activity import Activity
 from penstock.board.memory import Record
 from penstock.engine.replicas import ONLY, Adding
 from penstock.errors import InputError, PenstockError, WorkerError
@@ -370,12 +370,8 @@ class WorkerState:
         poller = polling(self._wire.fileno(), bells.own)
 
         def sleep() -> None:
-            at = self.record.code
-            self.record.note(waiting(at))
-            try:
+            with self.record.waiting():
                 self._wait(poller, bells.own)
-            finally:
-                self.record.note(at)
 
         self.turnstile, self._bells = Turnstile(replica, of, bells, sleep), bells
         return self.turnstile

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.board.activity import Activity
+from penstock.board.memory import Record
 from penstock.errors import WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire, polling, spin
@@ -29,7 +31,7 @@ class RankThread(ThreadPool):
         device: of this rank.
         threads: intra-op threads, if that is a CPU.
         reset: called when what was given up has stopped.
-        doing: says what the thread is doing, for the message of a timeout.
+        record: where the thread notes what it is doing.
 
     Attributes:
         bell: a file descriptor that can be read when a pass has ended.
@@ -41,7 +43,7 @@ class RankThread(ThreadPool):
         device: torch.device,
         threads: int,
         reset: Callable[[], None],
-        doing: Callable[[], str],
+        record: Record,
     ) -> None:
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.dispatch = -1
@@ -49,8 +51,12 @@ class RankThread(ThreadPool):
         self._timeout, self._deadline = 0.0, 0.0
         self._pollers: dict[int, select.poll] = {}
         self._reset_links = reset
-        self._doing_now = doing
+        self._record = record
+        doing = self._doing_now
         super().__init__([device], threads, self._signal_stop, self._clear, lambda worker: doing())
+
+    def _doing_now(self) -> str:
+        return str(Activity.of(self._record.code))
 
     # -- in the script's thread -------------------------------------------------------------
 
@@ -131,6 +137,10 @@ class RankThread(ThreadPool):
             self._await(wire.has_room, poller, "a neighbour read nothing")
 
     def _await(self, is_ready: Callable[[], bool], poller: select.poll, what: str) -> None:
+        with self._record.waiting():
+            self._awaited(is_ready, poller, what)
+
+    def _awaited(self, is_ready: Callable[[], bool], poller: select.poll, what: str) -> None:
         while not is_ready():
             ready = {fd for fd, _ in spin(poller, min(self.left(), _SLICE))}
             if self._stop in ready:

@@ -145,7 +145,7 @@ class RankWorkers(Workers):
         self._deferred = False
         self._passes: Counter[Pass] = Counter()
         self._several: dict[bool, list[nn.Parameter]] = {}
-        self._thread = RankThread(launch.device, threads, self._reset, self._doing)
+        self._thread = RankThread(launch.device, threads, self._reset, self._record)
         self._backups = Backups()
         with self._ranks.operation("the building of links"):
             self._ring = self._connect()
@@ -153,6 +153,8 @@ class RankWorkers(Workers):
         self._ranks.workers = [order.index(rank) for rank in range(len(order))]
         paths = self.all_gather("the boards", str(self.board.path or ""))
         self._boards = {self._me: self.board, **self._opened(paths)}
+        leader = launch.entries[order[0]]
+        self.job = f"{leader.host} {leader.pid} {leader.started} {paths[0]}"
         self._ranks.doing = self._doing_of
         self._total = ChainedSum(self._ring, self._own_parameters) if self._ring else None
         first = self._me - self._place

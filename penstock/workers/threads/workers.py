@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
@@ -13,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.board.activity import Activity
+from penstock.board.memory import Record
 from penstock.board.runs import new_board
 from penstock.engine.batchnorm import move
 from penstock.engine.orders import Order, Outcome
@@ -54,7 +57,8 @@ class ThreadWorkers(Workers):
         self._per_replica = count = plan.workers_per_replica
         self.members = members_here(devices, per_replica=count)
         self.homes = homes = [devices[worker] for worker in plan.placement]
-        self._turns = AllTurns()
+        self._turns = AllTurns(self._waiting)
+        self._records: dict[int, Record] = {}  # by the thread that writes them
         stages = range(len(plan.stages) if plan.replicas > 1 else 0)
         shared = {index: InOrder(self._turns.make) for index in stages}
         self._replicas = [Replica(k, plan.weights, k * count, shared) for k in range(plan.replicas)]
@@ -117,8 +121,14 @@ class ThreadWorkers(Workers):
             backup = self.ownership.backup(member.place, order.goes_back)
             self._backups.add(order.number, backup)
         assembly = self._assemblies[order.training][member.replica]
+        record = self._records[threading.get_ident()] = self.board.records[member.number]
         part = replace(order, wanted=self.ownership.own(member.place, order.wanted))
-        return assembly.run(member.place, part, self.board.records[member.number])
+        return assembly.run(member.place, part, record)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Around a wait for the turn of a micro-batch; noted by the thread of a worker."""
+        record = self._records.get(threading.get_ident())
+        return record.waiting() if record else nullcontext()
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and drop the backups by which it could have been undone."""

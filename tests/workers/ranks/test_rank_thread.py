@@ -10,14 +10,18 @@ import pytest
 import torch
 
 import penstock as ps
+from penstock.board.activity import code
+from penstock.board.memory import Board
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire
+from penstock.schedule import Action, Kind
 from penstock.workers.ranks.thread import RankThread
 
 
 def test_no_file_descriptor_is_left() -> None:
+    record = Board(1).records[0]
     before = set(os.listdir("/proc/self/fd"))
-    thread = RankThread(torch.device("cpu"), 1, lambda: None, lambda: "idle")
+    thread = RankThread(torch.device("cpu"), 1, lambda: None, record)
     assert thread.run([lambda: 7]) == [7]
     assert set(os.listdir("/proc/self/fd")) != before
     thread.close()
@@ -31,7 +35,9 @@ def test_no_file_descriptor_is_left() -> None:
 def test_a_neighbour_that_reads_nothing_is_not_waited_for_for_ever(ended: str) -> None:
     ours, theirs = socket.socketpair()
     wire, neighbour = Wire(ours), Wire(theirs)
-    thread = RankThread(torch.device("cpu"), 1, lambda: None, lambda: "in the forward")
+    record = Board(1).records[0]
+    record.note(code(Action(Kind.FORWARD, 0, 1), False))
+    thread = RankThread(torch.device("cpu"), 1, lambda: None, record)
     try:
         thread.begin(1, 0.2 if ended == "late" else 60.0)
         while wire.has_room():
@@ -58,7 +64,7 @@ def test_a_neighbour_that_reads_nothing_is_not_waited_for_for_ever(ended: str) -
         expected = {"read": type(None), "given up": Aborted, "late": ps.WorkerTimeout}
         assert type(error) is expected[ended]
         if ended == "late":
-            assert "a neighbour read nothing within 0 s; this rank is in the forward" in str(error)
+            assert "a neighbour read nothing within 0 s; this rank is waiting for" in str(error)
     finally:
         thread.close()
         thread.release()
