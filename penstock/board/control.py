@@ -46,9 +46,10 @@ class Control:
             raise
         self._is_closed = threading.Event()
         arguments = listener, dict(answers), self._is_closed
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_serve, args=arguments, name="penstock-control", daemon=True
-        ).start()
+        )
+        self._thread.start()
         self._listener, self._path, self._process = listener, path, os.getpid()
 
     def close(self) -> None:
@@ -58,6 +59,8 @@ class Control:
             self._path.unlink(missing_ok=True)
             with suppress(OSError):  # closed before
                 self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+            if self._thread is not threading.current_thread():
+                self._thread.join(_PATIENCE)
         self._listener.close()
 
 

@@ -471,12 +471,18 @@ def another_model(rank: int) -> Any:
     return raised(lambda: ps.Pipeline(model, (X,), num_microbatches=2, schedule="gpipe"))
 
 
+def end_by(number: int) -> None:
+    """Send this process a signal; its threads do not run on until it comes."""
+    os.kill(os.getpid(), number)
+    time.sleep(1)
+
+
 def killed(rank: int, victim: int) -> Any:
     """One rank is killed in the midst of a step."""
     pipe = trapped(3)
     step(pipe)
     if rank == victim:
-        pipe.model[rank][2].arm("backward", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        pipe.model[rank][2].arm("backward", lambda: end_by(signal.SIGKILL))
     return raised(lambda: step(pipe)), raised(lambda: step(pipe))
 
 
@@ -497,7 +503,7 @@ def stopped(rank: int, victim: int) -> Any:
     workers: Any = pipe._runner.workers
     pid = workers._launch.entries[victim].pid
     if rank == victim:
-        pipe.model[rank][2].arm("backward", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        pipe.model[rank][2].arm("backward", lambda: end_by(signal.SIGSTOP))
     found = raised(lambda: step(pipe))
     if rank == (victim + 1) % 3:
         time.sleep(3)  # the third rank looks once a second
