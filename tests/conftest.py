@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import shares
+from tests.support.boards import boards
 from tests.support.pool import pooled
 from tests.workers.ranks.launching import Launcher
 
@@ -19,6 +20,8 @@ with warnings.catch_warnings():
     from penstock.loading import tolerate_missing_torchvision_operators
 
     tolerate_missing_torchvision_operators()
+
+__all__ = ["boards"]  # a fixture
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

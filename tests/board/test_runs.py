@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,8 @@ from penstock.board.process import is_alive, started_at, where
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the boards are; those of other processes are not seen."""
-    for name in ("run", "tmp"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return tmp_path / "run" / "penstock"
+def folder(boards: Path) -> Path:
+    return boards
 
 
 def pipeline(workers: str) -> ps.Pipeline:

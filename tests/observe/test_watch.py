@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,16 +17,7 @@ from penstock.board.memory import Reading
 from penstock.observe.watch import Watch, bar, mark
 from penstock.schedule import Action, Kind
 
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the boards are; those of other processes are not seen."""
-    for name in ("run", "tmp"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return tmp_path / "run" / "penstock"
+pytestmark = pytest.mark.usefixtures("boards")
 
 
 @pytest.fixture
