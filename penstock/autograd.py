@@ -99,8 +99,7 @@ class Passage:
         order, self._order = self._order, None
         back = order.back(dict(enumerate(self.gradients)), ambient(), wanted)
         gradients = self._runner.run(back).gradients
-        # when the whole backward has ended, and the gradients of inputs are there as well
-        torch.autograd.Variable._execution_engine.queue_callback(self._runner.steps.tell)
+        self._runner.steps.tell()
         return gradients
 
 

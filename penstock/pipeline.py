@@ -233,7 +233,7 @@ class Pipeline:
             self._metrics = self._served(served)
             if self._metrics:
                 stack.callback(self._metrics.close)
-                weakref.finalize(self, self._metrics.close)
+                weakref.finalize(self, self._metrics.close).atexit = False
             self.metrics = self._metrics.url if self._metrics else ""
             publish(running.board, self._description)
             listen(running)
@@ -550,8 +550,9 @@ class Pipeline:
     def on_step(self, hook: StepHook) -> RemovableHandle:
         """Call a function after every training step, such as a logger's.
 
-        It is called in the user's thread, when the gradients are there: after `train_step`, and
-        after the `backward()` of a loss of `pipe(x)`. What it raises is raised there.
+        It is called in the user's thread, when the gradients of the parameters are there: at the
+        end of `train_step`, and in the `backward()` of a loss of `pipe(x)`, which still has to
+        pass on what is before the pipeline. What it raises is raised there.
 
         Args:
             hook: called with a dictionary of numbers: `"step"`, counted from 1; `"step_seconds"`

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,36 +76,30 @@ class Record:
         cells: of the board.
     """
 
-    __slots__ = ("_cells", "_code", "_since", "_waited", "_worked")
+    __slots__ = ("_cells", "_now", "_state")
 
     def __init__(self, cells: memoryview) -> None:
-        self._cells = cells
-        self._code, self._since, self._worked, self._waited = cells[:4].tolist()
+        self._cells, self._now = cells, cells[: _WAITED + 1]
+        self._state = array("q", self._now)
 
     @property
     def code(self) -> int:
         """What the worker is doing, as `penstock.board.activity` has it; 0 for nothing."""
-        return self._code
+        return self._state[_CODE]
 
     def note(self, code: int) -> None:
         """From now on the worker does this."""
-        now, cells = monotonic_ns(), self._cells
-        if self._code > 0:
-            spent = now - self._since
-            if is_waiting(self._code):
-                self._waited += spent
-                cells[_WAITED] = self._waited
-            else:
-                self._worked += spent
-                cells[_WORKED] = self._worked
-        self._code, self._since = code, now
-        cells[_SINCE] = now
-        cells[_CODE] = code
+        now, state = monotonic_ns(), self._state
+        before = state[_CODE]
+        if before > 0:
+            state[_WAITED if is_waiting(before) else _WORKED] += now - state[_SINCE]
+        state[_CODE], state[_SINCE] = code, now
+        self._now[:] = state  # at once, so that nobody sees half of it
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Meanwhile the worker waits for others amid what it does, such as for its turn."""
-        before = self._code
+        before = self.code
         self.note(waiting(before))
         try:
             yield

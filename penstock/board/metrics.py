@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ VARIABLE = "PENSTOCK_METRICS"
 """The environment variable that says where, if the script does not."""
 
 LOOPBACK = "127.0.0.1"
+
+
+_PATIENCE = 5.0  # seconds
 
 
 class Address(NamedTuple):
@@ -91,9 +95,16 @@ class Server:
         if self._is_closed:
             return
         self._is_closed = True
-        if os.getpid() == self._process:  # and not a fork of it, which has not the thread
-            self._server.shutdown()
-            self._thread.join()
+        if os.getpid() != self._process:  # a fork of it, which has not the thread
+            self._server.server_close()
+        elif threading.current_thread() is self._thread:  # which collects garbage
+            threading.Thread(target=self._stop, daemon=True).start()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._server.shutdown()
+        self._thread.join(_PATIENCE)
         self._server.server_close()
 
 

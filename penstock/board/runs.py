@@ -122,11 +122,13 @@ class Run:
 
 def folders() -> list[Path]:
     """Where boards of this user may be: the first is for new ones."""
-    found = [Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"]
+    found = []
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     with suppress(OSError):
         if Path(runtime).stat().st_uid == os.getuid() and os.access(runtime, os.W_OK):
-            found.insert(0, Path(runtime) / "penstock")
+            found.append(Path(runtime) / "penstock")
+    with suppress(OSError):  # there may be no such place
+        found.append(Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}")
     return found
 
 

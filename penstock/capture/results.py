@@ -291,7 +291,9 @@ def _is_joined(whole: torch.Tensor, pieces: Sequence[torch.Tensor], dim: int, bo
         return True
     scale = whole.abs().max().item()
     if math.isfinite(scale):  # the usual case, in few passes over what may be large
-        return bool((merged.sub_(whole).abs_() <= bound * scale).all())
+        apart = merged.sub_(whole)
+        apart = apart.abs() if apart.is_complex() else apart.abs_()
+        return bool((apart <= bound * scale).all())
     atol = bound * whole.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     return torch.allclose(merged, whole, rtol=0.0, atol=atol, equal_nan=True)
 

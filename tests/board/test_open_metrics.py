@@ -125,3 +125,16 @@ def test_a_fork_may_close_it() -> None:
             time.sleep(0.01)
         assert os.waitstatus_to_exitcode(ended[1]) == 7
         assert scraped(pipe.metrics)["penstock_worker_up", "0"] == 1
+
+
+def test_the_thread_that_serves_may_close_it() -> None:
+    """As it does if it is the one that collects a forgotten pipeline."""
+    with pipeline(metrics=0) as pipe:
+        url, server = pipe.metrics, pipe._metrics
+        assert server is not None
+        thread = server._thread
+        server._server.service_actions = server.close  # called by that thread, now and then
+        thread.join(20)
+        assert not thread.is_alive()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url)

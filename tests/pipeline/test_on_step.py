@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -67,11 +68,18 @@ def test_a_step_that_fails_is_not_told_of(pipe: ps.Pipeline) -> None:
 
 
 def test_gradients_are_there_and_enabled_when_they_are_called(pipe: ps.Pipeline) -> None:
-    x, seen = torch.ones(4, 3, requires_grad=True), []
-    pipe.on_step(lambda news: seen.append((torch.is_grad_enabled(), x.grad is not None)))
-    F.mse_loss(pipe(x), x.detach()).backward()
-    pipe.train_step(x, target=x.detach(), loss_fn=F.mse_loss)
-    assert seen == [(True, True), (True, True)]
+    x, seen = torch.ones(4, 3), []
+    weight = next(pipe.parameters())
+
+    def look(news: dict[str, Any]) -> None:
+        here = threading.current_thread() is threading.main_thread()
+        seen.append((torch.is_grad_enabled(), weight.grad is not None, here))
+        pipe.zero_grad()
+
+    pipe.on_step(look)
+    F.mse_loss(pipe(x), x).backward()
+    pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    assert seen == [(True, True, True)] * 2
 
 
 def test_two_calls_before_one_backward() -> None:
