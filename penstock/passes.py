@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from penstock.account.record import CALL
 from penstock.audit.auditor import Auditor
 from penstock.autograd import Passage, backward_into_inputs, check_untransformed, deliver
 from penstock.capture import ROWS, Program
@@ -224,10 +225,12 @@ class Passes:
 
     # -- the parts of a pass ------------------------------------------------------------------
 
-    def _operation(self, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _operation(self, what: str) -> Iterator[None]:
         """An operation of all that run the script; models in other modes are in another one."""
         name = what if self._model.training else f"{what} in evaluation mode"
-        return self._workers.operation(name)
+        with self._runner.steps.during(CALL), self._workers.operation(name):
+            yield
 
     def _batch(self, inputs: Whole | ByHand, trains: bool) -> Batch:
         """A batch, where its inputs are; elsewhere, what there is to know of it.

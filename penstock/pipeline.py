@@ -39,7 +39,7 @@ from penstock.plan.request import Cut, Recompute, Request
 from penstock.planning.planner import decide_plan
 from penstock.runner import Runner
 from penstock.schedule import Timeline
-from penstock.steps import StepHook
+from penstock.steps import StepHook, note_optimizers
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
@@ -226,6 +226,9 @@ class Pipeline:
             self.links = in_words(running.links, plan.boundary_dtype)
             self._workers = running
             self._runner = Runner(program, plan, running, deferred=batchnorm == "deferred")
+            self._forget_optimizers = note_optimizers(self._runner.steps)
+            stack.callback(self._forget_optimizers)
+            weakref.finalize(self, self._forget_optimizers).atexit = False
             self._auditor = Auditor(audit, program, plan, self._runner, self.threads_per_worker)
             self._passes = Passes(self._runner, self._auditor, program, plan, merge)
             self._saver = Saver(model, plan, self._runner)
@@ -499,7 +502,8 @@ class Pipeline:
             the norm before clipping, a scalar tensor.
         """
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
-        return self._workers.clip(self._clipped(parameters), clipping)
+        with self._runner.steps.during("clipping"):
+            return self._workers.clip(self._clipped(parameters), clipping)
 
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
@@ -510,7 +514,8 @@ class Pipeline:
             clip_value, foreach: as in torch.
             parameters: as in `clip_grad_norm_`. A rank has only the gradients of its own stages.
         """
-        nn.utils.clip_grad_value_(self._clipped(parameters), clip_value, foreach)
+        with self._runner.steps.during("clipping"):
+            nn.utils.clip_grad_value_(self._clipped(parameters), clip_value, foreach)
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
         """The parameters to clip; by default all of the model, each once."""
@@ -600,7 +605,8 @@ class Pipeline:
             CheckpointError: the checkpoint cannot be written.
             ClosedError: the pipeline is closed.
         """
-        return self._saver.save(path, background, things)
+        with self._runner.steps.during("saving"):
+            return self._saver.save(path, background, things)
 
     def random_state(self) -> dict[str, int]:
         """Return the state on which the random numbers of the next passes depend.
@@ -698,6 +704,7 @@ class Pipeline:
         """Stop the workers. The model keeps its weights."""
         if self._metrics:
             self._metrics.close()
+        self._forget_optimizers()
         try:
             self._saver.finish()
         finally:

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from penstock.board.phases import timeline_of
 from penstock.capture import Key, Program, Ref, Sizes
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
@@ -23,7 +24,7 @@ from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
 from penstock.schedule import Timeline
-from penstock.steps import Steps
+from penstock.steps import Steps, is_sampled
 from penstock.workers.backend import Workers
 from penstock.workers.ownership import Ownership
 from penstock.workers.ways import Ways
@@ -109,7 +110,7 @@ class Runner:
         self._timelines: list[Timeline] | None = None
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
-        self.steps = Steps(workers.board, plan.predicted_step_seconds)
+        self.steps = Steps(workers.board, plan.predicted_step_seconds, len(devices))
         self._user = _User(workers.ownership)
 
     def changes_buffers(self) -> bool:
@@ -218,7 +219,7 @@ class Runner:
         keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")
-        recorded = self._timelines is not None
+        recorded = self._timelines is not None or (what != "infer" and is_sampled(batch.number))
         return Order(
             *(what, ways.training, microbatches, modes, number, values, loss),
             recorded=recorded,
@@ -325,12 +326,10 @@ class Runner:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise
-        self.steps.count(order, begun)
+        self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
-        if self._timelines is not None and outcome.events:
-            start = min(event.start for event in outcome.events)
-            moved = [e._replace(start=e.start - start, end=e.end - start) for e in outcome.events]
-            self._timelines.append(Timeline(self._num_workers, moved))
+        if self._timelines is not None and any(outcome.logs.values()):
+            self._timelines.append(timeline_of(outcome.logs, self._num_workers))
         return outcome
 
     def _finished(self, ticket: object, begun: int) -> Outcome:

@@ -1,21 +1,38 @@
-"""Counts the passes of a pipeline on its board, and tells whoever wants to know of every step."""
+"""Counts the passes of a pipeline on its board, keeps what a few steps did, and tells of each."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from time import monotonic_ns
 from typing import Any
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
-from penstock.board.memory import Board
+from penstock.account.record import PASS, Interval, StepRecord
+from penstock.board.memory import Board, Log
 from penstock.capture.calls import ROWS
 from penstock.engine.orders import Order
 
 StepHook = Callable[[dict[str, Any]], Any]
 """Called after every step with a dictionary of plain data, see `Pipeline.on_step`."""
+
+_FIRST, _LAST = 2, 5  # the earliest batches that are recorded; before them caches are cold
+_KEPT = 12  # records of steps
+_INTERVALS = 256  # of the script's thread, in one step
+
+
+def is_sampled(number: int) -> bool:
+    """Whether the passes of a batch are recorded without being asked for: few, and ever fewer."""
+    return _FIRST <= number <= _LAST or (number > _LAST and not number & (number - 1))
 
 
 class Steps:
@@ -24,22 +41,59 @@ class Steps:
     Args:
         board: where.
         predicted_seconds: of a step, by the plan.
+        num_workers: how many there are.
+
+    Attributes:
+        records: what was recorded of some of the latest steps, oldest first.
+        keepers: called with every such record as well.
     """
 
-    def __init__(self, board: Board, predicted_seconds: float) -> None:
+    def __init__(self, board: Board, predicted_seconds: float, num_workers: int) -> None:
         self._board = board
-        self._predicted = predicted_seconds
+        self._num_workers = num_workers
+        self.predicted_seconds = predicted_seconds
+        self.records: deque[StepRecord] = deque(maxlen=_KEPT)
+        self.keepers: list[Callable[[StepRecord], object]] = []
         self._hooks: OrderedDict[int, StepHook] = OrderedDict()
         self._open: list[int] = []  # when the passes began that are under way
         self._forwards: dict[int, int] = {}  # how long calls took whose backward may come
         self._ended = 0  # when the step before ended
         self._news: list[dict[str, Any]] = []
+        self._thread = 0  # that runs passes
+        self._doing: list[tuple[str, int]] = []  # what it does now, and since when
+        self._driver: deque[Interval] = deque(maxlen=_INTERVALS)  # since the step before
+        self._logs: dict[int, Log] = {}  # likewise; without those of passes that are left out
+        self._is_whole = True  # all passes of the step were recorded
 
     def hook(self, function: StepHook) -> RemovableHandle:
         """Call a function after every step, until the handle is removed."""
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = function
         return handle
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """While open, the script's thread does this, which has a name."""
+        self.enter(what)
+        try:
+            yield
+        finally:
+            self.leave_it()
+
+    def enter(self, what: str) -> None:
+        """The script's thread begins something that has a name."""
+        self._thread = threading.get_ident()
+        self._doing.append((what, monotonic_ns()))
+
+    def leave_it(self) -> None:
+        """It has ended what it began last."""
+        if self._doing:  # else a Ctrl-C has come as it began
+            self._driver.append(Interval(*self._doing.pop(), monotonic_ns()))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread that runs passes."""
+        return self._thread in (0, threading.get_ident())
 
     def begin(self) -> int:
         """A pass begins; returns when."""
@@ -63,23 +117,56 @@ class Steps:
         """No backward of this batch will come."""
         self._forwards.pop(number, None)
 
-    def count(self, order: Order, begun: int) -> None:
-        """A pass that began then has ended well."""
+    def count(self, order: Order, begun: int, logs: Mapping[int, Log]) -> None:
+        """A pass that began then has ended well.
+
+        Args:
+            order: the pass.
+            begun: what `begin` returned.
+            logs: what workers have noted in it, if that was kept.
+        """
         if order.trial:
             return
         now = monotonic_ns()
         duration = now - begun
         if order.what == "infer":
             self._board.count_other()
-        elif order.what == "forward":
+            self._driver.append(Interval("evaluation", begun, now))
+            return
+        self._driver.append(Interval(PASS, begun, now))
+        self._is_whole = self._is_whole and any(logs.values())
+        for worker, log in logs.items():
+            self._logs.setdefault(worker, []).extend(log)
+        if order.what == "forward":
             self._forwards[order.number] = duration
-        else:
-            duration += self._forwards.pop(order.number, 0)
-            rows = sum(m.sizes[ROWS] for m in order.microbatches)
-            self._board.count(duration, rows, order.tokens)
-            if self._hooks:
-                self._note(now, duration, rows, order.tokens)
-            self._ended = now
+            return
+        duration += self._forwards.pop(order.number, 0)
+        rows = sum(m.sizes[ROWS] for m in order.microbatches)
+        self._board.count(duration, rows, order.tokens)
+        if self._is_whole:
+            self._keep(now, rows)
+        if self._hooks:
+            self._note(now, duration, rows, order.tokens)
+        self._ended = now
+        self._driver.clear()
+        self._logs, self._is_whole = {}, True
+
+    def _keep(self, now: int, rows: int) -> None:
+        """Keep what was recorded of the step that ends now."""
+        driver = [*self._driver, *(Interval(*doing, now) for doing in self._doing)]
+        since = self._ended or min(interval.begin for interval in driver)
+        record = StepRecord(
+            step=self._board.counted().steps,
+            begin=since,
+            end=now,
+            rows=rows,
+            num_workers=self._num_workers,
+            driver=tuple(driver),
+            logs=self._logs,
+        )
+        self.records.append(record)
+        for keep in self.keepers:
+            keep(record)
 
     def _note(self, now: int, duration: int, rows: int, tokens: int) -> None:
         """Keep what the hooks are told."""
@@ -87,7 +174,7 @@ class Steps:
         news = {
             "step": self._board.counted().steps,
             "step_seconds": duration / 1e9,
-            "predicted_seconds": self._predicted,
+            "predicted_seconds": self.predicted_seconds,
             "samples": rows,
             "samples_per_second": 1e9 * rows / since,
         }
@@ -108,3 +195,36 @@ class Steps:
             for news in every:
                 for function in list(self._hooks.values()):
                     function(dict(news))
+
+
+def note_optimizers(steps: Steps) -> Callable[[], None]:
+    """Have the steps of optimizers noted, of any class, in the thread that runs passes.
+
+    Args:
+        steps: where they are noted; it is not kept alive.
+
+    Returns:
+        a function that ends this.
+    """
+    known = weakref.ref(steps)
+
+    def begins(*_: Any) -> None:
+        found = known()
+        if found is not None and found.is_here:
+            found.enter("optimizer")
+
+    def ends(*_: Any) -> None:
+        found = known()
+        if found is not None and found.is_here:
+            found.leave_it()
+
+    handles = [
+        register_optimizer_step_pre_hook(begins),
+        register_optimizer_step_post_hook(ends),
+    ]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end

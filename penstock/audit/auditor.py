@@ -134,7 +134,8 @@ class Auditor:
         if not self._off and self._pace.is_due(_situation(order)):
             begun = time.perf_counter()
             try:
-                self._audit(order, batch)
+                with self._runner.steps.during("audit"):
+                    self._audit(order, batch)
             finally:
                 seconds = time.perf_counter() - begun
                 self._pace.spend(seconds)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from penstock.schedule import Action, Kind
 
 STARTING, UPDATING, EXCHANGING = -1, -2, -3
+LOSS, RECOMPUTATION, SENDING = range(4, 7)
+"""Parts of an action, which its worker notes as well: see `within`."""
 
 _KINDS = tuple(Kind)
+_WHAT = ("forward", "backward", "backward", "backward", "loss", "recomputation", "send")
 _OTHER = {
     0: "",
     STARTING: "start",
@@ -31,6 +34,11 @@ def waiting(code: int) -> int:
     return code | _WAITS | _AMID if code > 0 and not code & _WAITS else code
 
 
+def within(code: int, part: int) -> int:
+    """The code of a worker that does a part of this action: `LOSS`, for instance."""
+    return code & ~(7 << 3) | part << 3 if code > 0 else code
+
+
 def is_waiting(code: int) -> bool:
     """Whether a worker with this code waits for other workers."""
     return code > 0 and bool(code & _WAITS)
@@ -43,8 +51,9 @@ class Activity:
     Attributes:
         stage: which of its stages is at work; `None` between passes.
         microbatch: on which one.
-        what: `"forward"`, `"backward"`, `"start"`, `"optimizer step"`, `"exchange with other
-            replicas"`, or nothing.
+        what: `"forward"`, `"backward"`, or what it does amid one: `"loss"` (with the metrics),
+            `"recomputation"`, `"send"`; otherwise `"start"`, `"optimizer step"`, `"exchange with
+            other replicas"`, or nothing.
         waits: whether it waits for other workers.
         amid: whether that is amid the action, such as for its turn among replicas, and not for the
             values that it begins with.
@@ -61,10 +70,17 @@ class Activity:
         """What a worker with this code is doing."""
         if code <= 0:
             return cls(None, None, _OTHER.get(code, ""))
-        kind = _KINDS[code >> 3 & 7]
+        what = _WHAT[code >> 3 & 7]
         stage, microbatch = code >> 6 & 0xFFFF, code >> 22
-        what = "forward" if kind is Kind.FORWARD else "backward"
         return cls(stage, microbatch, what, bool(code & _WAITS), bool(code & _AMID))
+
+    @staticmethod
+    def action_of(code: int) -> Action | None:
+        """The action that a worker with this code is at; `None` for a part of one, or for none."""
+        kind = code >> 3 & 7
+        if code <= 0 or kind >= len(_KINDS):
+            return None
+        return Action(_KINDS[kind], code >> 6 & 0xFFFF, code >> 22)
 
     @property
     def where(self) -> tuple[int | None, int | None, str]:

@@ -12,17 +12,20 @@ import mmap
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 
-from penstock.board.activity import Activity, is_waiting, waiting
+from penstock.board.activity import Activity, is_waiting, waiting, within
 from penstock.files import anonymous_memory
 
 DESCRIPTION = ".json"
 """The suffix of the file beside a board's that says what it is of, and is removed with it."""
+
+Log = list[tuple[int, int]]
+"""What a worker has noted: when, by `time.monotonic_ns()`, and which code."""
 
 _CELLS = 8  # of 64 bits, for each worker
 _CODE, _SINCE, _WORKED, _WAITED, _PASSES, _HELD, _MOST_HELD = range(7)
@@ -32,6 +35,11 @@ _RING = 8  # where the latest steps are noted
 _LATEST = 65  # places, of which one may be about to be written
 _EACH = 4  # when one ended, how long it took, its rows and tokens
 _PIPELINE = _RING + _LATEST * _EACH
+
+
+def moved(logs: Mapping[int, Log], by: int) -> dict[int, Log]:
+    """The logs of workers with times that are later by so many nanoseconds."""
+    return {worker: [(then + by, code) for then, code in log] for worker, log in logs.items()}
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,19 @@ class Record:
     """One worker's record; only the worker writes it.
 
     Args:
-        cells: of the board.
+        cells: of the board; by default nobody else sees them.
+
+    Attributes:
+        log: if not `None`, what is noted is kept there as well, see `Log`.
     """
 
-    __slots__ = ("_cells", "_now", "_state")
+    __slots__ = ("_cells", "_now", "_state", "log")
 
-    def __init__(self, cells: memoryview) -> None:
+    def __init__(self, cells: memoryview | None = None) -> None:
+        cells = memoryview(array("q", [0] * _CELLS)) if cells is None else cells
         self._cells, self._now = cells, cells[: _WAITED + 1]
         self._state = array("q", self._now)
+        self.log: Log | None = None
 
     @property
     def code(self) -> int:
@@ -95,6 +108,22 @@ class Record:
             state[_WAITED if is_waiting(before) else _WORKED] += now - state[_SINCE]
         state[_CODE], state[_SINCE] = code, now
         self._now[:] = state  # at once, so that nobody sees half of it
+        if self.log is not None:
+            self.log.append((now, code))
+
+    def enter(self, part: int) -> int:
+        """From now on the worker does a part of its action; to be ended by a `note`.
+
+        Args:
+            part: of `penstock.board.activity`, such as `LOSS`.
+
+        Returns:
+            what it did before, to be noted then.
+        """
+        before = self._state[_CODE]
+        if before > 0:
+            self.note(within(before, part))
+        return before
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -30,8 +30,9 @@ class WorkerStatus:
         stages: that it runs.
         pid: the process that it is, or that it is a thread of.
         host: the name of its machine.
-        what: `"forward"`, `"backward"`, `"start"`, `"optimizer step"`, `"exchange with other
-            replicas"`, or empty between passes.
+        what: `"forward"`, `"backward"`, or what it does amid one: `"loss"`, `"recomputation"`,
+            `"send"`; otherwise `"start"`, `"optimizer step"`, `"exchange with other replicas"`, or
+            empty between passes.
         stage: at which it works now; `None` between passes.
         microbatch: on which one.
         waits: whether it waits for values.

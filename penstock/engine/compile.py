@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from penstock.engine.stage import Stage
-from penstock.schedule import Action, Event, Kind
+from penstock.schedule import Action, Kind
 
 Run = Callable[[], None]
 
@@ -41,19 +40,3 @@ def compile_actions(
 
 def _wait_for_nothing() -> None:
     """The weight half follows its input half on the same worker."""
-
-
-def recorded(
-    runs: Sequence[Run], actions: Sequence[Action], worker: int, events: list[Event]
-) -> list[Run]:
-    """The same callables, noting when each action's work begins and ends."""
-
-    def note(run: Run, action: Action) -> None:
-        start = time.perf_counter()
-        run()
-        events.append(Event(worker, action, start, time.perf_counter()))
-
-    result: list[Run] = []
-    for wait, work, action in zip(runs[::2], runs[1::2], actions, strict=True):
-        result += [wait, partial(note, work, action)]
-    return result

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from penstock.board.memory import Log
 from penstock.capture.calls import Ambient
 from penstock.devices.cores import flushes_denormal
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
 from penstock.engine.stage import Before, MicroBatch
 from penstock.links.link import Gradients, Values
-from penstock.schedule import Event
 
 Pass = Literal["train", "forward", "backward", "infer"]
 """What a pass does: both directions interleaved, or one of them, or forwards without gradients."""
@@ -36,7 +36,7 @@ class Order:
         values: for every micro-batch what enters the first stage; not in `"backward"`.
         loss: what the last stage's results are turned into, in `"train"`.
         gradients: of the last stage's results, by micro-batch, in `"backward"`.
-        recorded: whether the times of actions are noted.
+        recorded: whether what workers note on their records is kept.
         trial: whether what modules keep is put back at the end, and users' hooks are not called.
         wanted: the parameters whose gradients are computed, in `"backward"`; `None` for all.
         before: what came before it, for replicas.
@@ -102,7 +102,7 @@ class Outcome:
         weights: of these losses in the batch's.
         metrics: what the metrics function returned, by micro-batch.
         gradients: by micro-batch, of the values that entered, where there are some.
-        events: when every action ran, if that was to be recorded.
+        logs: what every worker has noted on its record, by number, if that was to be kept.
         buffers: of the loss function, where it was called in another process.
         statistics: of BatchNorms that replicas in other processes have seen, by the number of the
             module there and by micro-batch.
@@ -118,7 +118,7 @@ class Outcome:
     weights: Sequence[float] = ()
     metrics: dict[int, Any] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    logs: dict[int, Log] = field(default_factory=dict)
     buffers: Sequence[torch.Tensor] = ()
     statistics: Mapping[int, Mapping[int, list[Statistics]]] = field(default_factory=dict)
     targets: int | None = None
@@ -136,7 +136,7 @@ class Outcome:
             whole.weights = whole.weights or part.weights
             whole.metrics |= part.metrics
             whole.gradients |= part.gradients
-            whole.events += part.events
+            whole.logs |= part.logs
             whole.buffers = whole.buffers or part.buffers
             whole.mismatch = whole.mismatch or part.mismatch
         return whole

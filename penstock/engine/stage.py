@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from penstock.board.activity import RECOMPUTATION, SENDING
+from penstock.board.memory import Record
 from penstock.capture.calls import Sizes
 from penstock.capture.halves import Deferral, Pending, run_pending
 from penstock.capture.randomness import Key
@@ -78,6 +80,8 @@ class Stage:
         wanted: the parameters whose gradients a backward computes; `None` for all.
         held: what it holds, by micro-batch. 1F1B keeps at most `min(m, p - index)` here.
         deferred: the weight halves that are still to be computed, by micro-batch.
+        record: where the worker notes what it does; set before a pass.
+        giving: as which part of an action it notes that the sink is given results.
     """
 
     def __init__(
@@ -94,6 +98,8 @@ class Stage:
         self.wanted: Sequence[nn.Parameter] | None = None
         self.held: dict[int, Held] = {}
         self.deferred: dict[int, list[Pending]] = {}
+        self.record = Record()
+        self.giving = SENDING
         self._arrived: Any = ()
 
     def begin(
@@ -131,7 +137,10 @@ class Stage:
         if isinstance(start, Recomputation):  # the sink's own graph begins behind it
             inner.append(start)
             start, values = enter(values)
-        self.held[microbatch] = Held(inner, Passed(start, self.sink.send(microbatch, values)))
+        before = self.record.enter(self.giving)
+        roots = self.sink.send(microbatch, values)
+        self.record.note(before)
+        self.held[microbatch] = Held(inner, Passed(start, roots))
 
     def infer(self, microbatch: int) -> None:
         """Run the spans on what has arrived, without gradients."""
@@ -141,7 +150,9 @@ class Stage:
         for span in self.ways[way]:
             values = span.module(sizes, key, *values)
         self.norms.current.microbatch = None
+        before = self.record.enter(self.giving)
         self.sink.send(microbatch, values)
+        self.record.note(before)
 
     def await_gradients(self, microbatch: int) -> None:
         """Wait for what the next `backward` works on."""
@@ -159,13 +170,22 @@ class Stage:
         del end
         while inner:
             passed = inner.pop()
-            entry, roots = passed.run() if isinstance(passed, Recomputation) else passed
+            entry, roots = self._again(passed) if isinstance(passed, Recomputation) else passed
             self._backward_of(roots, gradients, entry)
             gradients = entry.gradients
             del passed, roots
+        before = self.record.enter(SENDING)
         self.source.send_gradients(microbatch, gradients)
+        self.record.note(before)
         if self.deferral.pending:
             self.deferred[microbatch] = self.deferral.take()
+
+    def _again(self, passed: Recomputation) -> Passed:
+        """Run the forward of a span again."""
+        before = self.record.enter(RECOMPUTATION)
+        again = passed.run()
+        self.record.note(before)
+        return again
 
     def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
         """The backward of a span: gradients of parameters add up in `.grad`, others in `entry`."""

@@ -254,6 +254,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The stages of a replica."""
         return self.other_stages[replica - 1] if replica and self.other_stages else self.stages
 
+    def costs_of(self, replica: int) -> Costs:
+        """The times of a replica's stages for the largest micro-batch."""
+        return _costs(self.stages_of(replica))
+
     def timeline(self) -> Timeline:
         """The predicted step, if all micro-batches were as large as the largest.
 

@@ -21,7 +21,7 @@ fitted         made by a list scheduler for the costs that were measured
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Action, Event, Kind, Schedule, Timeline
+from penstock.schedule.actions import Action, Event, Kind, Phase, Schedule, Timeline
 from penstock.schedule.check import Check, check
 from penstock.schedule.costs import Costs
 from penstock.schedule.draw import draw
@@ -35,6 +35,7 @@ __all__ = [
     "Costs",
     "Event",
     "Kind",
+    "Phase",
     "Recipe",
     "Rules",
     "Schedule",

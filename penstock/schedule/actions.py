@@ -84,6 +84,32 @@ class Event(NamedTuple):
     end: float
 
 
+class Phase(NamedTuple):
+    """`worker` did one thing from `start` to `end`, in seconds since the step began.
+
+    Attributes:
+        worker: who.
+        what: `"forward"`, `"backward"`, `"input half"`, `"weight half"`; a part of one of these,
+            which interrupts it: `"loss"` (with the metrics), `"recomputation"`, `"send"`, or
+            `"turn"`, a wait for other replicas; `"wait"` for the values that an action begins with;
+            or `"exchange"` with other replicas.
+        action: in which, or before which; `None` if there is none.
+        start: when it began.
+        end: when it ended.
+    """
+
+    worker: int
+    what: str
+    action: Action | None
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Who did what in one step, and when: predicted by the simulator, or recorded by the engine.
@@ -91,10 +117,12 @@ class Timeline:
     Attributes:
         num_workers: how many workers took part, idle ones included.
         events: what they ran, in any order.
+        phases: what they did in more detail, if it was recorded: parts of actions, and waits.
     """
 
     num_workers: int
     events: Sequence[Event]
+    phases: Sequence[Phase] = ()
 
     @property
     def seconds(self) -> float:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.board.activity import code
+from penstock.board.activity import LOSS, SENDING, code
 from penstock.board.memory import Record
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ROWS, Ambient
 from penstock.devices.memory import in_use
-from penstock.engine.compile import Run, compile_actions, recorded
+from penstock.engine.compile import Run, compile_actions
 from penstock.engine.ends import Endings, Feed, LossFailed, Outlet
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.replicas import ONLY, Replica
@@ -73,6 +73,7 @@ class Assembly:
                 source: Source = self.feed if index == 0 else _as_planned(links[index - 1], plan)
                 sink: Sink = self.outlet if index == self._last else _as_planned(links[index], plan)
                 self.stages[index] = replica.stage(index, source, sink)
+                self.stages[index].giving = LOSS if index == self._last else SENDING
         self._compiled: dict[tuple[int, Pass, tuple[int, ...], int], _Compiled] = {}
         self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
@@ -110,12 +111,13 @@ class Assembly:
         outcome = Outcome()
         if order.what == "train" and order.modes.casting:
             compiled = _backwards_outside(compiled, order.modes)
-        if order.recorded:
-            number = self._replica.first + worker
-            runs = recorded(compiled.runs, compiled.actions, number, outcome.events)
-            compiled = compiled._replace(runs=runs)
-        self._begin(own, order)
-        _run(self._replica.first + worker, compiled, order, record)
+        number = self._replica.first + worker
+        if order.recorded:  # the log goes on until the next pass: with what comes after this one
+            outcome.logs[number] = record.log = []
+        else:
+            record.log = None
+        self._begin(own, order, record)
+        _run(number, compiled, order, record)
         self._end(own, order, outcome, own_share[0])
         if not order.trial:
             record.count()
@@ -151,9 +153,10 @@ class Assembly:
             self._compiled[key] = _Compiled(actions, runs, codes)
         return self._compiled[key]
 
-    def _begin(self, own: Sequence[Stage], order: Order) -> None:
+    def _begin(self, own: Sequence[Stage], order: Order, record: Record) -> None:
         """Give a worker's stages what they need."""
         for stage in own:
+            stage.record = record
             stage.begin(order.microbatches, order.wanted, order.before)
             if stage.index == 0:
                 self.feed.values = list(order.values)

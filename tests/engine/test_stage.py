@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from penstock.capture import Key
-from penstock.engine.compile import compile_actions, recorded
+from penstock.board.activity import code
+from penstock.board.phases import phases_of
+from penstock.engine.compile import compile_actions
 from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch, Stage
 from penstock.links.link import Gradients, Roots, Values, edges
-from penstock.schedule import Action, Event, Kind
+from penstock.schedule import Action, Kind
 
 KEY = Key(0, 0, 0)
 
@@ -41,12 +43,14 @@ class Neighbour:
         return self.given
 
 
-def stage_of(function: Any, values: Values, gradients: Gradients = ()) -> Stage:
+def stage_of(
+    function: Any, values: Values, gradients: Gradients = (), recompute: bool = False
+) -> Stage:
     def module(rows: int, key: Key | None, *entered: torch.Tensor) -> Values:
         results = function(*entered)
         return results if isinstance(results, tuple) else (results,)
 
-    stage = Stage(0, [[Span(module)]], Neighbour(values), Neighbour(tuple(gradients)))
+    stage = Stage(0, [[Span(module, recompute)]], Neighbour(values), Neighbour(tuple(gradients)))
     stage.microbatches = [MicroBatch({"B": 2}, KEY)] * 4
     return stage
 
@@ -148,9 +152,23 @@ def test_an_action_becomes_a_wait_and_a_work() -> None:
     actions = [Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 0, 1), Action(Kind.BACKWARD, 0, 0)]
     runs = compile_actions(actions, [stage], train=True)
     assert len(runs) == 6
-    events: list[Event] = []
-    for run in recorded(runs, actions, 5, events):
+    for run in runs:
         run()
-    assert [(e.worker, e.action) for e in events] == [(5, action) for action in actions]
-    assert all(e.start <= e.end for e in events)
     assert list(stage.held) == [1]
+
+
+def test_parts_of_actions_are_noted() -> None:
+    values, gradients = (torch.ones(2, 3, requires_grad=True),), (torch.ones(2, 3),)
+    stage = stage_of(lambda v: v * 2, values, gradients, recompute=True)
+    stage.record.log = []
+    for action in (Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)):
+        for waits, run in zip((True, False), compile_actions([action], [stage], True), strict=True):
+            stage.record.note(code(action, waits))
+            run()
+    stage.record.note(0)
+    found = [(phase.what, str(phase.action)) for phase in phases_of(5, stage.record.log)]
+    assert found == [
+        *[(what, "F0.0") for what in ("wait", "forward", "send", "forward")],
+        *[(what, "B0.0") for what in ("wait", "backward", "recomputation", "backward", "send")],
+        ("backward", "B0.0"),
+    ]

@@ -191,7 +191,7 @@ def test_recording(pipe: ps.Pipeline) -> None:
     first = timelines[0]
     actions = [a for actions in pipe.plan.schedule_for(3).workers for a in actions]
     assert sorted(e.action for e in first.events) == sorted(actions)
-    assert min(e.start for e in first.events) == 0
+    assert min(phase.start for phase in first.phases) == 0
     assert all(0 < busy <= first.seconds for busy in first.busy())
 
 

@@ -22,6 +22,7 @@ from penstock.links.pickling import from_bytes, portable, to_bytes
 from penstock.links.wire import Gone, Wire, polling, spin
 from penstock.workers.forks import disown_in_forks
 from penstock.workers.heartbeat import STOPPED, HasStopped
+from penstock.workers.ranks.clocks import Apart, Clock, machine
 
 _GRACE = 5.0  # seconds that ranks have to stop when an operation is given up
 _REST = 60.0  # seconds in which nothing may come of a message that has begun to
@@ -39,12 +40,21 @@ class Word(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A rank is done with an operation: the name that it has there, and a value or an error."""
+    """A rank is done with an operation.
+
+    Attributes:
+        number: of the operation.
+        what: its name on that rank.
+        value: what the rank has found.
+        error: what it has raised instead.
+        sent: when, by that rank's clock.
+    """
 
     number: int
     what: str
     value: bytes = b""
     error: BaseException | None = None
+    sent: int = 0
 
 
 class Verdict(NamedTuple):
@@ -56,6 +66,9 @@ class Verdict(NamedTuple):
         error: the one that all raise, if not.
         rank: the one that has failed, or -1.
         closed: why no other operation can follow, if none can.
+        sent: when, by rank 0's clock, in nanoseconds.
+        took: nanoseconds that messages of every rank seemed to take at least, see `Clock`.
+        machine: on which rank 0 is.
     """
 
     number: int
@@ -63,6 +76,9 @@ class Verdict(NamedTuple):
     error: BaseException | None = None
     rank: int = -1
     closed: str = ""
+    sent: int = 0
+    took: tuple[int | None, ...] = ()
+    machine: str = ""
 
 
 class GiveUp(NamedTuple):
@@ -102,6 +118,7 @@ class Ranks:
         doing: what a rank is doing, or did last, as far as that is seen.
         timeout: seconds that an operation may take, waiting for other ranks to begin it included.
         number: of the operation.
+        clock: of this rank, beside that of rank 0.
     """
 
     def __init__(
@@ -118,6 +135,8 @@ class Ranks:
         self.doing: Callable[[int], Activity] = lambda rank: Activity.of(0)
         self.timeout = timeout
         self.number = 0
+        self.clock = Clock()
+        self._apart_from = [Apart() for _ in names]
         self._wires = dict(wires)
         self._pulses = {k: pulse for k, pulse in (pulses or {}).items() if k in wires}
         self._what = ""
@@ -306,10 +325,14 @@ class Ranks:
                 if message.what != self._what:
                     self._apart[rank] = self._disagreement(rank, message.what)
             case Report():
+                if message.sent:
+                    self._apart_from[rank].note(message.sent, time.monotonic_ns())
                 self._reports[rank] = self._read(rank, message)
             case GiveUp():
                 self._given_up = True
             case Verdict():
+                if message.took:
+                    self.clock.note(message.machine, message.took[self.rank], message.sent)
                 self._verdict = message
 
     def _read(self, rank: int, report: Report) -> Report:
@@ -371,7 +394,7 @@ class Ranks:
             error = portable(self._as_others_see(mine.error), self.names[self.rank])
             mine = mine._replace(error=error)
         self._has_reported = True
-        self._send(mine, [0])
+        self._send(mine._replace(sent=time.monotonic_ns()), [0])
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
         self._deadline = (now if late else max(now, self._deadline)) + 1.5 * _GRACE
         while self._verdict is None:
@@ -438,9 +461,10 @@ class Ranks:
 
     def _broadcast(self, verdict: Verdict) -> Verdict:
         """Send the verdict to all ranks."""
-        sent = verdict
+        took = tuple(apart.least for apart in self._apart_from)
+        sent = verdict._replace(took=took, machine=machine(), sent=time.monotonic_ns())
         if verdict.error is not None and verdict.rank <= 0:  # others have come in bytes
-            sent = verdict._replace(error=portable(verdict.error, self.names[0]))
+            sent = sent._replace(error=portable(verdict.error, self.names[0]))
         self._send(sent, self._wires)
         return verdict
 

@@ -6,7 +6,6 @@ the others alone, and calls the same methods of the pipeline.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -22,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.board.activity import EXCHANGING, Activity
-from penstock.board.memory import Board, Reading, opened
+from penstock.board.memory import Board, Reading, moved, opened
 from penstock.board.runs import new_board
 from penstock.capture.trees import map_leaves
 from penstock.devices.streams import on
@@ -289,7 +288,8 @@ class RankWorkers(Workers):
         try:
             with self.operation(ticket.order.name):
                 own = self._own(ticket.dispatch)
-                parts = self._ranks.end(_for_others(own, self._ring is not None))
+                ahead = self._ranks.clock.ahead
+                parts = self._ranks.end(_for_others(own, self._ring is not None, ahead))
                 _check_targets(parts)
                 self._check_weights(parts)
         except BaseException as error:
@@ -297,6 +297,7 @@ class RankWorkers(Workers):
             raise
         self._backups.drop(ticket.number)
         whole = Outcome.of([_moved(part, self._device) for part in parts])
+        whole.logs = moved(whole.logs, -ahead)
         if self._ring is None:
             whole.gradients = own.gradients
         return whole
@@ -636,14 +637,13 @@ def _check_targets(parts: Sequence[Outcome]) -> None:
         )
 
 
-def _for_others(outcome: Outcome, has_replicas: bool) -> Outcome:
-    """What other ranks get of it; with times that mean the same on every machine.
+def _for_others(outcome: Outcome, has_replicas: bool, ahead: int) -> Outcome:
+    """What other ranks get of it; with times of rank 0's clock, which is ahead by so much.
 
     Those with the first stage of another replica get the gradients of what entered, too.
     """
-    shift = time.time() - time.perf_counter()
-    moved = [e._replace(start=e.start + shift, end=e.end + shift) for e in outcome.events]
-    return replace(outcome, gradients=outcome.gradients if has_replicas else {}, events=moved)
+    logs = moved(outcome.logs, ahead)
+    return replace(outcome, gradients=outcome.gradients if has_replicas else {}, logs=logs)
 
 
 def _moved(outcome: Outcome, device: torch.device) -> Outcome:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.board.phases import timeline_of
 from penstock.storage.part import Part
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.workers.backend import Backend, Kind, Workers
@@ -292,7 +293,7 @@ def every_action_is_timed(kind: Kind) -> None:
     with Rig(kind) as rig:
         with rig.workers.operation("a step"):
             ticket = rig.workers.start(replace(rig.order("train"), recorded=True))
-        events = rig.workers.finish(ticket).events
+        events = timeline_of(rig.workers.finish(ticket).logs, 2).events
         actions = [a for worker in rig.plan.schedule_for(COUNT).workers for a in worker]
         assert sorted(event.action for event in events) == sorted(actions)
         begun = {event.action: event.start for event in events}

@@ -1,0 +1,1 @@
+"""Where the time of steps went, why, and what would change it. No torch."""

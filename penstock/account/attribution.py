@@ -1,0 +1,456 @@
+"""Where every worker's time in a step went: parts that add up to the whole, and their causes.
+
+What a worker did is on its record. Why it waited follows from running its actions again with other
+durations (`penstock.account.replay`): first as if all workers had equally much to do and links took
+no time, which leaves what the schedule costs; then with the stages as they are planned, with
+workers as fast as they were, with every micro-batch as long as it took, with links, and with waits
+for the turns of other replicas. What each of these adds is what it costs.
+
+How much faster a step would be without one cause (`Loss`) is found the same way: by running
+everything again without it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from penstock.account.record import CALL, PASS, StepRecord, partition
+from penstock.account.replay import Durations, Place, Replay
+from penstock.board.phases import TURN, WAIT, WORK
+from penstock.plan.plan import Plan
+from penstock.schedule import Action, Kind, Phase
+
+FILL, IMBALANCE, SLOW, UNEVEN = "fill and drain", "imbalance", "slow worker", "uneven micro-batches"
+LINK, OVERHEAD = "link", "overhead"
+DATA, OUTSIDE = "data", "outside"
+
+WORKING = (*WORK.values(), "recomputation", "loss", "send", "exchange")
+"""What a worker does in a pass."""
+
+WAITING = (FILL, IMBALANCE, SLOW, UNEVEN, LINK, TURN, OVERHEAD)
+"""Why it does nothing in a pass."""
+
+BETWEEN = ("optimizer", "clipping", "audit", "saving", "evaluation", DATA, OUTSIDE)
+"""What the script does between passes."""
+
+T = TypeVar("T")
+
+_MOMENT = 1e-4  # seconds; who waits no longer has found what it waited for
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a step would take less without one cause.
+
+    Attributes:
+        cause: one of `WAITING`, `BETWEEN`, or `"recomputation"`.
+        seconds: how much faster it would be.
+        worker: which one it is about, if it is about one.
+        stage: likewise; for a link the stage before it.
+    """
+
+    cause: str
+    seconds: float
+    worker: int | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the time of a step went.
+
+    Attributes:
+        step: its number.
+        seconds: from the end of the step before to its own end.
+        workers: for every worker the seconds of each part, of `WORKING`, `WAITING` and `BETWEEN`;
+            they add up to `seconds`.
+        waited_for: for every worker how long it waited for each other one, or for links (-1).
+        losses: what the step would take less without each cause, the largest first.
+        speed: for every worker how many times as long its actions took as planned; `None` if it
+            had none.
+        normal: this ratio of a worker that is not slow: how much slower than planned all are.
+    """
+
+    step: int
+    seconds: float
+    workers: tuple[Mapping[str, float], ...]
+    waited_for: tuple[Mapping[int, float], ...]
+    losses: tuple[Loss, ...]
+    speed: tuple[float | None, ...]
+    normal: float
+
+    def total(self) -> dict[str, float]:
+        """The mean of all workers: the seconds of each part."""
+        names = [*WORKING, *WAITING, *BETWEEN]
+        sums = {name: sum(own.get(name, 0.0) for own in self.workers) for name in names}
+        return {name: found / len(self.workers) for name, found in sums.items() if found}
+
+
+def account(record: StepRecord, plan: Plan) -> Account:
+    """Where the time of a recorded step went.
+
+    Args:
+        record: the step.
+        plan: by which it ran.
+    """
+    passes = [_Pass(phases, plan, span) for phases, span in _by_pass(record)]
+    between = _between(record)
+    normal, speed = _speed(passes, plan)
+    parts: list[dict[str, float]] = [dict(between) for _ in range(record.num_workers)]
+    blamed: list[dict[int, float]] = [{} for _ in parts]
+    for each in passes:
+        for own, found in zip(parts, each.parts(normal), strict=True):
+            _add(own, found)
+        for waited, found_for in zip(blamed, each.waited_for(), strict=True):
+            _add(waited, found_for)
+    losses = [loss for each in passes for loss in each.losses(normal, speed)]
+    losses += [Loss(what, seconds) for what, seconds in between.items()]
+    return Account(
+        record.step,
+        record.seconds,
+        tuple(parts),
+        tuple(blamed),
+        tuple(sorted(_summed(losses), key=lambda loss: -loss.seconds)),
+        speed,
+        normal,
+    )
+
+
+def _add(to: dict[T, float], more: Mapping[T, float]) -> None:
+    for name, seconds in more.items():
+        to[name] = to.get(name, 0.0) + seconds
+
+
+def _by_pass(record: StepRecord) -> Iterator[tuple[list[Phase], tuple[float, float]]]:
+    """The phases of each pass, and when it began and ended."""
+    phases = record.timeline.phases
+    for begin, end in record.passes:
+        yield (
+            [
+                phase._replace(start=max(begin, phase.start), end=min(end, phase.end))
+                for phase in phases
+                if phase.end > begin and phase.start < end
+            ],
+            (begin, end),
+        )
+
+
+def _between(record: StepRecord) -> dict[str, float]:
+    """The seconds that all workers do nothing as there is no pass, by what the script does."""
+    found: dict[str, float] = {}
+    for what, begin, end in partition(record.driver, record.begin, record.end):
+        if what != PASS:
+            name = {CALL: OVERHEAD, "": OUTSIDE}.get(what, what)
+            found[name] = found.get(name, 0.0) + (end - begin) / 1e9
+    return found
+
+
+def _summed(losses: Iterable[Loss]) -> Iterator[Loss]:
+    """One for each cause: of several passes, about what costs most."""
+    by_cause: dict[str, list[Loss]] = {}
+    for loss in losses:
+        by_cause.setdefault(loss.cause, []).append(loss)
+    for cause, own in by_cause.items():
+        most = max(own, key=lambda loss: loss.seconds)
+        yield Loss(cause, sum(loss.seconds for loss in own), most.worker, most.stage)
+
+
+def _speed(passes: Sequence[_Pass], plan: Plan) -> tuple[float, tuple[float | None, ...]]:
+    """How many times as long as planned a normal worker's actions take, and those of each.
+
+    Normal is the faster half's slowest, so that one slow worker is told from a slow machine.
+    """
+    workers = len(plan.devices)
+    measured, planned = [0.0] * workers, [0.0] * workers
+    for each in passes:
+        for worker, (took, should) in enumerate(each.usual_and_planned()):
+            measured[worker] += took
+            planned[worker] += should
+    ratios = [m / p if p else None for m, p in zip(measured, planned, strict=True)]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return statistics.median_low(known) if known else 1.0, tuple(ratios)
+
+
+class _Pass:
+    """One pass: what happened in it, to be run again.
+
+    Args:
+        phases: of all workers.
+        plan: by which it ran.
+        span: when it began and ended, in the time of the phases.
+    """
+
+    def __init__(self, phases: Sequence[Phase], plan: Plan, span: tuple[float, float]) -> None:
+        self._plan = plan
+        self._span = span
+        self._of = plan.workers_per_replica
+        self._phases: list[list[Phase]] = [[] for _ in plan.devices]
+        for phase in phases:
+            self._phases[phase.worker].append(phase)
+        self._sends = self._spent("send")
+        self._turns = self._spent(TURN)
+        self._losses = self._spent("loss")
+        self._again = self._spent("recomputation")
+        work: dict[Place, float] = {}
+        for worker, what, action, start, end in phases:
+            if action is not None and what != WAIT:
+                own = 0.0 if what in ("send", TURN) else end - start
+                work[worker, action] = work.get((worker, action), 0.0) + own
+        self._work = work
+        lists: list[list[Action]] = [[] for _ in plan.devices]
+        for worker, action in work:
+            lists[worker].append(action)
+        self._replay = Replay(lists, self._of)
+
+    # -- durations ----------------------------------------------------------------------------
+
+    def _spent(self, on: str) -> dict[Place, float]:
+        """The seconds of one part in every action that has it."""
+        found: dict[Place, float] = {}
+        for own in self._phases:
+            for worker, what, action, start, end in own:
+                if what == on and action is not None:
+                    found[worker, action] = found.get((worker, action), 0.0) + end - start
+        return found
+
+    @cached_property
+    def _usual(self) -> dict[Place, float]:
+        """Every action as long as the median of its kind on its worker."""
+        return _medians(self._work)
+
+    @cached_property
+    def _planned(self) -> dict[Place, float]:
+        """Every action as long as planned, which is without the loss."""
+        by_replica = [self._plan.costs_of(k) for k in range(self._plan.replicas)]
+        return {(w, a): by_replica[w // self._of].seconds(a) for w, a in self._work}
+
+    def _expected(self, normal: float) -> dict[Place, float]:
+        """Every action as long as planned, on machines that are so much slower, with the loss."""
+        planned = {place: normal * seconds for place, seconds in self._planned.items()}
+        losses = _medians({place: self._losses.get(place, 0.0) for place in self._work})
+        return {place: seconds + losses[place] for place, seconds in planned.items()}
+
+    def usual_and_planned(self) -> list[tuple[float, float]]:
+        """For every worker the seconds of its actions, as they usually took and as planned."""
+        without = {p: s - self._losses.get(p, 0.0) for p, s in self._work.items()}
+        usual = self._replay.work(Durations(_medians(without)))
+        planned = self._replay.work(Durations(self._planned))
+        return list(zip(usual, planned, strict=True))
+
+    def _balanced(self, of: Mapping[Place, float]) -> dict[Place, float]:
+        """The same work, of which every worker has as much as all others."""
+        work = self._replay.work(Durations(of))
+        mean = statistics.mean(work)
+        return {(w, a): seconds * mean / work[w] for (w, a), seconds in of.items() if work[w]}
+
+    @cached_property
+    def _delays(self) -> dict[Place, float]:
+        """How long what actions of other workers sent was under way.
+
+        It is seen where somebody waited for it. Where nobody did it was there in time; then it is
+        taken to be as usual on its way, and at most what it can have been.
+        """
+        begun, waits, ended = self._begun, self._waits, self._ended
+        seen: dict[tuple[int, int, bool], list[float]] = {}
+        most: dict[Place, float] = {}
+        found: dict[Place, float] = {}
+        for place, other in self._replay.before.items():
+            if place[0] == other[0]:
+                continue
+            way = other[0], place[0], place[1].kind is Kind.FORWARD
+            took = max(0.0, begun[place] - ended[other])
+            waited = begun[place] - max(waits.get(place, begun[place]), ended[other])
+            if waited > _MOMENT or (waited > 0 and took == waited):
+                found[place] = took
+                seen.setdefault(way, []).append(took)
+            else:
+                most[place] = took
+        for place, bound in most.items():
+            other = self._replay.before[place]
+            usual = seen.get((other[0], place[0], place[1].kind is Kind.FORWARD))
+            found[place] = min(bound, statistics.median(usual)) if usual else 0.0
+        return found
+
+    @cached_property
+    def _begun(self) -> dict[Place, float]:
+        """When the work of every action began."""
+        found: dict[Place, float] = {}
+        for own in self._phases:
+            for worker, what, action, start, _ in own:
+                if action is not None and what != WAIT:
+                    found.setdefault((worker, action), start)
+        return found
+
+    @cached_property
+    def _ended(self) -> dict[Place, float]:
+        """When everything of an action had ended."""
+        found: dict[Place, float] = {}
+        for own in self._phases:
+            for worker, what, action, _, end in own:
+                if action is not None and what != WAIT:
+                    found[worker, action] = end
+        return found
+
+    @cached_property
+    def _waits(self) -> dict[Place, float]:
+        """When workers began to wait for the values of every action."""
+        return {
+            (phase.worker, phase.action): phase.start
+            for own in self._phases
+            for phase in own
+            if phase.what == WAIT and phase.action is not None
+        }
+
+    def _with(self, *parts: Mapping[Place, float]) -> dict[Place, float]:
+        """The sums of durations."""
+        return {place: sum(part.get(place, 0.0) for part in parts) for place in self._work}
+
+    def _levels(self, normal: float) -> Iterator[tuple[str, Durations]]:
+        """Durations that come nearer and nearer to the real ones, and what each step adds."""
+        expected = self._expected(normal)
+        yield FILL, Durations(self._balanced(expected))
+        yield IMBALANCE, Durations(expected)
+        yield SLOW, Durations(self._usual)
+        yield UNEVEN, Durations(self._work)
+        yield LINK, Durations(self._with(self._work, self._sends), self._delays)
+        yield TURN, self._real
+
+    @cached_property
+    def _real(self) -> Durations:
+        """Everything as it was."""
+        return Durations(self._with(self._work, self._sends, self._turns), self._delays)
+
+    # -- what is found ------------------------------------------------------------------------
+
+    def parts(self, normal: float) -> list[dict[str, float]]:
+        """For every worker the seconds of each part; they add up to those of the pass.
+
+        Args:
+            normal: how many times as long as planned actions take on a worker that is not slow.
+        """
+        whole = self._span[1] - self._span[0]
+        idle: list[list[float]] = [[] for _ in self._phases]
+        for _, durations in self._levels(normal):
+            end = self._replay.seconds(durations)
+            for own, work in zip(idle, self._replay.work(durations), strict=True):
+                own.append(max(0.0, end - work))
+        names = [name for name in WAITING if name not in (TURN, OVERHEAD)]
+        found = []
+        for phases, levels in zip(self._phases, idle, strict=True):
+            parts: dict[str, float] = {}
+            for phase in phases:
+                if phase.what != WAIT:
+                    parts[phase.what] = parts.get(phase.what, 0.0) + phase.seconds
+            left = max(0.0, whole - sum(parts.values()))
+            for name, seconds in zip([*names, TURN], _rising(levels, left), strict=True):
+                parts[name] = parts.get(name, 0.0) + seconds
+                left -= seconds
+            parts[OVERHEAD] = left
+            found.append(parts)
+        return found
+
+    def losses(self, normal: float, speed: Sequence[float | None]) -> Iterator[Loss]:
+        """What the pass would take less without each cause."""
+        real = self._real
+        now = self._replay.seconds(real)
+
+        def without(work: Mapping[Place, float], delays: Mapping[Place, float]) -> float:
+            return max(0.0, now - self._replay.seconds(Durations(work, delays)))
+
+        known = [(ratio, worker) for worker, ratio in enumerate(speed) if ratio is not None]
+        slowest = max(known, default=(normal, 0))
+        brake = slowest[0] / normal if normal else 1.0
+        quick = {p: s / brake if p[0] == slowest[1] else s for p, s in real.work.items()}
+        yield Loss(SLOW, without(quick, real.delays), slowest[1])
+        expected = self._replay.work(Durations(self._expected(normal)))
+        mean = statistics.mean(expected)
+        fair = {p: s * mean / expected[p[0]] if expected[p[0]] else s for p, s in real.work.items()}
+        most = max(range(len(expected)), key=expected.__getitem__)
+        yield Loss(IMBALANCE, without(fair, real.delays), most, self._longest_stage(most))
+        even = self._with(self._usual, self._sends, self._turns)
+        yield Loss(UNEVEN, without(even, real.delays))
+        hops: dict[int, float] = {}
+        for (_, action), seconds in self._delays.items():
+            stage = action.stage - (action.kind is Kind.FORWARD)
+            hops[stage] = hops.get(stage, 0.0) + seconds
+        slowest_hop = max(hops, key=hops.__getitem__, default=None)
+        at_once = self._with(self._work, self._turns)
+        yield Loss(LINK, without(at_once, {}), stage=slowest_hop)
+        yield Loss(TURN, without(self._with(self._work, self._sends), real.delays))
+        once = {place: s - self._again.get(place, 0.0) for place, s in real.work.items()}
+        yield Loss("recomputation", without(once, real.delays))
+        balanced = Durations(self._balanced(self._work))
+        filling = self._replay.seconds(balanced) - max(self._replay.work(balanced), default=0.0)
+        yield Loss(FILL, max(0.0, filling))
+        exchange = [sum(p.seconds for p in own if p.what == "exchange") for own in self._phases]
+        yield Loss("exchange", max(exchange, default=0.0))
+        rest = self._span[1] - self._span[0] - now - max(exchange, default=0.0)
+        yield Loss(OVERHEAD, max(0.0, rest))
+
+    def _longest_stage(self, worker: int) -> int | None:
+        """The stage in which a worker is planned to work longest."""
+        totals: dict[int, float] = {}
+        for (who, action), seconds in self._planned.items():
+            if who == worker:
+                totals[action.stage] = totals.get(action.stage, 0.0) + seconds
+        return max(totals, key=totals.__getitem__, default=None)
+
+    def waited_for(self) -> list[dict[int, float]]:
+        """For every worker how long it waited for each other one, or for links (-1).
+
+        While somebody waits for a worker that waits itself, it waits for the one that works.
+        """
+        found: list[dict[int, float]] = [{} for _ in self._phases]
+        for place, begin in self._waits.items():
+            other = self._replay.before.get(place)
+            if other is None or place not in self._begun:
+                continue
+            end = self._begun[place]
+            self._blame(found[place[0]], other, begin, end, len(self._phases))
+        return found
+
+    def _blame(
+        self, found: dict[int, float], awaited: Place, begin: float, end: float, depth: int
+    ) -> None:
+        """Add who was at work from `begin` to `end`, when this action was awaited."""
+        worker = awaited[0]
+        sent = min(end, max(begin, self._ended.get(awaited, end)))
+        if end > sent:
+            found[-1] = found.get(-1, 0.0) + end - sent
+        for phase in self._phases[worker]:
+            start, stop = max(begin, phase.start), min(sent, phase.end)
+            if stop <= start:
+                continue
+            further = None
+            if phase.what == WAIT and phase.action is not None:
+                further = self._replay.before.get((worker, phase.action))
+            if further is not None and depth:
+                self._blame(found, further, start, stop, depth - 1)
+            else:
+                found[worker] = found.get(worker, 0.0) + stop - start
+
+
+def _medians(of: Mapping[Place, float]) -> dict[Place, float]:
+    """For every action the median of those of the same kind and stage on the same worker."""
+    groups: dict[tuple[int, Kind, int], list[float]] = {}
+    for (worker, action), seconds in of.items():
+        groups.setdefault((worker, action.kind, action.stage), []).append(seconds)
+    medians = {group: statistics.median(own) for group, own in groups.items()}
+    return {(w, a): medians[w, a.kind, a.stage] for w, a in of}
+
+
+def _rising(levels: Sequence[float], whole: float) -> list[float]:
+    """What every level adds to the one before; none takes anything away, and none exceeds `whole`.
+
+    A worker that is slow waits less than if all were equal: then it is the later levels that count.
+    """
+    least, most = [], whole
+    for level in reversed(levels):
+        most = min(most, level)
+        least.append(most)
+    least.reverse()
+    return [now - before for before, now in zip([0.0, *least], least, strict=False)]

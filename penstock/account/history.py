@@ -1,0 +1,185 @@
+"""What is known of a run: its plan, every step's time, what some steps did, and what happened.
+
+It is in the memory of a pipeline, and with `Pipeline(run=...)` in a folder as well, which a report,
+`penstock top` or a colleague may read while the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from penstock.account.record import StepRecord
+from penstock.board.runs import Description
+from penstock.errors import InputError
+from penstock.files import save_whole
+from penstock.plan.plan import Plan
+
+ABOUT, STEPS, EVENTS, RECORDS = "run.json", "steps.jsonl", "events.jsonl", "records.jsonl"
+"""The files of a run's folder."""
+
+_VERSION = 1
+T = TypeVar("T")
+
+
+class StepTime(NamedTuple):
+    """How long a step took, or several that followed each other.
+
+    Attributes:
+        step: the number of the last of them, from 1.
+        at: when it ended, in seconds since 1970.
+        steps: how many.
+        seconds: that they took in all, each from the end of the step before.
+        pass_seconds: the part of it in which workers ran passes.
+        slowest: the number of the slowest of them.
+        slowest_seconds: that it took.
+        rows: of their batches, in all.
+    """
+
+    step: int
+    at: float
+    steps: int
+    seconds: float
+    pass_seconds: float
+    slowest: int
+    slowest_seconds: float
+    rows: int
+
+
+class Happened(NamedTuple):
+    """Something that happened in a run.
+
+    Attributes:
+        at: when, in seconds since 1970.
+        step: after so many steps.
+        what: in words.
+    """
+
+    at: float
+    step: int
+    what: str
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What was run, and where.
+
+    Attributes:
+        description: of the pipeline and its workers.
+        plan: by which it runs.
+        environment: versions and machine, by name.
+        version: of the folder's format.
+    """
+
+    description: Description
+    plan: Plan
+    environment: Mapping[str, str]
+    version: int = _VERSION
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run.
+
+    Attributes:
+        about: what was run, and where.
+        steps: the times of all steps, as far as they are kept, in order.
+        records: what some steps did, in order.
+        events: what happened, in order.
+    """
+
+    about: About
+    steps: Sequence[StepTime] = ()
+    records: Sequence[StepRecord] = ()
+    events: Sequence[Happened] = ()
+
+
+class RunFolder:
+    """The folder of a run, which this process writes. Every line is whole when it is there.
+
+    Args:
+        path: of the folder, which is made; a run that was there before is continued.
+        about: what is run.
+
+    Raises:
+        InputError: it cannot be written, or it has other files than those of a run.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], about: About) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            others = [p.name for p in self.path.iterdir()]
+        except OSError as error:
+            raise InputError(f"run={str(path)!r} cannot be a folder: {error}") from error
+        if others and ABOUT not in others:
+            raise InputError(
+                f"run={str(path)!r} is a folder with other files, such as {sorted(others)[0]}; "
+                "give a new folder, or that of an earlier run"
+            )
+        save_whole(self.path / ABOUT, msgspec.json.format(msgspec.json.encode(about)), "run")
+
+    def add_steps(self, steps: StepTime) -> None:
+        """Append the time of some steps."""
+        self._append(STEPS, steps)
+
+    def add_record(self, record: StepRecord) -> None:
+        """Append what a step did."""
+        self._append(RECORDS, record)
+
+    def add_event(self, event: Happened) -> None:
+        """Append what has happened."""
+        self._append(EVENTS, event)
+
+    def _append(self, name: str, item: object) -> None:
+        with (self.path / name).open("ab") as file:
+            file.write(msgspec.json.encode(item) + b"\n")
+
+
+def read_run(path: str | os.PathLike[str]) -> History:
+    """What a run's folder says; also while it is written.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        InputError: it is none, or one of another version.
+    """
+    folder = Path(path)
+    try:
+        about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
+    except OSError as error:
+        raise InputError(
+            f"{path} is not the folder of a run: {error.strerror}: {ABOUT}. Pipeline(run=...) "
+            "writes one"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise InputError(f"{folder / ABOUT} is not what Pipeline(run=) writes: {error}") from error
+    if about.version != _VERSION:
+        raise InputError(
+            f"{path} is a run of version {about.version}; this Penstock reads version {_VERSION}"
+        )
+    return History(
+        about=about,
+        steps=_lines(folder / STEPS, StepTime),
+        records=_lines(folder / RECORDS, StepRecord),
+        events=_lines(folder / EVENTS, Happened),
+    )
+
+
+def _lines(path: Path, kind: type[T]) -> list[T]:
+    """The items of a file, one a line; the last line may not be whole yet.
+
+    Raises:
+        InputError: another line is none.
+    """
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    try:
+        return [msgspec.json.decode(line, type=kind) for line in lines]
+    except msgspec.DecodeError as error:
+        raise InputError(f"{path} is not what Pipeline(run=) writes: {error}") from error

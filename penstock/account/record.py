@@ -1,0 +1,99 @@
+"""One training step as it was recorded: what every worker noted, and what the script did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.board.memory import Log
+from penstock.board.phases import timeline_of
+from penstock.schedule import Timeline
+
+PASS, CALL = "pass", "call"
+"""What the script's thread does: waits for workers that run a pass; runs a method of a pipeline."""
+
+
+class Interval(NamedTuple):
+    """The script's thread did one thing.
+
+    Attributes:
+        what: `PASS`, `CALL`, or another thing that has a name, such as `"optimizer"`.
+        begin: when it began, in nanoseconds of `time.monotonic_ns()`.
+        end: when it ended.
+    """
+
+    what: str
+    begin: int
+    end: int
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step, from the end of the step before to the end of its own last pass.
+
+    Attributes:
+        step: its number, from 1.
+        begin: when the step before had ended, in nanoseconds of `time.monotonic_ns()`; for the
+            first step when it was called.
+        end: when its last pass had ended.
+        rows: of its batch.
+        num_workers: how many there are.
+        driver: what the script's thread did meanwhile, as far as Penstock sees it; one thing may
+            be a part of another.
+        logs: what every worker noted in its passes, by number.
+    """
+
+    step: int
+    begin: int
+    end: int
+    rows: int
+    num_workers: int
+    driver: tuple[Interval, ...]
+    logs: Mapping[int, Log]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, with everything since the end of the step before."""
+        return (self.end - self.begin) / 1e9
+
+    @property
+    def passes(self) -> list[tuple[float, float]]:
+        """When its passes began and ended, in seconds since `begin`."""
+        return [
+            ((begin - self.begin) / 1e9, (end - self.begin) / 1e9)
+            for what, begin, end in self.driver
+            if what == PASS
+        ]
+
+    @property
+    def timeline(self) -> Timeline:
+        """What workers did, in seconds since `begin`."""
+        return timeline_of(self.logs, self.num_workers, self.begin)
+
+    def between(self) -> dict[str, float]:
+        """The seconds between its passes, by what the script's thread did: `""` if not known."""
+        found: dict[str, float] = {}
+        for what, begin, end in partition(self.driver, self.begin, self.end):
+            if what != PASS:
+                found[what] = found.get(what, 0.0) + (end - begin) / 1e9
+        return found
+
+
+def partition(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[Interval]:
+    """What was done at every moment: of things that are parts of others, the innermost.
+
+    Args:
+        intervals: in any order; two of them are apart, or one is a part of the other.
+        begin: of the whole.
+        end: of it.
+
+    Yields:
+        intervals that follow each other from `begin` to `end`; `""` is where there was none.
+    """
+    edges = sorted({begin, end, *(t for i in intervals for t in i[1:] if begin < t < end)})
+    for a, b in pairwise(edges):
+        over = [i for i in intervals if i.begin <= a and b <= i.end]
+        inner = min(over, key=lambda i: i.end - i.begin, default=Interval("", a, b))
+        yield Interval(inner.what, a, b)
