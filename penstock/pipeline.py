@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Literal, Self, SupportsIndex
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, Literal, Self, SupportsIndex, TypeVar
 
 import torch
 from msgspec.structs import replace as replace_fields
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.account.attribution import DATA, Account, account
+from penstock.account.drift import drift
+from penstock.account.history import About, History, RunFolder
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
 from penstock.board.metrics import Address, Server, address
@@ -25,6 +31,8 @@ from penstock.capture.dims import BatchDim, Dynamic
 from penstock.checkpoint.saver import Save, Saver
 from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices
+from penstock.devices.cores import cores
+from penstock.devices.machine import processor
 from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
@@ -39,7 +47,7 @@ from penstock.plan.request import Cut, Recompute, Request
 from penstock.planning.planner import decide_plan
 from penstock.runner import Runner
 from penstock.schedule import Timeline
-from penstock.steps import StepHook, note_optimizers
+from penstock.steps import StepHook, answers, note_optimizers
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
@@ -50,6 +58,8 @@ from penstock.workers.clipping import Clipped, Clipping
 from penstock.workers.described import description_of, listen
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.placement import place
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -136,6 +146,10 @@ class Pipeline:
             another interface. By default where the environment variable `PENSTOCK_METRICS` says, or
             nowhere. Under torchrun, rank k takes port PORT + k. Needs `pip install
             'penstock[metrics]'`.
+        run: a folder where what is known of the run is kept, for `penstock report`: the plan, the
+            time of every step, what workers did in a few steps, and what happened. Some hundred
+            kilobytes for an hour. Under torchrun, rank 0 writes it. By default it is kept in
+            memory, for `report`.
         progress: called while the pipeline is built, with the number of steps done, the number of
             all steps, and a description. `"auto"` shows a progress line after two seconds, in a
             terminal or a notebook.
@@ -186,6 +200,7 @@ class Pipeline:
         audit: Setting = "auto",
         progress: Progress | Literal["auto"] | None = "auto",
         metrics: int | str | None = None,
+        run: str | os.PathLike[str] | None = None,
     ) -> None:
         request = Request(
             num_microbatches=num_microbatches,
@@ -233,13 +248,15 @@ class Pipeline:
             self._passes = Passes(self._runner, self._auditor, program, plan, merge)
             self._saver = Saver(model, plan, self._runner)
             self._description = description_of(model, plan, running)
+            if run is not None and running.role.index == 0:
+                self._runner.steps.kept.folder = RunFolder(run, self._about())
             self._metrics = self._served(served)
             if self._metrics:
                 stack.callback(self._metrics.close)
                 weakref.finalize(self, self._metrics.close).atexit = False
             self.metrics = self._metrics.url if self._metrics else ""
             publish(running.board, self._description)
-            listen(running)
+            listen(running, answers(self._runner.steps, self._about()))
             stack.pop_all()
 
     def _served(self, where: Address | None) -> Server | None:
@@ -550,7 +567,10 @@ class Pipeline:
             `to_dict()` gives plain data. `penstock top` shows the same from another terminal.
         """
         workers = self._workers
-        return status_of(self._description, workers.status(), workers.board.counted())
+        status = status_of(self._description, workers.status(), workers.board.counted())
+        found = drift(self.accounts(), self.plan)
+        notes = [str(found)] if found is not None and found.is_notable else []
+        return replace(status, notes=(*notes, *self._runner.steps.kept.latest()))
 
     def on_step(self, hook: StepHook) -> RemovableHandle:
         """Call a function after every training step, such as a logger's.
@@ -570,6 +590,72 @@ class Pipeline:
             a handle; its `remove()` ends this.
         """
         return self._runner.steps.hook(hook)
+
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a data loader, and note how long the script waits for each.
+
+        `report` then tells data from other things that the script does between steps.
+
+        Args:
+            batches: any iterable, such as a `torch.utils.data.DataLoader`.
+        """
+        source = iter(batches)
+        while True:
+            with self._runner.steps.during(DATA):
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+            yield batch
+
+    def history(self) -> History:
+        """What is known of the run: the times of steps, what workers did in a few, what happened.
+
+        Twelve of the steps are kept in detail: early ones, and then the 8th, 16th, 32nd, ... batch.
+        """
+        return self._runner.steps.kept.history(self._about())
+
+    def accounts(self) -> list[Account]:
+        """Where the time of these steps went, for every worker, and what it was lost to.
+
+        Returns:
+            the accounts (`penstock.account.attribution.Account`) of the steps that are kept in
+            detail, oldest first.
+        """
+        return [account(record, self.plan) for record in self._runner.steps.kept.records]
+
+    def report(self, path: str | os.PathLike[str] = "report.html") -> None:
+        """Write a report of the run: one HTML file that needs nothing else.
+
+        It shows where the time of every worker went, why, and what to try. It needs `pip install
+        'penstock[report]'`. `penstock report` makes the same of a folder that `run=` has named.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            InputError: it cannot be written.
+            PenstockError: jinja2 is not installed.
+        """
+        from penstock.observe.report import save_report
+
+        save_report(self.history(), path)
+
+    def _about(self) -> About:
+        """What is run, and where."""
+        return About(
+            description=self._description,
+            plan=self.plan,
+            environment={
+                "penstock": version("penstock"),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "processor": f"{processor()}, {cores()} cores",
+                "links": ", ".join(sorted(set(self.links))) or "none",
+                "threads per worker": str(self.threads_per_worker),
+                "allocator": "keeps freed memory" if self.allocator_kept else "system",
+            },
+        )
 
     @property
     def audit(self) -> Audited:

@@ -24,7 +24,7 @@ from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
 from penstock.plan import Plan
 from penstock.schedule import Timeline
-from penstock.steps import Steps, is_sampled
+from penstock.steps import Steps
 from penstock.workers.backend import Workers
 from penstock.workers.ownership import Ownership
 from penstock.workers.ways import Ways
@@ -161,7 +161,10 @@ class Runner:
         ]
         step = self.counts.next(trains)
         found = replace(batch, ways=taken, sizes=sizes, news=news, seed=self.seed)
-        return replace(found, step=step, number=self._passes, tokens=tokens_of(batch.parts))
+        number = self._passes
+        recorded = self.steps.is_recorded(number)
+        tokens = tokens_of(batch.parts)
+        return replace(found, step=step, number=number, tokens=tokens, recorded=recorded)
 
     def share(self, batch: Batch | None, training: bool) -> Batch:
         """A routed batch for all processes that run the script; those without inputs get no parts.
@@ -219,7 +222,7 @@ class Runner:
         keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")
-        recorded = self._timelines is not None or (what != "infer" and is_sampled(batch.number))
+        recorded = self._timelines is not None or (batch.recorded and what != "infer")
         return Order(
             *(what, ways.training, microbatches, modes, number, values, loss),
             recorded=recorded,
@@ -323,6 +326,7 @@ class Runner:
         try:
             outcome = self._finished(ticket, begun)
         except WorkerError as error:
+            self.steps.kept.happened(f"{type(error).__name__}: {error}")
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise

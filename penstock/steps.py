@@ -17,6 +17,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from penstock.account.history import About
+from penstock.account.keeping import Kept
 from penstock.account.record import PASS, Interval, StepRecord
 from penstock.board.memory import Board, Log
 from penstock.capture.calls import ROWS
@@ -26,11 +28,10 @@ StepHook = Callable[[dict[str, Any]], Any]
 """Called after every step with a dictionary of plain data, see `Pipeline.on_step`."""
 
 _FIRST, _LAST = 2, 5  # the earliest batches that are recorded; before them caches are cold
-_KEPT = 12  # records of steps
 _INTERVALS = 256  # of the script's thread, in one step
 
 
-def is_sampled(number: int) -> bool:
+def _is_sampled(number: int) -> bool:
     """Whether the passes of a batch are recorded without being asked for: few, and ever fewer."""
     return _FIRST <= number <= _LAST or (number > _LAST and not number & (number - 1))
 
@@ -44,16 +45,17 @@ class Steps:
         num_workers: how many there are.
 
     Attributes:
-        records: what was recorded of some of the latest steps, oldest first.
-        keepers: called with every such record as well.
+        kept: what is known of the run.
+        is_asked: whether the next step is to be recorded whatever its number; may be set in any
+            thread.
     """
 
     def __init__(self, board: Board, predicted_seconds: float, num_workers: int) -> None:
         self._board = board
         self._num_workers = num_workers
         self.predicted_seconds = predicted_seconds
-        self.records: deque[StepRecord] = deque(maxlen=_KEPT)
-        self.keepers: list[Callable[[StepRecord], object]] = []
+        self.kept = Kept()
+        self.is_asked = False
         self._hooks: OrderedDict[int, StepHook] = OrderedDict()
         self._open: list[int] = []  # when the passes began that are under way
         self._forwards: dict[int, int] = {}  # how long calls took whose backward may come
@@ -89,6 +91,10 @@ class Steps:
         """It has ended what it began last."""
         if self._doing:  # else a Ctrl-C has come as it began
             self._driver.append(Interval(*self._doing.pop(), monotonic_ns()))
+
+    def is_recorded(self, number: int) -> bool:
+        """Whether the passes of the batch of this number are to be recorded."""
+        return self.is_asked or _is_sampled(number)
 
     @property
     def is_here(self) -> bool:
@@ -143,30 +149,28 @@ class Steps:
         duration += self._forwards.pop(order.number, 0)
         rows = sum(m.sizes[ROWS] for m in order.microbatches)
         self._board.count(duration, rows, order.tokens)
+        driver = [*self._driver, *(Interval(*doing, now) for doing in self._doing)]
+        since = self._ended or min(interval.begin for interval in driver)
+        number = self._board.counted().steps
+        self.kept.step(number, (now - since) / 1e9, duration / 1e9, rows)
         if self._is_whole:
-            self._keep(now, rows)
+            self.is_asked = False
+            self.kept.record(
+                StepRecord(
+                    step=number,
+                    begin=since,
+                    end=now,
+                    rows=rows,
+                    num_workers=self._num_workers,
+                    driver=tuple(driver),
+                    logs=self._logs,
+                )
+            )
         if self._hooks:
             self._note(now, duration, rows, order.tokens)
         self._ended = now
         self._driver.clear()
         self._logs, self._is_whole = {}, True
-
-    def _keep(self, now: int, rows: int) -> None:
-        """Keep what was recorded of the step that ends now."""
-        driver = [*self._driver, *(Interval(*doing, now) for doing in self._doing)]
-        since = self._ended or min(interval.begin for interval in driver)
-        record = StepRecord(
-            step=self._board.counted().steps,
-            begin=since,
-            end=now,
-            rows=rows,
-            num_workers=self._num_workers,
-            driver=tuple(driver),
-            logs=self._logs,
-        )
-        self.records.append(record)
-        for keep in self.keepers:
-            keep(record)
 
     def _note(self, now: int, duration: int, rows: int, tokens: int) -> None:
         """Keep what the hooks are told."""
@@ -228,3 +232,18 @@ def note_optimizers(steps: Steps) -> Callable[[], None]:
             handle.remove()
 
     return end
+
+
+def answers(steps: Steps, about: About) -> dict[str, Callable[[], Any]]:
+    """What other processes may ask for: the history of the run, and that a step is recorded.
+
+    Args:
+        steps: of a pipeline.
+        about: what it runs.
+    """
+
+    def record() -> int:
+        steps.is_asked = True
+        return len(steps.kept.records) and steps.kept.records[-1].step
+
+    return {"history": lambda: steps.kept.history(about), "record": record}

@@ -83,6 +83,17 @@ class Account:
     speed: tuple[float | None, ...]
     normal: float
 
+    @property
+    def pass_seconds(self) -> float:
+        """The time without what the script does between passes, other than in Penstock."""
+        return self.seconds - sum(self.workers[0].get(name, 0.0) for name in BETWEEN)
+
+    @property
+    def usual_seconds(self) -> float:
+        """The same if every micro-batch had taken as long as the median one."""
+        uneven = sum(loss.seconds for loss in self.losses if loss.cause == UNEVEN)
+        return self.pass_seconds - uneven
+
     def total(self) -> dict[str, float]:
         """The mean of all workers: the seconds of each part."""
         names = [*WORKING, *WAITING, *BETWEEN]
@@ -242,10 +253,15 @@ class _Pass:
         return list(zip(usual, planned, strict=True))
 
     def _balanced(self, of: Mapping[Place, float]) -> dict[Place, float]:
-        """The same work, of which every worker has as much as all others."""
-        work = self._replay.work(Durations(of))
-        mean = statistics.mean(work)
-        return {(w, a): seconds * mean / work[w] for (w, a), seconds in of.items() if work[w]}
+        """The same work, of which every worker has as much as all others, in equal stages."""
+        kinds: dict[Kind, list[float]] = {}
+        for (_, action), seconds in of.items():
+            kinds.setdefault(action.kind, []).append(seconds)
+        means = {kind: statistics.fmean(every) for kind, every in kinds.items()}
+        even = {(worker, action): means[action.kind] for worker, action in of}
+        work = self._replay.work(Durations(even))
+        mean = sum(of.values()) / len(work)
+        return {(w, a): s * mean / work[w] if work[w] else 0.0 for (w, a), s in even.items()}
 
     @cached_property
     def _delays(self) -> dict[Place, float]:
@@ -366,13 +382,14 @@ class _Pass:
         brake = slowest[0] / normal if normal else 1.0
         quick = {p: s / brake if p[0] == slowest[1] else s for p, s in real.work.items()}
         yield Loss(SLOW, without(quick, real.delays), slowest[1])
-        expected = self._replay.work(Durations(self._expected(normal)))
-        mean = statistics.mean(expected)
-        fair = {p: s * mean / expected[p[0]] if expected[p[0]] else s for p, s in real.work.items()}
-        most = max(range(len(expected)), key=expected.__getitem__)
+        expected = self._expected(normal)
+        even = self._balanced(expected)
+        fair = {p: s * even[p] / expected[p] if expected[p] else s for p, s in real.work.items()}
+        work = self._replay.work(Durations(expected))
+        most = max(range(len(work)), key=work.__getitem__)
         yield Loss(IMBALANCE, without(fair, real.delays), most, self._longest_stage(most))
-        even = self._with(self._usual, self._sends, self._turns)
-        yield Loss(UNEVEN, without(even, real.delays))
+        usual = self._with(self._usual, self._sends, self._turns)
+        yield Loss(UNEVEN, without(usual, real.delays))
         hops: dict[int, float] = {}
         for (_, action), seconds in self._delays.items():
             stage = action.stage - (action.kind is Kind.FORWARD)

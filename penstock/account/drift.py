@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.account.attribution import BETWEEN, account
-from penstock.account.record import StepRecord
-from penstock.plan.plan import Plan
+from penstock.account.attribution import OVERHEAD, Account
+from penstock.plan.plan import Candidate, Plan
 from penstock.units import show_seconds
 
 _NOTABLE = 1.1  # times as slow as predicted
+_BETTER = 0.97  # of the time of a step, that another plan must take at most to be named
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,11 @@ class Drift:
         steps: how many were looked at.
         measured_seconds: of their passes, the median.
         predicted_seconds: of a step, by the plan.
-        calibrated_seconds: what is predicted now, from what actions took in these steps.
+        calibrated_seconds: what is predicted now, from what actions usually took in these steps.
         machine: how many times as long as planned actions take on a worker that is not slow.
         workers: the same of every worker; `None` if it had nothing to do.
+        better: what would be faster than the plan now, of what was considered; `None` if nothing.
+        better_seconds: what is predicted of it now.
     """
 
     steps: int
@@ -33,6 +35,8 @@ class Drift:
     calibrated_seconds: float
     machine: float
     workers: tuple[float | None, ...]
+    better: Candidate | None = None
+    better_seconds: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -46,39 +50,75 @@ class Drift:
 
     def __str__(self) -> str:
         took, said = show_seconds(self.measured_seconds), show_seconds(self.predicted_seconds)
-        text = f"a step takes {took}, {self.ratio:.2f} times the predicted {said}"
-        if not self.is_notable:
-            return text
-        slower = "slower" if self.machine >= 1 else "faster"
-        factor = self.machine if self.machine >= 1 else 1 / self.machine
-        return f"{text}; the machine is {factor:.2f} times {slower} than when it was profiled"
+        parts = [f"a step takes {took}, {self.ratio:.2f} times the predicted {said}"]
+        if self.is_notable and not 1 / _NOTABLE <= self.machine <= _NOTABLE:
+            slower = "slower" if self.machine >= 1 else "faster"
+            factor = max(self.machine, 1 / self.machine)
+            parts.append(f"the machine is {factor:.2f} times {slower} than when it was profiled")
+        for worker, ratio in enumerate(self.workers):
+            if ratio is not None and ratio > _NOTABLE * self.machine:
+                than = f"{ratio / self.machine:.2f} times slower than the others"
+                parts.append(f"worker {worker} is {than}, against the plan")
+        if self.better is not None:
+            faster = show_seconds(self.better_seconds)
+            parts.append(f"{_named(self.better)} would take {faster} now")
+        return "; ".join(parts)
 
 
-def drift(records: Sequence[StepRecord], plan: Plan) -> Drift | None:
+def drift(accounts: Sequence[Account], plan: Plan) -> Drift | None:
     """What steps took beside what was predicted.
 
     Args:
-        records: of steps.
+        accounts: of steps.
         plan: by which they ran.
 
     Returns:
-        `None` if nothing was recorded.
+        `None` if there are no accounts.
     """
-    if not records:
+    if not accounts:
         return None
-    accounts = [account(record, plan) for record in records]
-    taken = [
-        found.seconds - sum(found.workers[0].get(name, 0.0) for name in BETWEEN)
-        for found in accounts
-    ]
-    normal = statistics.median(found.normal for found in accounts)
+    machine = statistics.median(found.normal for found in accounts)
     ratios = list(zip(*(found.speed for found in accounts), strict=True))
     workers = [[ratio for ratio in own if ratio is not None] for own in ratios]
+    calibrated = statistics.median(found.usual_seconds for found in accounts)
+    better, seconds = _better(accounts, plan, machine, calibrated)
     return Drift(
-        steps=len(records),
-        measured_seconds=statistics.median(taken),
+        steps=len(accounts),
+        measured_seconds=statistics.median(found.pass_seconds for found in accounts),
         predicted_seconds=plan.predicted_step_seconds,
-        calibrated_seconds=plan.predicted_step_seconds * normal,
-        machine=normal,
+        calibrated_seconds=calibrated,
+        machine=machine,
         workers=tuple(statistics.median(own) if own else None for own in workers),
+        better=better,
+        better_seconds=seconds,
     )
+
+
+def _better(
+    accounts: Sequence[Account], plan: Plan, machine: float, now: float
+) -> tuple[Candidate | None, float]:
+    """What is predicted to be faster than the plan, if every action has the overhead it has here.
+
+    What was considered was predicted with the overhead of an action that the profile has. Here it
+    is what the workers lost to it, over the actions of one.
+    """
+    actions = 2 * plan.num_microbatches / plan.replicas
+    lost = statistics.median(
+        statistics.fmean(own.get(OVERHEAD, 0.0) for own in found.workers) for found in accounts
+    )
+    more = max(0.0, lost / actions - plan.overhead_seconds)
+    best: tuple[Candidate | None, float] = (None, _BETTER * now)
+    for candidate in plan.considered:
+        if candidate.predicted_step_seconds is None or candidate.only_compared:
+            continue
+        count = 2 * candidate.num_microbatches
+        seconds = machine * candidate.predicted_step_seconds + more * count
+        if seconds < best[1] and candidate.why != "chosen":
+            best = candidate, seconds
+    return best if best[0] is not None else (None, 0.0)
+
+
+def _named(candidate: Candidate) -> str:
+    replicas = f"{candidate.replicas} replicas" if candidate.replicas > 1 else "1 replica"
+    stages = f"{candidate.stages} stages" if candidate.stages > 1 else "1 stage"
+    return f"{replicas} of {stages} with {candidate.num_microbatches} micro-batches each"

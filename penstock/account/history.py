@@ -19,8 +19,8 @@ from penstock.errors import InputError
 from penstock.files import save_whole
 from penstock.plan.plan import Plan
 
-ABOUT, STEPS, EVENTS, RECORDS = "run.json", "steps.jsonl", "events.jsonl", "records.jsonl"
-"""The files of a run's folder."""
+ABOUT = "run.json"
+"""The file of a run's folder that says what was run; the others have a line for each item."""
 
 _VERSION = 1
 T = TypeVar("T")
@@ -96,6 +96,13 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     events: Sequence[Happened] = ()
 
 
+_FILES: Mapping[type, str] = {
+    StepTime: "steps.jsonl",
+    StepRecord: "records.jsonl",
+    Happened: "events.jsonl",
+}
+
+
 class RunFolder:
     """The folder of a run, which this process writes. Every line is whole when it is there.
 
@@ -121,20 +128,13 @@ class RunFolder:
             )
         save_whole(self.path / ABOUT, msgspec.json.format(msgspec.json.encode(about)), "run")
 
-    def add_steps(self, steps: StepTime) -> None:
-        """Append the time of some steps."""
-        self._append(STEPS, steps)
+    def add(self, item: StepTime | StepRecord | Happened) -> None:
+        """Append something to the file of its kind.
 
-    def add_record(self, record: StepRecord) -> None:
-        """Append what a step did."""
-        self._append(RECORDS, record)
-
-    def add_event(self, event: Happened) -> None:
-        """Append what has happened."""
-        self._append(EVENTS, event)
-
-    def _append(self, name: str, item: object) -> None:
-        with (self.path / name).open("ab") as file:
+        Raises:
+            OSError: it cannot be written.
+        """
+        with (self.path / _FILES[type(item)]).open("ab") as file:
             file.write(msgspec.json.encode(item) + b"\n")
 
 
@@ -163,18 +163,19 @@ def read_run(path: str | os.PathLike[str]) -> History:
         )
     return History(
         about=about,
-        steps=_lines(folder / STEPS, StepTime),
-        records=_lines(folder / RECORDS, StepRecord),
-        events=_lines(folder / EVENTS, Happened),
+        steps=_items(folder, StepTime),
+        records=_items(folder, StepRecord),
+        events=_items(folder, Happened),
     )
 
 
-def _lines(path: Path, kind: type[T]) -> list[T]:
-    """The items of a file, one a line; the last line may not be whole yet.
+def _items(folder: Path, kind: type[T]) -> list[T]:
+    """The items of one kind; the last line of a file may not be whole yet.
 
     Raises:
         InputError: another line is none.
     """
+    path = folder / _FILES[kind]
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except FileNotFoundError:

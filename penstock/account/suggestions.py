@@ -2,11 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.account.attribution import Account
+from penstock.account.attribution import (
+    DATA,
+    FILL,
+    IMBALANCE,
+    LINK,
+    OUTSIDE,
+    OVERHEAD,
+    SLOW,
+    UNEVEN,
+    Account,
+    Loss,
+)
+from penstock.account.drift import drift
+from penstock.board.phases import TURN
 from penstock.plan.plan import Plan
+from penstock.schedule import Costs
+from penstock.simulate import Network, simulate
+
+_LEAST = 0.01  # of a step's time, that is worth a line
+
+_CURES = {
+    IMBALANCE: (
+        'Cut stage {stage} ({calls}) elsewhere: cuts=[...], schedule="interleaved", or tune=True',
+        "worker {worker} has more to do than the others, by the plan",
+    ),
+    SLOW: (
+        "See what else runs on the device of worker {worker}, or plan with a fresh profile",
+        "it takes longer for its stages than planned, beside the others",
+    ),
+    LINK: (
+        'Send less (boundary_dtype=torch.bfloat16), or by reference (workers="threads")',
+        "values of stage {stage} were under way while the next stage waited for them",
+    ),
+    "recomputation": ('recompute="none", if the memory is there', "forwards run a second time"),
+    UNEVEN: (
+        "Micro-batches of equal size (train_microbatches), and a quieter machine",
+        "some micro-batches took longer than others of the same stage",
+    ),
+    OVERHEAD: (
+        "Fewer micro-batches than {count} (this changes bits), or a larger batch",
+        "every pass and every action costs a little besides its work",
+    ),
+    DATA: ("More workers of the DataLoader, or pin_memory=True", "the workers wait for data"),
+    OUTSIDE: (
+        "Profile the script between its steps; pipe.loading(batches) tells how much of it is data",
+        "the workers wait while the script does other things",
+    ),
+    "optimizer": (
+        "pipe.optimizer(..., fused=True), which steps on all workers at once",
+        "no stage runs while the optimizer steps",
+    ),
+    TURN: (
+        "replicas=1, or modules that remember nothing from one forward to the next",
+        "replicas wait for the turn of their micro-batches",
+    ),
+}
+"""For causes what to try, and why: with the worker and the stage of a `Loss`, its calls, and the
+number of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -14,14 +71,16 @@ class Suggestion:
     """Something to try.
 
     Attributes:
-        what: in words, with the argument or the command that does it.
-        gain: the share of a step's time that it is predicted to save.
+        what: in words, with the argument or the method that does it.
+        gain: the share of a step's time that it is predicted to save; at most, if `is_most`.
         why: where that comes from.
+        is_most: whether it may save less.
     """
 
     what: str
     gain: float
     why: str
+    is_most: bool = True
 
 
 def suggestions(accounts: Sequence[Account], plan: Plan) -> list[Suggestion]:
@@ -31,4 +90,85 @@ def suggestions(accounts: Sequence[Account], plan: Plan) -> list[Suggestion]:
         accounts: of some steps.
         plan: by which they ran.
     """
-    return []
+    if not accounts:
+        return []
+    found = [*_of_losses(losses(accounts), plan), *_of_plan(accounts, plan)]
+    return sorted((s for s in found if s.gain >= _LEAST), key=lambda s: -s.gain)
+
+
+def losses(accounts: Sequence[Account]) -> list[tuple[Loss, float]]:
+    """What steps would take less without each cause, and as a share of a step: the medians.
+
+    Args:
+        accounts: of some steps.
+    """
+    by_cause: dict[str, list[tuple[Loss, float]]] = {}
+    for account in accounts:
+        for loss in account.losses:
+            share = loss.seconds / account.seconds if account.seconds else 0.0
+            by_cause.setdefault(loss.cause, []).append((loss, share))
+    found = []
+    for own in by_cause.values():
+        own += [(Loss(own[0][0].cause, 0.0), 0.0)] * (len(accounts) - len(own))
+        found.append(sorted(own, key=lambda pair: pair[0].seconds)[len(own) // 2])
+    return sorted(found, key=lambda pair: -pair[0].seconds)
+
+
+def _of_losses(found: Sequence[tuple[Loss, float]], plan: Plan) -> Iterator[Suggestion]:
+    """What would end each loss, as far as one can do something about it."""
+    for loss, share in found:
+        if loss.cause in _CURES:
+            stage = plan.stages[loss.stage or 0]
+            what, why = (
+                text.format(
+                    stage=loss.stage,
+                    calls=f"{stage.first} … {stage.last}",
+                    worker=loss.worker,
+                    count=plan.num_microbatches,
+                )
+                for text in _CURES[loss.cause]
+            )
+            yield Suggestion(what, share, why)
+
+
+def _of_plan(accounts: Sequence[Account], plan: Plan) -> Iterator[Suggestion]:
+    """Other numbers of micro-batches, and what else was considered."""
+    usual = statistics.median(account.usual_seconds for account in accounts)
+    whole = statistics.median(account.seconds for account in accounts)
+    filling = any(loss.cause == FILL and loss.seconds for a in accounts for loss in a.losses)
+    count = 2 * plan.num_microbatches
+    if filling and plan.replicas == 1 and len(plan.stages) > 1 and count <= plan.batch_size:
+        now, then = (_simulated(plan, number) for number in (plan.num_microbatches, count))
+        yield Suggestion(
+            f"num_microbatches={count} (this changes bits)",
+            usual * (1 - then / now) / whole,
+            "a pipeline fills and drains once for each batch; if a micro-batch of half the rows "
+            "takes half the time",
+        )
+    drifted = drift(accounts, plan)
+    if drifted is not None and drifted.better is not None:
+        better = drifted.better
+        yield Suggestion(
+            f"replicas={better.replicas}, num_microbatches="
+            f"{better.num_microbatches * better.replicas} (another number changes bits)",
+            (usual - drifted.better_seconds) / whole,
+            f"{better.schedule or better.way} with {better.stages} stages, as it was predicted, on "
+            "the machine as it is now",
+            is_most=False,
+        )
+
+
+def _simulated(plan: Plan, count: int) -> float:
+    """The step with so many micro-batches, whose actions take as much less as they have less."""
+    factor = plan.num_microbatches / count
+    costs = plan.costs
+    scaled = Costs(
+        tuple(factor * s for s in costs.forward),
+        tuple(factor * s for s in costs.backward),
+        tuple(factor * s for s in costs.weight),
+        costs.latency,
+        tuple(factor * s for s in costs.transfer),
+        tuple(factor * s for s in costs.halving),
+    )
+    network = Network.of(scaled, overlap=plan.overlap, overhead=plan.overhead_seconds)
+    return simulate(plan.schedule_for(count), scaled.seconds, network).seconds

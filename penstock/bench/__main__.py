@@ -16,6 +16,7 @@ NAMES = (
     "large",
     "partition",
     "truth",
+    "attribution",
     "contract",
     "record",
     "tables",

@@ -21,20 +21,16 @@ from typing import Any
 
 import torch
 
+from penstock.devices.machine import processor
+
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs/data"
 
 
 def machine() -> dict[str, Any]:
     """What the measurements ran on."""
-    processor = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
-        named = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        processor = named[0] if named else processor
     return {
-        "processor": processor,
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "torch": torch.__version__,

@@ -120,6 +120,7 @@ class Status:
         workers: each of them, by number.
         ranks: how many processes run the script, of which each sees its own workers.
         rank: which of these this one is.
+        notes: what else there is to say, such as that the plan holds no more.
     """
 
     model: str
@@ -139,6 +140,7 @@ class Status:
     workers: tuple[WorkerStatus, ...]
     ranks: int = 1
     rank: int = 0
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, for JSON."""
@@ -171,7 +173,7 @@ class Status:
             lines.append(f"a step takes {show_seconds(self.step_seconds)}{against}")
         if self.pass_seconds is not None:
             lines.append(f"a pass has been under way for {show_seconds(self.pass_seconds)}")
-        return lines
+        return [*lines, *self.notes]
 
     def table(self) -> list[tuple[str, ...]]:
         """The workers as rows of text, below a heading."""

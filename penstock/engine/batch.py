@@ -39,6 +39,7 @@ class Batch:
         number: of the pass; no other has it.
         digest: of the inputs, where several processes have to have the same.
         tokens: in all of it, see `tokens_of`.
+        recorded: whether what workers do in its passes is kept.
     """
 
     parts: Sequence[Inputs]
@@ -50,6 +51,7 @@ class Batch:
     number: int = -1
     digest: int = 0
     tokens: int = 0
+    recorded: bool = False
 
     @classmethod
     def split(cls, leaves: Inputs, most: int) -> Batch:

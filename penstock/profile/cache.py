@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Literal
@@ -19,6 +17,7 @@ from torch import nn
 
 import penstock
 from penstock.capture import Program
+from penstock.devices.machine import processor
 from penstock.devices.settings import Settings
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
@@ -199,13 +198,4 @@ def _describe(leaf: object) -> str:
 def _machine() -> str:
     """The processors of this machine, by their names."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {', '.join(names)}"
-
-
-@cache
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return f"{processor()}, {len(os.sched_getaffinity(0))} cores, {', '.join(names)}"

@@ -7,7 +7,9 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from torch import nn
 
@@ -19,13 +21,14 @@ from penstock.plan.plan import prediction
 from penstock.workers.backend import Workers
 
 
-def listen(workers: Workers) -> None:
-    """Tell other processes of this user what the threads of workers do, if they ask.
+def listen(workers: Workers, more: Mapping[str, Callable[[], Any]]) -> None:
+    """Tell other processes of this user what the threads of workers do, and more, if they ask.
 
     It ends when the board is closed or the workers are forgotten.
 
     Args:
         workers: who are asked about.
+        more: other questions, and what answers them, which must not keep the workers alive.
     """
     board, known = workers.board, weakref.ref(workers)
     if board.path is None or not board.close.alive:
@@ -37,7 +40,7 @@ def listen(workers: Workers) -> None:
         return {f"worker {number}": stack for number, stack in found.items()}
 
     with suppress(OSError):  # a name that is too long, say: then nobody can ask
-        control = Control(board.path.with_suffix(SUFFIX), {"stacks": stacks})
+        control = Control(board.path.with_suffix(SUFFIX), {"stacks": stacks, **more})
         board.closing.append(control.close)
 
 

@@ -23,6 +23,7 @@ LAYERS = [
     ["board"],
     ["plan"],
     ["account"],
+    ["observe"],
     ["storage"],
     ["links"],
     ["engine"],
@@ -39,7 +40,6 @@ LAYERS = [
     ["pipeline"],
     ["verification"],
     ["bench"],
-    ["observe"],
     ["cli"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
