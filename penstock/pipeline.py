@@ -791,6 +791,7 @@ class Pipeline:
         if self._metrics:
             self._metrics.close()
         self._forget_optimizers()
+        self._runner.steps.kept.flush()
         try:
             self._saver.finish()
         finally:

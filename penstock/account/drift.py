@@ -100,19 +100,21 @@ def _better(
     """What is predicted to be faster than the plan, if every action has the overhead it has here.
 
     What was considered was predicted with the overhead of an action that the profile has. Here it
-    is what the workers lost to it, over the actions of one.
+    is what the workers lost to it, over the actions of one. What steps take beyond that, other
+    plans would take as well.
     """
     actions = 2 * plan.num_microbatches / plan.replicas
     lost = statistics.median(
         statistics.fmean(own.get(OVERHEAD, 0.0) for own in found.workers) for found in accounts
     )
     more = max(0.0, lost / actions - plan.overhead_seconds)
+    beyond = now / (machine * plan.predicted_step_seconds + more * actions)
     best: tuple[Candidate | None, float] = (None, _BETTER * now)
     for candidate in plan.considered:
         if candidate.predicted_step_seconds is None or candidate.only_compared:
             continue
         count = 2 * candidate.num_microbatches
-        seconds = machine * candidate.predicted_step_seconds + more * count
+        seconds = beyond * (machine * candidate.predicted_step_seconds + more * count)
         if seconds < best[1] and candidate.why != "chosen":
             best = candidate, seconds
     return best if best[0] is not None else (None, 0.0)

@@ -1,0 +1,222 @@
+"""Where the time of a step went: parts add up, and what was wrong is found."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from msgspec.structs import replace as replace_fields
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.account.attribution import (
+    BETWEEN,
+    DATA,
+    FILL,
+    IMBALANCE,
+    LINK,
+    OUTSIDE,
+    SLOW,
+    UNEVEN,
+    WAITING,
+    WORKING,
+    Account,
+    account,
+)
+from penstock.account.record import Interval, partition
+from penstock.account.suggestions import suggestions
+from penstock.bench.attribution import Case, case, is_found, judged
+
+EVEN = Case("1f1b", 4, 4, 12, 1, (0.01,) * 4, 0, spread=0.0)
+
+
+def parts_add_up(found: Account) -> None:
+    for own in found.workers:
+        assert set(own) <= {*WORKING, *WAITING, *BETWEEN}
+        assert min(own.values()) >= 0
+        assert sum(own.values()) == pytest.approx(found.seconds, rel=1e-9)
+
+
+def of(wrong: Case) -> Account:
+    found = account(wrong.record(), wrong.plan())
+    parts_add_up(found)
+    return found
+
+
+def test_a_pipeline_that_fills_and_drains() -> None:
+    """As Huang et al. 2019 have it: p - 1 of the m + p - 1 times that a micro-batch takes."""
+    found = of(EVEN)
+    for own in found.workers:
+        assert own[FILL] == pytest.approx(3 * 0.03)
+        assert own["forward"] == pytest.approx(12 * 0.01)
+        assert own["backward"] == pytest.approx(12 * 0.02)
+        assert sum(own[name] for name in WAITING) == pytest.approx(own[FILL])
+    assert found.losses[0].cause == FILL
+    assert found.losses[0].seconds == pytest.approx(3 * 0.03)
+
+
+def test_a_slow_worker_keeps_the_others_waiting() -> None:
+    found = of(replace(EVEN, cause=SLOW, where=2, much=2.0))
+    assert found.speed == pytest.approx((1, 1, 2, 1))
+    assert found.normal == pytest.approx(1)
+    for worker in (0, 1, 3):
+        assert found.workers[worker][SLOW] > 0.25
+        waited = found.waited_for[worker]
+        assert max(waited, key=waited.__getitem__) == 2
+    assert found.workers[2].get(SLOW, 0) == pytest.approx(0)
+    assert (found.losses[0].cause, found.losses[0].worker) == (SLOW, 2)
+
+
+def test_a_slow_machine_is_no_slow_worker() -> None:
+    slow = replace(EVEN, forward=(0.02,) * 4)
+    found = account(slow.record(), EVEN.plan())
+    parts_add_up(found)
+    assert found.normal == pytest.approx(2)
+    assert all(own[SLOW] == pytest.approx(0) for own in found.workers)
+
+
+def test_a_slow_link() -> None:
+    found = of(replace(EVEN, cause=LINK, where=1, much=0.05))
+    assert (found.losses[0].cause, found.losses[0].stage) == (LINK, 1)
+    assert found.waited_for[2][-1] > 0.05
+
+
+def test_one_micro_batch_that_takes_long() -> None:
+    """One of the last stage; everybody is late from then on."""
+    record = EVEN.record()
+    last = record.logs[3]
+    begun = next(when for when, code in last if code >> 22 == 5 and not code & 2)
+    logs = {
+        worker: [(when + 200_000_000 * (when > begun), code) for when, code in log]
+        for worker, log in record.logs.items()
+    }
+    end = max(log[-1][0] for log in logs.values())
+    driver = (record.driver[0]._replace(end=end),)
+    found = account(replace_fields(record, logs=logs, end=end, driver=driver), EVEN.plan())
+    parts_add_up(found)
+    assert found.losses[0].cause == UNEVEN
+    assert found.losses[0].seconds == pytest.approx(0.2, rel=0.01)
+
+
+def test_data_that_come_late() -> None:
+    found = of(replace(EVEN, cause=DATA, much=0.5))
+    assert all(own[DATA] == pytest.approx(0.5) for own in found.workers)
+    assert (found.losses[0].cause, found.losses[0].seconds) == (DATA, pytest.approx(0.5))
+
+
+def test_a_stage_that_is_planned_to_be_long() -> None:
+    found = of(replace(EVEN, cause=IMBALANCE, where=1, much=2.0))
+    assert (found.losses[0].cause, found.losses[0].stage) == (IMBALANCE, 1)
+    named = [each.what for each in suggestions([found], EVEN.plan())]
+    assert "stage 1 (layer1 … layer1)" in named[0]
+
+
+def test_random_pipelines_with_one_thing_wrong() -> None:
+    score = judged(60, seed=1)
+    assert score.missed == []
+    assert score.most_apart < 1e-9
+
+
+@pytest.mark.slow
+def test_a_thousand_pipelines_with_one_thing_wrong() -> None:
+    score = judged(1000, seed=2)
+    assert len(score.missed) <= 10
+
+
+def test_something_else_that_is_named_is_not_found() -> None:
+    """So the test above can fail."""
+    wrong = next(c for k in range(99) if (c := case(Random(k))).cause == LINK)
+    found = account(wrong.record(), wrong.plan())
+    assert is_found(wrong, found)
+    assert not is_found(replace(wrong, cause=DATA), found)
+    assert not is_found(replace(wrong, where=wrong.where + 1), found)
+
+
+def test_the_innermost_counts() -> None:
+    inner, outer = Interval("pass", 2, 5), Interval("call", 1, 7)
+    assert list(partition([inner, outer], 0, 8)) == [
+        ("", 0, 1),
+        ("call", 1, 2),
+        ("pass", 2, 5),
+        ("call", 5, 7),
+        ("", 7, 8),
+    ]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+X = torch.randn(64, 64)
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("plain", [False, True])
+def test_real_steps(workers: ps.Kind, replicas: int, plain: bool) -> None:
+    """Parts add up, the script's own time is told apart, and all steps have the same shape."""
+    with ps.Pipeline(
+        Deep(), (X,), devices=["cpu"] * 2, workers=workers, replicas=replicas, num_microbatches=4
+    ) as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW)
+
+        def batches() -> list[torch.Tensor]:
+            return [X] * 5
+
+        for x in pipe.loading(batches()):
+            optimizer.zero_grad()
+            time.sleep(0.02)
+            if plain:
+                F.mse_loss(pipe(x), x).backward()
+            else:
+                pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+        found = pipe.accounts()
+    assert len(found) == 3  # the first two are not recorded: caches are cold then
+    for each in found:
+        parts_add_up(each)
+        for own in each.workers:
+            assert own[OUTSIDE] > 0.015
+            assert own["optimizer"] > 0
+            assert own["clipping"] > 0
+            assert own[DATA] > 0
+            assert own["forward"] > 0
+            assert own["backward"] > 0
+        assert plain or any(own.get("loss", 0) > 0 for own in each.workers)
+
+
+def test_a_forward_that_is_recomputed_is_told_apart() -> None:
+    with ps.Pipeline(
+        Deep(), (X,), devices=["cpu"] * 2, replicas=1, num_microbatches=2, recompute="all"
+    ) as pipe:
+        for _ in range(4):
+            pipe.train_step(X, target=X, loss_fn=F.mse_loss)
+        found = pipe.accounts()[-1]
+    assert all(own["recomputation"] > 0 for own in found.workers)
+    assert any(loss.cause == "recomputation" and loss.seconds > 0 for loss in found.losses)
+
+
+def test_steps_with_a_pass_that_was_not_recorded_are_not_kept() -> None:
+    """And evaluation between steps is not taken for their work."""
+    with ps.Pipeline(Deep(), (X,), devices=["cpu"] * 2, replicas=1, num_microbatches=2) as pipe:
+        for _ in range(6):
+            pipe.train_step(X, target=X, loss_fn=F.mse_loss)
+            with torch.no_grad():
+                pipe(X)
+        found = pipe.accounts()
+    assert found
+    for each in found:
+        parts_add_up(each)
+        assert all(own["evaluation"] > 0 for own in each.workers)
