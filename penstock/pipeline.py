@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal, Self, SupportsIndex, TypeVar
 
@@ -39,12 +39,12 @@ from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
-from penstock.errors import InputError
+from penstock.errors import InputError, closed
 from penstock.links.casting import in_words, name_of
 from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute, Request
-from penstock.planning.planner import decide_plan
+from penstock.planning.planner import better_plan, decide_plan
 from penstock.runner import Runner
 from penstock.schedule import Timeline
 from penstock.steps import StepHook, answers, note_optimizers
@@ -52,14 +52,66 @@ from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
 from penstock.training.scaling import PipelineScaler, scale_of
-from penstock.weights import source_of
-from penstock.workers.backend import Kind
+from penstock.weights import Weights, source_of
+from penstock.workers.backend import Backend, Kind, Workers
 from penstock.workers.clipping import Clipped, Clipping
 from penstock.workers.described import description_of, listen
 from penstock.workers.kinds import WorkerOptions
+from penstock.workers.optimizer_parts import Groups, Parts
 from penstock.workers.placement import place
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a pipeline was asked for, as far as it is needed once more for another plan.
+
+    Attributes:
+        request: what was asked of the plan.
+        workers: who is to run it.
+        example: the example arguments, positional and keyword.
+        weights: where parameters that are on `meta` come from.
+        batchnorm, merge, audit: as in `Pipeline`.
+    """
+
+    request: Request
+    workers: WorkerOptions
+    example: tuple[Sequence[Any], Mapping[str, Any] | None]
+    weights: Weights | None
+    batchnorm: BatchNormMode
+    merge: Merge
+    audit: Setting
+
+
+class _Dividing:
+    """Makes the workers' parts of optimizers; it does not keep the pipeline alive.
+
+    Args:
+        model: whose parameters they update.
+
+    Attributes:
+        workers: that there are now.
+    """
+
+    workers: Workers
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(
+        self, kind: type[torch.optim.Optimizer], groups: Groups, options: Mapping[str, Any]
+    ) -> Parts:
+        """The parts of one optimizer."""
+        return self.workers.optimizer(kind, groups, options, self._owned())
+
+    def _owned(self) -> list[list[nn.Parameter]]:
+        """The parameters of every worker; the first also owns those that no stage uses."""
+        every = self.workers.ownership.owned()
+        owned = [[p for p in tensors if isinstance(p, nn.Parameter)] for tensors in every]
+        seen = {id(p) for own in owned for p in own}
+        owned[0] += [p for p in self._model.parameters() if id(p) not in seen]
+        return owned
 
 
 class Pipeline:
@@ -218,6 +270,13 @@ class Pipeline:
         served = address(metrics)
         chosen = WorkerOptions(workers, devices, timeout, allocator, request.least_workers)
         self.model = model
+        self._given = _Given(
+            request, chosen, (args, kwargs), source_of(model, weights), batchnorm, merge, audit
+        )
+        self._served_at = served
+        self._dividing = _Dividing(model)
+        self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
+        self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
         recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
         self.allocator_kept = chosen.keep_freed_memory()
         backend = chosen.backend(self.allocator_kept)
@@ -229,35 +288,102 @@ class Pipeline:
                 with backend.operation("the capture"):
                     program = recording.capture(model, args, kwargs)
             self.program = program
-            source = source_of(model, weights)
-            plan = self.plan = decide_plan(
-                plan, program, args, kwargs, backend, request, tune, report
-            )
-            self.threads_per_worker = backend.threads
-            running = backend.start(plan, model, timeout)
-            stack.callback(running.close)
-            place(program, plan.cuts, running.homes, source, running.hold)
-            program.recordings.rebind()
-            self.links = in_words(running.links, plan.boundary_dtype)
-            self._workers = running
-            self._runner = Runner(program, plan, running, deferred=batchnorm == "deferred")
-            self._forget_optimizers = note_optimizers(self._runner.steps)
-            stack.callback(self._forget_optimizers)
-            weakref.finalize(self, self._forget_optimizers).atexit = False
-            self._auditor = Auditor(audit, program, plan, self._runner, self.threads_per_worker)
-            self._passes = Passes(self._runner, self._auditor, program, plan, merge)
-            self._saver = Saver(model, plan, self._runner)
-            self._description = description_of(model, plan, running)
-            if run is not None and running.role.index == 0:
+            plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
+            self._start(backend, plan, stack)
+            if run is not None and self._workers.role.index == 0:
                 self._runner.steps.kept.folder = RunFolder(run, self._about())
-            self._metrics = self._served(served)
-            if self._metrics:
-                stack.callback(self._metrics.close)
-                weakref.finalize(self, self._metrics.close).atexit = False
-            self.metrics = self._metrics.url if self._metrics else ""
-            publish(running.board, self._description)
-            listen(running, answers(self._runner.steps, self._about()))
             stack.pop_all()
+
+    def _start(self, backend: Backend, plan: Plan, stack: ExitStack) -> None:
+        """Start the workers on a plan, and make everything that runs passes on them.
+
+        Args:
+            backend: workers without a plan.
+            plan: what they get.
+            stack: what is to be undone if it fails.
+        """
+        given, program, model = self._given, self.program, self.model
+        self.plan = plan
+        self.threads_per_worker = backend.threads
+        running = self._workers = backend.start(plan, model, given.workers.timeout)
+        stack.callback(running.close)
+        place(program, plan.cuts, running.homes, given.weights, running.hold)
+        program.recordings.rebind()
+        self.links = in_words(running.links, plan.boundary_dtype)
+        self._dividing.workers = running
+        self._runner = Runner(program, plan, running, deferred=given.batchnorm == "deferred")
+        self._auditor = Auditor(given.audit, program, plan, self._runner, self.threads_per_worker)
+        self._passes = Passes(self._runner, self._auditor, program, plan, given.merge)
+        self._saver = Saver(model, plan, self._runner)
+        self._description = description_of(model, plan, running)
+        self._forget_optimizers = note_optimizers(self._runner.steps)
+        self._metrics = self._served(self._served_at)
+        for end in [self._forget_optimizers, *([self._metrics.close] if self._metrics else [])]:
+            stack.callback(end)
+            weakref.finalize(self, end).atexit = False
+        self.metrics = self._metrics.url if self._metrics else ""
+        publish(running.board, self._description)
+        listen(running, answers(self._runner.steps, self._about()))
+
+    def replan(self, *, progress: Progress | Literal["auto"] | None = "auto") -> bool:
+        """Measure the model again, and take a better plan if there is one now.
+
+        The machine may be slower, or busier, than when it was profiled (`status()` says so). The
+        number of micro-batches and the intra-op threads stay, so results do not change by a bit;
+        stages, schedule and replicas may change, as far as they were left open. Weights,
+        gradients, optimizers, random numbers and hooks go on. It takes some seconds, in which
+        nothing is trained.
+
+        Args:
+            progress: as in `Pipeline`.
+
+        Returns:
+            whether there is another plan now, in `plan`.
+
+        Raises:
+            InputError: results of `pipe(x)` still wait for their backward, or a `map` is under
+                way; or the script was started by torchrun: save, and start it again.
+            ClosedError: the pipeline is closed.
+        """
+        if self._runner.is_busy:
+            raise InputError(
+                "replan() replaces the workers, and results of pipe(x) or map() are still with "
+                "them: call backward(), or delete the results, and take all results of map() first"
+            )
+        if self._workers.role.name:
+            raise InputError(
+                "replan() cannot replace ranks, which torchrun has started: pipe.save(folder), and "
+                "start the script again; a new profile is measured if the old one is deleted"
+            )
+        if not self._workers.board.close.alive:
+            raise closed("close() was called")
+        before, args, kwargs = self._runner, *self._given.example
+        chosen = replace(self._given.workers, devices=[str(d) for d in self._workers.devices])
+        if self._given.workers.devices is not None:
+            chosen = self._given.workers
+        backend = chosen.backend(self.allocator_kept)
+        with showing(progress) as report, ExitStack() as stack:
+            stack.callback(backend.close)
+            request = self._given.request
+            plan = better_plan(self.plan, self.program, args, kwargs, backend, request, report)
+            if plan is None:
+                return False
+            said = f"another plan: {plan.summary}, instead of: {self.plan.summary}"
+            if self._metrics and self._served_at:
+                self._served_at = self._served_at._replace(port=self._metrics.port)
+            state = before.random_state()
+            for optimizer in self._optimizers:
+                optimizer.divide_again()
+            self._stop()
+            backend.take(plan, is_given=False)
+            self._start(backend, backend.agree(self.program, plan), stack)
+            self._runner.load_random_state(state)
+            self._runner.steps.go_on(before.steps)
+            self._runner.steps.kept.happened(said)
+            for scaler in self._scalers:
+                scaler.workers = self._workers
+            stack.pop_all()
+        return True
 
     def _served(self, where: Address | None) -> Server | None:
         """A server of metrics at this address; ranks take one port after the other."""
@@ -462,21 +588,9 @@ class Pipeline:
         """
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
-        workers, owners = self._workers, self._owned()
-        return PipelineOptimizer(
-            kind,
-            chosen,
-            lambda kind, groups, options: workers.optimizer(kind, groups, options, owners),
-            **options,
-        )
-
-    def _owned(self) -> list[list[nn.Parameter]]:
-        """The parameters of every worker; the first also owns those that no stage uses."""
-        every = self._workers.ownership.owned()
-        owned = [[p for p in tensors if isinstance(p, nn.Parameter)] for tensors in every]
-        seen = {id(p) for own in owned for p in own}
-        owned[0] += [p for p in self.model.parameters() if id(p) not in seen]
-        return owned
+        optimizer = PipelineOptimizer(kind, chosen, self._dividing, **options)
+        self._optimizers.add(optimizer)
+        return optimizer
 
     def scaler(self, **options: Any) -> PipelineScaler:
         """Create a `torch.amp.GradScaler` for training in float16.
@@ -487,7 +601,9 @@ class Pipeline:
         Args:
             **options: arguments of `torch.amp.GradScaler`, such as `init_scale`.
         """
-        return PipelineScaler(self._runner.loss_device, self._workers, **options)
+        scaler = PipelineScaler(self._runner.loss_device, self._workers, **options)
+        self._scalers.add(scaler)
+        return scaler
 
     def state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
         """Return the model's state dict, under the model's own names.
@@ -788,10 +904,14 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the workers. The model keeps its weights."""
+        self._runner.steps.kept.flush()
+        self._stop()
+
+    def _stop(self) -> None:
+        """Stop the workers, after a save that is under way."""
         if self._metrics:
             self._metrics.close()
         self._forget_optimizers()
-        self._runner.steps.kept.flush()
         try:
             self._saver.finish()
         finally:

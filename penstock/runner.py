@@ -358,6 +358,11 @@ class Runner:
         finally:
             self._timelines = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether passes are under way, or results there whose backward may come."""
+        return self._user.is_busy or self.steps.awaits_backward
+
     def close(self) -> None:
         """Close the workers; nothing runs after that."""
         try:

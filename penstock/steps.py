@@ -67,6 +67,20 @@ class Steps:
         self._logs: dict[int, Log] = {}  # likewise; without those of passes that are left out
         self._is_whole = True  # all passes of the step were recorded
 
+    def go_on(self, before: Steps) -> None:
+        """Go on where those of another plan have ended, with the same hooks.
+
+        What they have recorded is forgotten, as it is not of this plan.
+        """
+        self._board.go_on(before._board)
+        self.kept, self._hooks, self._ended = before.kept, before._hooks, before._ended
+        self.kept.records.clear()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether there are results whose backward may come."""
+        return bool(self._forwards)
+
     def hook(self, function: StepHook) -> RemovableHandle:
         """Call a function after every step, until the handle is removed."""
         handle = RemovableHandle(self._hooks)

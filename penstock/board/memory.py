@@ -241,6 +241,11 @@ class Board:
         cells[_TOKENS] += tokens
         cells[_STEPS] += 1
 
+    def go_on(self, before: Board) -> None:
+        """Go on counting where another board of the same pipeline has ended."""
+        self._cells[:_PIPELINE] = before._cells[:_PIPELINE]
+        self._cells[_BEGUN] = 0
+
     def count_other(self) -> None:
         """A pass without gradients has ended."""
         self._cells[_OTHERS] += 1

@@ -66,6 +66,7 @@ class Server:
 
     Attributes:
         url: where.
+        port: of it.
 
     Raises:
         InputError: prometheus-client is not installed, or the port is not free.
@@ -87,7 +88,8 @@ class Server:
                 f"metrics cannot be served at {host}:{port}: {error.strerror}. Give another port; "
                 "0 takes a free one, and Pipeline.metrics says which"
             ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.port: int = self._server.server_port
+        self.url = f"http://{host}:{self.port}/metrics"
         self._process, self._is_closed = os.getpid(), False
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ TUNED = 4
 
 PROMPT = 7.0
 """Seconds of a profile that the first step waits for."""
+
+_WORTH = 0.98
+"""Of the time of a step, that a better plan has to take at most: a profile has some noise."""
 
 TOGETHER = 1.25
 """Times as long as one profile that several are measured, one for each number of workers.
@@ -97,6 +101,67 @@ def decide_plan(
     edges = [first for stage in decided.stages for first, _, _ in stage.spans]
     program.check_cuts([edge for edge in edges if edge > 0])
     return decided
+
+
+def better_plan(
+    plan: Plan,
+    program: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    backend: Backend,
+    request: Request,
+    progress: Progress | None,
+) -> Plan | None:
+    """A plan with the same micro-batches that is faster by a new profile; `None` if none is.
+
+    Args:
+        plan: that is in use.
+        program, args, kwargs, progress: as of `plan_for`.
+        backend: workers on the devices that there are, with which links are measured.
+        request: what was asked of the plan.
+    """
+    same = replace(request, num_microbatches=plan.num_microbatches)
+    limits = limits_of(backend)
+    backend.wait(progress)
+    costs = profiles_for(
+        program,
+        args,
+        kwargs,
+        choices=backend.choices,
+        request=same,
+        limits=limits,
+        seconds=PROMPT,
+        fresh=True,
+        where=backend.probe,
+        progress=progress,
+    )
+    best = plans_on_any(costs, same, limits=limits)[0]
+    if (best.cuts, best.placement, best.schedule, best.devices, best.shares) == (
+        *(plan.cuts, plan.placement, plan.schedule, plan.devices, plan.shares),
+    ):
+        return None
+    return best if best.predicted_step_seconds < _WORTH * _now(plan, best, costs, same) else None
+
+
+def _now(plan: Plan, best: Plan, costs: Sequence[Profile], request: Request) -> float:
+    """What is predicted of the plan by new profiles.
+
+    Args:
+        plan: that is in use.
+        best: the best one by these profiles.
+        costs: the profiles.
+        request: what was asked of both.
+    """
+    if len(plan.devices) == 1:
+        return best.one_device_seconds or best.predicted_step_seconds
+    as_it_is = replace(
+        request,
+        schedule=plan.schedule if len(plan.stages) > 1 else "auto",
+        cuts=plan.cuts or None,
+        stages_per_worker="auto",
+        replicas=plan.replicas,
+    )
+    return plans_on_any(costs, as_it_is)[0].predicted_step_seconds
 
 
 def limits_of(backend: Backend) -> Limits:

@@ -107,6 +107,12 @@ class PipelineOptimizer(Optimizer):
         self._parts.step(self.param_groups, self.state)
         return loss
 
+    def divide_again(self) -> None:
+        """Bring the state here: the next step divides it among the workers that there are then."""
+        if self._parts is not None:
+            self._parts.fetch(self.state)
+            self._parts = None
+
     @property
     def remote(self) -> Parts | None:
         """The workers' parts, if the state is in worker processes; otherwise `None`."""

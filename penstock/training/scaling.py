@@ -23,7 +23,7 @@ class PipelineScaler(torch.amp.GradScaler):
 
     Args:
         device: of the pipeline's last stage; the scale is there.
-        workers: of the pipeline.
+        workers: of the pipeline; another plan has others.
         **options: those of `torch.amp.GradScaler`, `init_scale` and so on.
 
     Raises:
@@ -46,7 +46,7 @@ class PipelineScaler(torch.amp.GradScaler):
                 f"torch.amp.GradScaler does not take {given}: {error}. It takes init_scale, "
                 "growth_factor above 1, backoff_factor below 1, growth_interval and enabled"
             ) from error
-        self._workers = workers
+        self.workers = workers
 
     def begin(self) -> float | None:
         """The scale of the next backward; `None` if scaling is off."""
@@ -63,10 +63,10 @@ class PipelineScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> Found:
-        with self._workers.operation("unscale_"):
+        with self.workers.operation("unscale_"):
             _check_dtype(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            parts = self._workers.all_gather("unscale_", [*found.values()])
+            parts = self.workers.all_gather("unscale_", [*found.values()])
         scalars = [scalar.to(self._home) for part in parts for scalar in part]
         return {self._home: torch.stack(scalars).sum()} if scalars else {}
 

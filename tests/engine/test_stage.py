@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.capture import Key
 from penstock.board.activity import code
 from penstock.board.phases import phases_of
+from penstock.capture import Key
 from penstock.engine.compile import compile_actions
 from penstock.engine.span import Span
 from penstock.engine.stage import MicroBatch, Stage

@@ -1,0 +1,144 @@
+"""Another plan while training goes on: the same bits, optimizers, random numbers and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.planning import planner
+
+X, Y = torch.randn(32, 64), torch.randn(32, 64)
+
+
+class Deep(nn.Module):
+    """Equal layers, with dropout and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x).tanh(), 0.1, self.training)
+        return self.norm(x)
+
+
+def model() -> Deep:
+    torch.manual_seed(3)
+    return Deep()
+
+
+@pytest.fixture
+def uneven() -> ps.Plan:
+    """A plan that gives one of two workers nearly all."""
+    subject = model()
+    return ps.plan(
+        ps.profile(ps.capture(subject, (X,)), devices=["cpu", "cpu"], seconds=0.2),
+        num_microbatches=4,
+        cuts=["layers.1"],
+        replicas=1,
+    )
+
+
+def step(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    pipe.clip_grad_norm_(1.0)
+    optimizer.step()
+    return loss
+
+
+@pytest.fixture
+def fair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New profiles say that all calls take equally long, and links no time."""
+    original = planner.profiles_for
+
+    def profiles_for(*args: Any, **kwargs: Any) -> list[ps.Profile]:
+        found = original(*args, **kwargs)
+        return [
+            replace(
+                own,
+                kinds={
+                    name: replace(
+                        kind,
+                        forward=tuple(tuple(1.0 for _ in row) for row in kind.forward),
+                        backward=tuple(tuple(2.0 for _ in row) for row in kind.backward),
+                    )
+                    for name, kind in own.kinds.items()
+                },
+                links={},
+            )
+            for own in found
+        ]
+
+    monkeypatch.setattr(planner, "profiles_for", profiles_for)
+
+
+@pytest.mark.usefixtures("fair")
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_training_goes_on_with_the_same_bits(uneven: ps.Plan, workers: ps.Kind) -> None:
+    def run(replans: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], ps.Plan]:
+        torch.manual_seed(7)
+        subject, steps = model(), []
+        with ps.Pipeline(subject, (X,), devices=["cpu"] * 2, plan=uneven, workers=workers) as pipe:
+            optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
+            pipe.on_step(lambda news: steps.append(news["step"]))
+            losses = [step(pipe, optimizer) for _ in range(3)]
+            F.mse_loss(pipe(X), Y).backward()  # accumulated over the change
+            if replans:
+                assert pipe.replan()
+                assert pipe.status().steps == 4
+                assert "another plan" in pipe.status().notes[-1]
+                assert pipe.accounts() == []  # those were of the other plan
+            losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+            optimizer.step()
+            losses += [step(pipe, optimizer) for _ in range(3)]
+            assert steps == list(range(1, 9))
+            state = {name: value.clone() for name, value in pipe.state_dict().items()}
+            moments = optimizer.state_dict()["state"]
+            state |= {f"moment {k}": own["exp_avg"].clone() for k, own in moments.items()}
+            return losses, state, pipe.plan
+
+    losses, state, plan = run(replans=True)
+    expected, others, same = run(replans=False)
+    assert same == uneven
+    assert (plan.cuts, plan.replicas) != (uneven.cuts, uneven.replicas)
+    assert plan.num_microbatches == 4
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    assert state.keys() == others.keys()
+    assert all(torch.equal(state[name], others[name]) for name in state)
+
+
+def test_a_plan_that_is_as_good_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ps.Pipeline(model(), (X,), devices=["cpu"] * 2, num_microbatches=4) as pipe:
+        monkeypatch.setattr(planner, "_WORTH", 0.0)  # whatever is measured
+        workers, plan = pipe._workers, pipe.plan
+        assert not pipe.replan()
+        assert pipe._workers is workers
+        assert pipe.plan is plan
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+
+
+def test_results_that_wait_for_their_backward_stay(uneven: ps.Plan) -> None:
+    with ps.Pipeline(model(), (X,), devices=["cpu"] * 2, plan=uneven) as pipe:
+        out = pipe(X)
+        with pytest.raises(ps.InputError, match=r"call backward\(\), or delete the results"):
+            pipe.replan()
+        out.sum().backward()
+    with pytest.raises(ps.ClosedError, match="close"):
+        pipe.replan()
+
+
+@pytest.mark.usefixtures("fair")
+def test_metrics_stay_where_they_are(uneven: ps.Plan) -> None:
+    with ps.Pipeline(model(), (X,), devices=["cpu"] * 2, plan=uneven, metrics=0) as pipe:
+        url = pipe.metrics
+        assert pipe.replan()
+        assert pipe.metrics == url
