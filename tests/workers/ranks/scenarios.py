@@ -23,11 +23,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock import steps
+from penstock.board import memory
 from penstock.links import handshake, process_group
 from penstock.links.process_group import Have, Signal
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import heartbeat
-from penstock.workers.ranks import operations, rendezvous
+from penstock.workers.ranks import clocks, operations, rendezvous
 from tests.checkpoint.steps import Run
 from tests.pipeline.subjects import run, sampled
 from tests.support import precision
@@ -395,6 +397,27 @@ def forked(rank: int, plan: Any = None, **options: Any) -> Any:
         loss = step(pipe)
         empty = sorted(n for n, p in pipe.named_parameters() if p.is_meta)
         return first, plan, (loss, grads(pipe), dict(pipe.state_dict())), empty
+
+
+def skewed(rank: int) -> Any:
+    """Rank 1 is as if on another machine, whose clock is five seconds ahead."""
+    if rank == 1:
+        now = time.monotonic_ns
+
+        def later() -> int:
+            return now() + 5_000_000_000
+
+        for module in (memory, clocks, steps):
+            module.monotonic_ns = later  # type: ignore[attr-defined]
+        time.monotonic_ns = later
+        operations.machine = clocks.machine = lambda: "another"  # type: ignore[assignment]
+    with ps.Pipeline(Forked(), (X,), num_microbatches=2, schedule="1f1b", cuts=["second"]) as pipe:
+        for _ in range(8):
+            step(pipe)
+        with pipe.recording() as timelines:
+            step(pipe)
+        ahead = pipe._workers._ranks.clock.ahead  # type: ignore[attr-defined]
+        return timelines[0], ahead, pipe.accounts()[-1]
 
 
 class Warm(nn.Module):

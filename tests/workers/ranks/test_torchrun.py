@@ -242,6 +242,21 @@ def test_ways_and_weights_that_only_some_ranks_have(launcher: Launcher, tmp_path
     assert_equal("seeded gradients", found[1], second[1])
 
 
+def test_clocks_of_machines_are_compared(launcher: Launcher, tmp_path: Path) -> None:
+    """Times of all ranks mean the same to each of them, though one has another clock."""
+    ranks = launcher.run("skewed", tmp_path)
+    assert ranks[0][1] == 0
+    assert abs(ranks[1][1] + 5e9) < 1e8  # half of what a message takes on a busy machine, at most
+    for timeline, _, account in ranks:
+        assert timeline.seconds < 4
+        assert account.seconds < 4
+        begun = {event.action: event.start for event in timeline.events}
+        for action, start in begun.items():
+            if action.stage == 1 and action.kind.value == "F":
+                assert start > begun[action._replace(stage=0)] - 0.1
+        assert all(own["forward"] > 0 for own in account.workers)
+
+
 def plain_attributes() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Loss and gradients after every change, by a loop over micro-batches."""
     torch.manual_seed(8)
