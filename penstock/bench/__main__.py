@@ -17,6 +17,7 @@ NAMES = (
     "partition",
     "truth",
     "attribution",
+    "small",
     "contract",
     "record",
     "tables",
