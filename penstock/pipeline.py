@@ -727,7 +727,8 @@ class Pipeline:
     def history(self) -> History:
         """What is known of the run: the times of steps, what workers did in a few, what happened.
 
-        Twelve of the steps are kept in detail: early ones, and then the 8th, 16th, 32nd, ... batch.
+        Up to twelve of the steps are kept in detail: those of the 3rd to 6th batch, of the 9th,
+        17th, 33rd, and so on, and those that `penstock top` has asked for.
         """
         return self._runner.steps.kept.history(self._about())
 

@@ -4,8 +4,9 @@
 
 Every model is trained in a process of its own, on two CPU workers as Penstock chooses, with an
 empty cache of profiles. `predicted` is by how much the plan was off the time of a step, the median
-of those that followed; `calibrated` is the same of what ten recorded steps say of those after them. In every round each model is profiled again, as a shared machine is faster in one minute
-than in the next. Nothing was adjusted to these models.
+of those that followed; `calibrated` is the same of what ten recorded steps say of those after them.
+In every round each model is profiled again, as a shared machine is faster in one minute than in the
+next. Nothing was adjusted to these models.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def _in_a_process(name: str) -> dict[str, Any]:
 
 def _error(runs: Sequence[dict[str, Any]], what: str) -> float:
     """The median over the rounds of how far off a prediction is, as a share of the time."""
-    return statistics.median(run[what] / run["measured"] - 1 for run in runs)
+    ratios: list[float] = [run[what] / run["measured"] - 1 for run in runs]
+    return statistics.median(ratios)
 
 
 def main(arguments: Sequence[str]) -> int:
