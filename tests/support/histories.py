@@ -11,7 +11,7 @@ from penstock.board.activity import LOSS, SENDING, code, within
 from penstock.board.memory import Log
 from penstock.board.runs import Description, Worker
 from penstock.plan.plan import Plan, StagePlan, prediction
-from penstock.schedule import Action, Kind, Timeline
+from penstock.schedule import SCHEDULES, Action, Kind, Timeline
 from penstock.simulate import Network, simulate
 
 BEGAN = 1_700_000_000.0  # seconds since 1970
@@ -56,6 +56,7 @@ def plan_of(made: Made) -> Plan:
             input_bytes=65_536,
             forward_seconds=forward * (1.3 if number == 0 else 1.0),
             backward_seconds=2 * forward * (1.3 if number == 0 else 1.0),
+            weight_seconds=forward if SCHEDULES[made.schedule].splits_backward else 0.0,
             held_bytes=2_000_000,
             memory_bytes=16_000_000 + 2_000_000 * (made.workers - number),
             latency_seconds=2e-5 if number else 0.0,
