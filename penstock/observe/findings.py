@@ -83,6 +83,7 @@ _REMEDIES: Mapping[str, str] = {
 
 _UNUSUAL = 2.0  # times the median; such a step is told of by itself
 _OUTLIERS = 12  # that are explained
+_DIFFERENT = 0.1  # of a step's time
 _NOTABLE = 0.05  # of a speed; less is noise
 
 
@@ -247,13 +248,13 @@ class Findings:
 
     @cached_property
     def losses(self) -> list[Loss]:
-        """What a step would take less without each cause: the medians, the largest first."""
+        """What a step would take less without each cause: the means, the largest first."""
         by_cause: dict[str, list[Loss]] = {}
         for found in self.usual:
             for loss in found.losses:
                 by_cause.setdefault(loss.cause, []).append(loss)
-        medians = [_median(own, len(self.usual)) for own in by_cause.values()]
-        return sorted((m for m in medians if m.seconds > 0), key=lambda loss: -loss.seconds)
+        means = [_mean_loss(own, len(self.usual)) for own in by_cause.values()]
+        return sorted((m for m in means if m.seconds > 0), key=lambda loss: -loss.seconds)
 
     @cached_property
     def drift(self) -> Drift | None:
@@ -343,10 +344,12 @@ class Findings:
         if alone is None:
             return "One device alone could not run it: the model does not fit its memory."
         ratio = alone / found.measured_seconds
-        compared = f"{ratio:.2f} times as fast as"
+        text = f"One device alone is predicted to take {show_seconds(alone)}"
         if abs(ratio - 1) <= _NOTABLE:
-            compared = "about as fast as"
-        return f"That is {compared} one device alone, predicted to take {show_seconds(alone)}."
+            return f"{text}: this run is about as fast."
+        if ratio < 1:
+            return f"{text}: it would be {1 / ratio:.2f} times as fast as this run."
+        return f"{text}: this run is {ratio:.2f} times as fast."
 
     @property
     def where_it_goes(self) -> str:
@@ -375,9 +378,12 @@ class Findings:
         if others:
             which = ", ".join(map(str, others))
             text += (
-                f" Left out: step{'s' * (len(others) > 1)} {which}, which took more than "
-                f"{_UNUSUAL:.0f} times the median."
+                f" Left out: step{'s' * (len(others) > 1)} {which}, more than twice as long as "
+                "the median of them."
             )
+        all_steps = self.step_seconds or self.mean_seconds
+        if not 1 - _DIFFERENT <= self.mean_seconds / all_steps <= 1 + _DIFFERENT:
+            text += f" The median of all steps is {show_seconds(all_steps)}."
         return text
 
 
@@ -430,12 +436,11 @@ def _mean(every: Sequence[Mapping[T, float]], names: Iterable[T]) -> dict[T, flo
     return {name: total / len(every) for name, total in sums.items() if total > 0}
 
 
-def _median(losses: Sequence[Loss], of: int) -> Loss:
-    """One cause's median of so many steps, about what it most often is about."""
-    seconds = [loss.seconds for loss in losses] + [0.0] * (of - len(losses))
+def _mean_loss(losses: Sequence[Loss], of: int) -> Loss:
+    """One cause's mean of so many steps, about what it most often is about."""
     about = [(loss.worker, loss.stage) for loss in losses if loss.seconds > 0]
     worker, stage = statistics.mode(about) if about else (None, None)
-    return Loss(losses[0].cause, statistics.median(seconds), worker, stage)
+    return Loss(losses[0].cause, sum(loss.seconds for loss in losses) / of, worker, stage)
 
 
 def _weighted_median(values: Sequence[tuple[float, int]]) -> float:

@@ -78,8 +78,8 @@ def test_nothing_is_wider_than_the_window(opened: Opened, width: int, scheme: st
     page = opened(width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     wide = page.evaluate(
-        "[...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll, .bar b, svg') && "
-        "e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML.slice(0, 80))"
+        "[...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll, .bar b, svg')"
+        " && e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML.slice(0, 80))"
     )
     assert wide == []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.account.history import About, Happened, History, StepTime
 from penstock.account.record import CALL, PASS, Interval, StepRecord
 from penstock.board.activity import LOSS, SENDING, code, within
@@ -77,12 +79,9 @@ def plan_of(made: Made) -> Plan:
     )
     took = rough.timeline().seconds
     least = made.microbatches * max(stage.seconds for stage in stages) + 2 * forward
-    return _replaced(rough, took, min(took, least))
-
-
-def _replaced(plan: Plan, predicted: float, bound: float) -> Plan:
-    fields = {name: getattr(plan, name) for name in plan.__struct_fields__}
-    return Plan(**{**fields, "predicted_step_seconds": predicted, "bound_seconds": bound})
+    return msgspec.structs.replace(
+        rough, predicted_step_seconds=took, bound_seconds=min(took, least)
+    )
 
 
 def logs_of(timeline: Timeline, origin: int) -> dict[int, Log]:
