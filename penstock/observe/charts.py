@@ -270,5 +270,5 @@ def _awaited(replay: Replay, worker: int, action: Action) -> str:
     if before is None:
         return ""
     other, (kind, stage, microbatch) = before
-    whose = "its own" if other == worker else f"worker {other}:"
-    return f"{whose} {WORK[kind]} of micro-batch {microbatch} in stage {stage}"
+    where = "the same worker" if other == worker else f"worker {other}"
+    return f"the {WORK[kind]} of micro-batch {microbatch} in stage {stage} on {where}"

@@ -1,9 +1,10 @@
 "use strict";
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  const LANE = 24, GAP = 4, TITLE = 24, AXIS = 26;
+  const LANE = 24, GAP = 4, TITLE = 24, AXIS = 26, PRINTED = 720;
   const STRIPED = ["wait", "turn"];
   const SOLID = ["forward", "backward", "input half", "weight half", "recomputation", "loss", "send", "exchange"];
+  const MAIN = ["forward", "backward", "input half"];
   const slug = (name) => name.replaceAll(" ", "-");
   const byId = (id) => document.getElementById(id);
 
@@ -49,6 +50,7 @@
     if (s >= 1e-4) return s >= 0.01 ? `${(1e3 * s).toFixed(1)} ms` : `${(1e3 * s).toFixed(2)} ms`;
     return `${(1e6 * s).toFixed(1)} us`;
   };
+  const showMoment = (s) => (whole >= 1 ? `${s.toFixed(4)} s` : `${(1e3 * s).toFixed(2)} ms`);
   const element = (name, attributes, parent) => {
     const made = document.createElementNS(SVG, name);
     for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -64,7 +66,7 @@
   tip.hidden = true;
   host.append(tip);
 
-  let width = 0, left = 0, whole = 1, from = 0, to = 1, panels = [], boxes = [], current = null;
+  let width = 0, left = 0, whole = 1, from = 0, to = 1, panels = [], boxes = [], current = null, frame = null;
 
   const describe = (box) => {
     const [worker, what, stage, microbatch, , seconds, awaited] = box.data;
@@ -76,8 +78,9 @@
     } else {
       lines.push(`${name}${place}`);
     }
-    lines.push(`${worker < 0 ? "the script" : `${data.workers[worker]}, ${data.devices[worker]}`}: ${showSeconds(seconds)}, from ${showSeconds(box.start)}`);
-    if (awaited) lines.push(`${what === "wait" ? "it waits for" : "it needs"} ${awaited}`);
+    lines.push(`${worker < 0 ? "the script" : `${data.workers[worker]}, ${data.devices[worker]}`}: ${showSeconds(seconds)}, from ${showMoment(box.start)}`);
+    if (awaited && what === "wait") lines.push(`it waits for ${awaited}`);
+    else if (awaited && MAIN.includes(what)) lines.push(`it needs the result of ${awaited}`);
     if (stage >= 0) {
       const [first, last] = data.stages[stage];
       lines.push(first === last ? `stage ${stage} is ${first}` : `stage ${stage} is ${first} to ${last}`);
@@ -139,13 +142,14 @@
         shape.setAttribute("aria-label", describe(box).join("; "));
         shape.addEventListener("pointerenter", () => showTip(box));
         shape.addEventListener("pointerleave", () => { if (document.activeElement !== shape) tip.hidden = true; });
-        shape.addEventListener("focus", () => { reveal(box); showTip(box); });
-        shape.addEventListener("blur", () => { tip.hidden = true; });
+        shape.addEventListener("focus", () => { reveal(box); drawFrame(); showTip(box); });
+        shape.addEventListener("blur", () => { tip.hidden = true; drawFrame(); });
         boxes.push(box);
       }
       panels.push(panel);
       top = panel.top + panel.height + AXIS;
     }
+    frame = element("rect", { class: "frame", height: LANE, visibility: "hidden" }, element("g", { "clip-path": "url(#inside)" }, svg));
     svg.dataset.height = top;
     setCurrent(boxes.find((b) => b.data[0] >= 0) || boxes[0]);
     legend(record);
@@ -172,8 +176,8 @@
     if (current) current.shape.setAttribute("tabindex", "0");
   };
 
-  const layout = () => {
-    width = Math.max(200, host.clientWidth);
+  const layout = (wide) => {
+    width = wide || Math.max(200, host.clientWidth);
     left = 10 + 7.2 * Math.max(6, ...data.workers.map((name) => name.length));
     svg.setAttribute("viewBox", `0 0 ${width} ${svg.dataset.height}`);
     const inside = svg.querySelector("#inside rect");
@@ -198,6 +202,8 @@
     return `${(t * factor).toFixed(digits)} ${unit}`;
   };
 
+  const isInView = (box) => box.end > from && box.start < to;
+
   const draw = () => {
     svg.dataset.scale = (whole / (to - from)).toFixed(4);
     svg.dataset.from = from;
@@ -218,7 +224,7 @@
       }
     }
     for (const box of boxes) {
-      const isSeen = box.end > from && box.start < to;
+      const isSeen = isInView(box) || box.shape === document.activeElement;
       box.shape.style.display = isSeen ? "" : "none";
       if (!isSeen) {
         if (box.text) box.text.style.display = "none";
@@ -229,6 +235,18 @@
       box.shape.setAttribute("width", Math.max(0.8, b - a).toFixed(2));
       number(box, a, b);
     }
+    if (current && !isInView(current) && current.shape !== document.activeElement) {
+      const seen = boxes.filter(isInView);
+      setCurrent(seen.find((b) => b.data[0] >= 0) || seen[0] || current);
+    }
+    drawFrame();
+  };
+
+  const drawFrame = () => {
+    const isShown = current && current.shape === document.activeElement;
+    frame.setAttribute("visibility", isShown ? "visible" : "hidden");
+    if (!isShown) return;
+    for (const name of ["x", "y", "width"]) frame.setAttribute(name, current.shape.getAttribute(name));
   };
 
   const number = (box, a, b) => {
@@ -281,7 +299,7 @@
   const pan = (share) => view(from + share * (to - from), to + share * (to - from));
   const reveal = (box) => {
     setCurrent(box);
-    if (box.start < from || box.start >= to) {
+    if (!isInView(box)) {
       const span = to - from;
       view(box.start - span / 4, box.start + (3 * span) / 4);
     }
@@ -359,5 +377,7 @@
   chooser.value = data.chosen;
   chooser.addEventListener("change", () => build(data.records[chooser.value]));
   new ResizeObserver(() => { if (Math.abs(host.clientWidth - width) > 1) layout(); }).observe(host);
+  window.addEventListener("beforeprint", () => layout(PRINTED));
+  window.addEventListener("afterprint", () => layout());
   build(data.records[data.chosen]);
 })();

@@ -23,7 +23,11 @@ from penstock.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_SCALES = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
+_SCALES = (
+    (10.0, 1.0, "s", "seconds"),
+    (1e-3, 1e3, "ms", "milliseconds"),
+    (0.0, 1e6, "us", "microseconds"),
+)
 _DIGITS = 3  # after the point, of seconds in tables
 
 
@@ -151,7 +155,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"seconds": show_seconds, "bytes": show_bytes, "slug": _slug}
+    found.filters |= {
+        "seconds": show_seconds,
+        "bytes": show_bytes,
+        "slug": _slug,
+        "written_out": _written_out,
+    }
     return found
 
 
@@ -174,12 +183,16 @@ def _date(at: float) -> str:
 
 def _unit(seconds: float) -> str:
     """The unit of a table whose largest entry this is."""
-    return next(unit for least, _, unit in _SCALES if seconds >= least)
+    return next(unit for least, _, unit, _ in _SCALES if seconds >= least)
 
 
 def _factor(unit: str) -> float:
     """How many of this unit a second has."""
-    return next(factor for _, factor, name in _SCALES if name == unit)
+    return next(factor for _, factor, name, _ in _SCALES if name == unit)
+
+
+def _written_out(unit: str) -> str:
+    return next(written for _, _, name, written in _SCALES if name == unit)
 
 
 def _cells(parts: Mapping[str, float], names: Sequence[str], unit: str) -> list[Cell]:
@@ -391,7 +404,7 @@ def report_text(history: History, width: int | None = None) -> str:
 def _parts_table(found: Findings) -> list[list[str]]:
     """A line for every part, a column for every worker."""
     bars, unit = _bars(found), _unit(found.mean_seconds)
-    rows = [[f"{unit}", *(f"worker {worker}" for worker in range(len(bars)))]]
+    rows = [[_written_out(unit), *(f"worker {worker}" for worker in range(len(bars)))]]
     for place, name in enumerate(found.occurring):
         cells = [bar.cells[place] for bar in bars]
         rows.append([name, *(f"{cell.shown} {cell.percent:>5}%" for cell in cells)])

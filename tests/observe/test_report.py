@@ -283,7 +283,7 @@ def test_the_staircase_says_what_a_worker_waited_for(page: Page) -> None:
     boxes = data["records"][0]["boxes"]
     wait = next(box for box in boxes if box[:2] == [1, "wait"])
     assert wait[2:4] == [1, 0]
-    assert wait[6] == "worker 0: forward of micro-batch 0 in stage 0"
+    assert wait[6] == "the forward of micro-batch 0 in stage 0 on worker 0"
     assert {box[1] for box in boxes if box[0] == -1} >= {"optimizer", "data"}
     assert {box[1] for box in data["predicted"]["boxes"]} == {"forward", "backward"}
     assert data["stages"][1] == ["layers.3", "layers.5"]

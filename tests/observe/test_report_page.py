@@ -135,11 +135,29 @@ def test_boxes_say_what_they_are_when_they_have_the_focus(opened: Opened) -> Non
     assert "stage 0 is layers.0 to layers.2" in page.inner_text("#tip")
     page.keyboard.press("ArrowDown")
     assert "waits to begin with micro-batch 0 in stage 1" in page.inner_text("#tip")
-    assert "it waits for worker 0: forward of micro-batch 0 in stage 0" in page.inner_text("#tip")
+    assert "it waits for the forward of micro-batch 0 in stage 0 on worker 0" in page.inner_text(
+        "#tip"
+    )
     page.keyboard.press("ArrowRight")
     assert "forward of micro-batch 0 in stage 1" in page.inner_text("#tip")
     page.keyboard.press("Escape")
     assert page.locator("#tip").is_hidden()
+
+
+def test_tab_enters_a_box_that_is_to_be_seen(opened: Opened) -> None:
+    page = opened()
+    page.focus("#lanes svg")
+    for _ in range(8):
+        page.keyboard.press("+")
+    for _ in range(200):
+        page.keyboard.press("ArrowRight")
+    at = begin(page)
+    assert at > 0
+    page.keyboard.press("Tab")
+    assert page.locator("#tip").is_visible()
+    assert begin(page) == at
+    page.keyboard.press("0")
+    assert page.locator("#tip").is_visible()
 
 
 def test_boxes_say_what_they_are_under_the_mouse(opened: Opened) -> None:
