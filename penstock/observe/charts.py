@@ -87,7 +87,8 @@ def history_chart(findings: Findings) -> Chart | None:
     def y(seconds: float) -> float:
         return 100 * (1 - min(1.0, seconds / top))
 
-    path = _line([(x(s.step - (s.steps - 1) / 2), y(s.seconds / s.steps)) for s in drawn])
+    points = [(x(s.step - (s.steps - 1) / 2), y(s.seconds / s.steps)) for s in drawn]
+    points += [(x(o.step), y(o.seconds)) for o in findings.outliers]
     marks = [
         Mark(
             x(o.step),
@@ -98,7 +99,7 @@ def history_chart(findings: Findings) -> Chart | None:
         for o in findings.outliers
     ]
     return Chart(
-        path,
+        _line(sorted(points)),
         f"step {steps[0].step - steps[0].steps + 1}",
         f"step {last}",
         show_seconds(top),

@@ -252,7 +252,7 @@
   const number = (box, a, b) => {
     const [, what, stage, microbatch] = box.data;
     const label = microbatch < 0 ? "" : severalStages ? `${stage}.${microbatch}` : String(microbatch);
-    const fits = label && SOLID.includes(what) && b - a > 6 + 7 * label.length;
+    const fits = label && SOLID.includes(what) && b - a > 3 + 6.5 * label.length;
     if (!fits) {
       if (box.text) box.text.style.display = "none";
       return;

@@ -28,6 +28,7 @@ _SCALES = (
     (1e-3, 1e3, "ms", "milliseconds"),
     (0.0, 1e6, "us", "microseconds"),
 )
+_NAMED = 3  # of those that a worker waited for
 _DIGITS = 3  # after the point, of seconds in tables
 
 
@@ -234,9 +235,14 @@ def _bars(found: Findings) -> list[Bar]:
 
 
 def _waited(found: Mapping[int, float]) -> str:
-    """Whom a worker waited for, the longest first."""
+    """Whom a worker waited for, the longest first; only the first few are named."""
     ordered = sorted(found.items(), key=lambda item: -item[1])
-    return ", ".join(f"{awaited(who)} ({show_seconds(seconds)})" for who, seconds in ordered)
+    named = ordered if len(ordered) <= _NAMED + 1 else ordered[:_NAMED]
+    texts = [f"{awaited(who)} ({show_seconds(seconds)})" for who, seconds in named]
+    if others := ordered[len(named) :]:
+        rest = sum(seconds for _, seconds in others)
+        texts.append(f"{len(others)} others ({show_seconds(rest)})")
+    return ", ".join(texts)
 
 
 def _families(names: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -191,6 +191,13 @@ def test_losses_are_means_of_the_recorded_steps() -> None:
     assert own.seconds == pytest.approx(sum(every) / 3)
 
 
+def test_only_the_first_few_that_a_worker_waited_for_are_named() -> None:
+    text = report_text(history_of(Made(workers=7)))
+    own = next(line for line in text.splitlines() if line.startswith("worker 6 waited for"))
+    assert own.count("worker") == 4
+    assert re.search(r", 4 others \(.+ ms\)$", own)
+
+
 def test_steps_that_are_not_like_the_others_are_said_to_be() -> None:
     assert "The median of all steps" not in Findings(HISTORY).left_out
     steps = [each._replace(seconds=10.0, slowest_seconds=10.0) for each in HISTORY.steps]
