@@ -379,7 +379,9 @@ class Pipeline:
             self._start(backend, backend.agree(self.program, plan), stack)
             self._runner.load_random_state(state)
             self._runner.steps.go_on(before.steps)
-            self._runner.steps.kept.happened(said)
+            kept = self._runner.steps.kept
+            kept.go_on(self._about())
+            kept.happened(said)
             for scaler in self._scalers:
                 scaler.workers = self._workers
             stack.pop_all()

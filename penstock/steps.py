@@ -68,13 +68,9 @@ class Steps:
         self._is_whole = True  # all passes of the step were recorded
 
     def go_on(self, before: Steps) -> None:
-        """Go on where those of another plan have ended, with the same hooks.
-
-        What they have recorded is forgotten, as it is not of this plan.
-        """
+        """Go on where those of another plan have ended, with the same hooks."""
         self._board.go_on(before._board)
         self.kept, self._hooks, self._ended = before.kept, before._hooks, before._ended
-        self.kept.records.clear()
 
     @property
     def awaits_backward(self) -> bool:

@@ -6,6 +6,7 @@ It is in the memory of a pipeline, and with `Pipeline(run=...)` in a folder as w
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,6 +127,22 @@ class RunFolder:
                 f"run={str(path)!r} is a folder with other files, such as {sorted(others)[0]}; "
                 "give a new folder, or that of an earlier run"
             )
+        self._write(about)
+
+    def go_on(self, about: About) -> None:
+        """The run goes on with another plan: what was recorded by the old one is put aside.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        records = self.path / _FILES[StepRecord]
+        if records.exists():
+            numbers = itertools.count(1)
+            names = (self.path / f"earlier-{n}-{records.name}" for n in numbers)
+            records.rename(next(name for name in names if not name.exists()))
+        self._write(about)
+
+    def _write(self, about: About) -> None:
         save_whole(self.path / ABOUT, msgspec.json.format(msgspec.json.encode(about)), "run")
 
     def add(self, item: StepTime | StepRecord | Happened) -> None:

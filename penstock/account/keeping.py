@@ -59,6 +59,12 @@ class Kept:
         if seconds >= _TOGETHER or now - self._since >= _TOGETHER:
             self.flush()
 
+    def go_on(self, about: About) -> None:
+        """The run goes on with another plan; what was recorded is of the old one."""
+        self.records.clear()
+        if self.folder is not None:
+            self.folder.go_on(about)
+
     def flush(self) -> None:
         """Note the steps that are not noted yet."""
         if self._now is not None:

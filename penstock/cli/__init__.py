@@ -18,6 +18,7 @@ _COMMANDS = {
     "plan": "Profile a model and say how to run it on these devices.",
     "simulate": "Predict the step of a model on machines that you do not have.",
     "top": "Show what the workers of running pipelines do now.",
+    "report": "Say where the time of a run's steps went, and why.",
     "verify": "Prove that the split model computes the same bits as the whole one.",
     "bench": "Measure one device and pipelines side by side, and draw the figures.",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.account.history import read_run
 from penstock.planning import planner
 
 X, Y = torch.randn(32, 64), torch.randn(32, 64)
@@ -142,3 +144,22 @@ def test_metrics_stay_where_they_are(uneven: ps.Plan) -> None:
         url = pipe.metrics
         assert pipe.replan()
         assert pipe.metrics == url
+
+
+@pytest.mark.usefixtures("fair")
+def test_a_run_has_the_plan_that_its_records_are_of(uneven: ps.Plan, tmp_path: Path) -> None:
+    with ps.Pipeline(model(), (X,), devices=["cpu"] * 2, plan=uneven, run=tmp_path) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD)
+        for _ in range(4):
+            step(pipe, optimizer)
+        assert pipe.replan()
+        for _ in range(5):
+            step(pipe, optimizer)
+        found = read_run(tmp_path)
+        assert found.about.plan == pipe.plan
+        assert found.records == pipe.history().records
+        assert all(record.step > 4 for record in found.records)
+        assert "another plan" in found.events[0].what
+        assert (tmp_path / "earlier-1-records.jsonl").exists()
+        for account in pipe.accounts():
+            assert all(own["forward"] > 0 for own in account.workers)
