@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.account.attribution import DATA, Account, account
 from penstock.account.drift import drift
 from penstock.account.history import About, History, RunFolder
+from penstock.account.record import usual
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
 from penstock.board.metrics import Address, Server, address
@@ -739,9 +740,11 @@ class Pipeline:
 
         Returns:
             the accounts (`penstock.account.attribution.Account`) of the steps that are kept in
-            detail, oldest first.
+            detail, oldest first; without those in which there was an audit, unless there are no
+            others.
         """
-        return [account(record, self.plan) for record in self._runner.steps.kept.records]
+        records = usual(list(self._runner.steps.kept.records))
+        return [account(record, self.plan) for record in records]
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> None:
         """Write a report of the run: one HTML file that needs nothing else.

@@ -164,18 +164,17 @@ class Steps:
         number = self._board.counted().steps
         self.kept.step(number, (now - since) / 1e9, duration / 1e9, rows)
         if self._is_whole:
-            self.is_asked = False
-            self.kept.record(
-                StepRecord(
-                    step=number,
-                    begin=since,
-                    end=now,
-                    rows=rows,
-                    num_workers=self._num_workers,
-                    driver=tuple(driver),
-                    logs=self._logs,
-                )
+            record = StepRecord(
+                step=number,
+                begin=since,
+                end=now,
+                rows=rows,
+                num_workers=self._num_workers,
+                driver=tuple(driver),
+                logs=self._logs,
             )
+            self.is_asked = record.is_audited  # then the next one stands for others
+            self.kept.record(record)
         if self._hooks:
             self._note(now, duration, rows, order.tokens)
         self._ended = now

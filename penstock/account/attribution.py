@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from penstock.account.record import CALL, PASS, StepRecord, partition
+from penstock.account.record import AUDIT, CALL, PASS, StepRecord, partition
 from penstock.account.replay import Durations, Place, Replay
 from penstock.board.phases import TURN, WAIT, WORK
 from penstock.plan.plan import Plan
@@ -34,7 +34,7 @@ WORKING = (*WORK.values(), "recomputation", "loss", "send", "exchange")
 WAITING = (FILL, IMBALANCE, SLOW, UNEVEN, LINK, TURN, OVERHEAD)
 """Why it does nothing in a pass."""
 
-BETWEEN = ("optimizer", "clipping", "audit", "saving", "evaluation", DATA, OUTSIDE)
+BETWEEN = ("optimizer", "clipping", AUDIT, "saving", "evaluation", DATA, OUTSIDE)
 """What the script does between passes."""
 
 T = TypeVar("T")

@@ -12,8 +12,9 @@ from penstock.board.memory import Log
 from penstock.board.phases import timeline_of
 from penstock.schedule import Timeline
 
-PASS, CALL = "pass", "call"
-"""What the script's thread does: waits for workers that run a pass; runs a method of a pipeline."""
+PASS, CALL, AUDIT = "pass", "call", "audit"
+"""What the script's thread does: waits for workers that run a pass; runs a method of a pipeline;
+has a micro-batch run by the model itself as well."""
 
 
 class Interval(NamedTuple):
@@ -72,13 +73,15 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         """What workers did, in seconds since `begin`."""
         return timeline_of(self.logs, self.num_workers, self.begin)
 
-    def between(self) -> dict[str, float]:
-        """The seconds between its passes, by what the script's thread did: `""` if not known."""
-        found: dict[str, float] = {}
-        for what, begin, end in partition(self.driver, self.begin, self.end):
-            if what != PASS:
-                found[what] = found.get(what, 0.0) + (end - begin) / 1e9
-        return found
+    @property
+    def is_audited(self) -> bool:
+        """Whether a micro-batch was audited meanwhile, which only few steps are."""
+        return any(interval.what == AUDIT for interval in self.driver)
+
+
+def usual(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Those that stand for others: without audits, unless there was one in each."""
+    return [record for record in records if not record.is_audited] or list(records)
 
 
 def partition(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[Interval]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.account.record import AUDIT
 from penstock.audit.divergence import difference
 from penstock.audit.pace import Pace, Setting
 from penstock.capture import Program, Trace, untouched
@@ -134,7 +135,7 @@ class Auditor:
         if not self._off and self._pace.is_due(_situation(order)):
             begun = time.perf_counter()
             try:
-                with self._runner.steps.during("audit"):
+                with self._runner.steps.during(AUDIT):
                     self._audit(order, batch)
             finally:
                 seconds = time.perf_counter() - begun

@@ -26,7 +26,7 @@ from penstock.account.attribution import (
 )
 from penstock.account.drift import Drift, drift
 from penstock.account.history import Happened, History, StepTime
-from penstock.account.record import StepRecord
+from penstock.account.record import StepRecord, usual
 from penstock.account.suggestions import Suggestion, suggestions
 from penstock.board.phases import TURN
 from penstock.plan.plan import Plan
@@ -203,16 +203,21 @@ class Findings:
 
     @cached_property
     def usual(self) -> list[Account]:
-        """Those of the recorded steps that took about as long as the median of them."""
-        if not self.accounts:
+        """Those of the recorded steps that took about as long as the median of them.
+
+        Those in which there was an audit are not among them, unless there was one in each.
+        """
+        steps = {record.step for record in usual(self.history.records)}
+        accounts = [found for found in self.accounts if found.step in steps]
+        if not accounts:
             return []
-        middle = statistics.median(found.seconds for found in self.accounts)
-        return [found for found in self.accounts if found.seconds <= _UNUSUAL * middle]
+        middle = statistics.median(found.seconds for found in accounts)
+        return [found for found in accounts if found.seconds <= _UNUSUAL * middle]
 
     @property
     def typical(self) -> StepRecord | None:
         """The recorded step of median length."""
-        records = sorted(self.history.records, key=lambda record: record.seconds)
+        records = sorted(usual(self.history.records), key=lambda record: record.seconds)
         return records[(len(records) - 1) // 2] if records else None
 
     @cached_property
@@ -259,12 +264,12 @@ class Findings:
     @cached_property
     def drift(self) -> Drift | None:
         """What steps take beside what was predicted."""
-        return drift(self.accounts, self.plan)
+        return drift(self.usual, self.plan)
 
     @cached_property
     def suggestions(self) -> list[Suggestion]:
         """What to try."""
-        return suggestions(self.accounts, self.plan)
+        return suggestions(self.usual, self.plan)
 
     # -- sentences ----------------------------------------------------------------------------
 
