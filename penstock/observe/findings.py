@@ -226,17 +226,23 @@ class Findings:
         if not self.usual:
             return []
         every = zip(*(found.workers for found in self.usual), strict=True)
-        return [_mean(own, PARTS) for own in every]
+        return [_mean(own, self._names) for own in every]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """All parts, and those of the recorded steps that have no place among them."""
+        found = {name for each in self.usual for own in each.workers for name in own}
+        return [*PARTS, *sorted(found - {*PARTS})]
 
     @cached_property
     def mean_parts(self) -> dict[str, float]:
         """The same, the mean of all workers."""
-        return _mean(self.parts, PARTS) if self.parts else {}
+        return _mean(self.parts, self._names) if self.parts else {}
 
     @property
     def occurring(self) -> list[str]:
         """The parts that any worker has, in their order."""
-        return [name for name in PARTS if any(own.get(name, 0.0) > 0 for own in self.parts)]
+        return [name for name in self._names if any(own.get(name, 0.0) > 0 for own in self.parts)]
 
     @cached_property
     def waited_for(self) -> list[dict[int, float]]:
