@@ -120,6 +120,11 @@ class Findings:
         """By which it ran."""
         return self.history.about.plan
 
+    @property
+    def devices(self) -> str:
+        """Those of all workers, as `2 × cpu`."""
+        return _counted(self.plan.devices)
+
     # -- steps --------------------------------------------------------------------------------
 
     @cached_property
@@ -278,7 +283,7 @@ class Findings:
     def plan_in_words(self) -> list[str]:
         """How the model is run, for somebody who has never seen a pipeline."""
         plan = self.plan
-        devices = _counted(plan.devices)
+        devices = self.devices
         batch = f"a batch of {plan.batch_size} rows"
         if len(plan.devices) == 1:
             return [f"One worker ({devices}) runs the whole model on {batch}."]

@@ -312,7 +312,7 @@ def _comparison(here: Findings, there: Findings) -> list[Row]:
             "",
         ),
         Row("schedule", plans[0].schedule, plans[1].schedule, ""),
-        Row("devices", ", ".join(plans[0].devices), ", ".join(plans[1].devices), ""),
+        Row("devices", here.devices, there.devices, ""),
         Row("stages", str(len(plans[0].stages)), str(len(plans[1].stages)), ""),
         Row("replicas", str(plans[0].replicas), str(plans[1].replicas), ""),
         Row("rows of a batch", str(plans[0].batch_size), str(plans[1].batch_size), ""),
