@@ -120,6 +120,11 @@ class Findings:
         """By which it ran."""
         return self.history.about.plan
 
+    @property
+    def devices(self) -> str:
+        """Those of all workers, as `2 × cpu`."""
+        return _counted(self.plan.devices)
+
     # -- steps --------------------------------------------------------------------------------
 
     @cached_property
@@ -231,17 +236,23 @@ class Findings:
         if not self.usual:
             return []
         every = zip(*(found.workers for found in self.usual), strict=True)
-        return [_mean(own, PARTS) for own in every]
+        return [_mean(own, self._names) for own in every]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """All parts, and those of the recorded steps that have no place among them."""
+        found = {name for each in self.usual for own in each.workers for name in own}
+        return [*PARTS, *sorted(found - {*PARTS})]
 
     @cached_property
     def mean_parts(self) -> dict[str, float]:
         """The same, the mean of all workers."""
-        return _mean(self.parts, PARTS) if self.parts else {}
+        return _mean(self.parts, self._names) if self.parts else {}
 
     @property
     def occurring(self) -> list[str]:
         """The parts that any worker has, in their order."""
-        return [name for name in PARTS if any(own.get(name, 0.0) > 0 for own in self.parts)]
+        return [name for name in self._names if any(own.get(name, 0.0) > 0 for own in self.parts)]
 
     @cached_property
     def waited_for(self) -> list[dict[int, float]]:
@@ -277,7 +288,7 @@ class Findings:
     def plan_in_words(self) -> list[str]:
         """How the model is run, for somebody who has never seen a pipeline."""
         plan = self.plan
-        devices = _counted(plan.devices)
+        devices = self.devices
         batch = f"a batch of {plan.batch_size} rows"
         if len(plan.devices) == 1:
             return [f"One worker ({devices}) runs the whole model on {batch}."]

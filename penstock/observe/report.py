@@ -16,7 +16,7 @@ from penstock.display.tables import aligned
 from penstock.errors import PenstockError
 from penstock.files import save_whole
 from penstock.observe.charts import history_chart, memory_charts, staircase
-from penstock.observe.findings import MEANINGS, Findings, awaited, remedy, rounded, where
+from penstock.observe.findings import MEANINGS, PARTS, Findings, awaited, remedy, rounded, where
 from penstock.plan.plan import Plan
 from penstock.units import show_bytes, show_seconds
 
@@ -250,7 +250,7 @@ def _families(names: Sequence[str]) -> list[tuple[str, list[str]]]:
     families = {
         "Working": WORKING,
         "Waiting in a pass": WAITING,
-        "Between passes": BETWEEN,
+        "Between passes": (*BETWEEN, *(name for name in names if name not in PARTS)),
     }
     return [
         (title, own)
@@ -312,7 +312,7 @@ def _comparison(here: Findings, there: Findings) -> list[Row]:
             "",
         ),
         Row("schedule", plans[0].schedule, plans[1].schedule, ""),
-        Row("devices", ", ".join(plans[0].devices), ", ".join(plans[1].devices), ""),
+        Row("devices", here.devices, there.devices, ""),
         Row("stages", str(len(plans[0].stages)), str(len(plans[1].stages)), ""),
         Row("replicas", str(plans[0].replicas), str(plans[1].replicas), ""),
         Row("rows of a batch", str(plans[0].batch_size), str(plans[1].batch_size), ""),
@@ -357,7 +357,8 @@ def _both(here: Findings, there: Findings) -> list[Bar]:
 def _parts_compared(here: Findings, there: Findings) -> list[Row]:
     """The parts of both runs, the means of all workers."""
     unit = _unit(max(here.mean_seconds, there.mean_seconds))
-    names = [name for name in MEANINGS if name in {*here.occurring, *there.occurring}]
+    names = [name for name in PARTS if name in {*here.occurring, *there.occurring}]
+    names += sorted({*here.occurring, *there.occurring} - {*PARTS})
     pairs = [(n, here.mean_parts.get(n, 0.0), there.mean_parts.get(n, 0.0)) for n in names]
     pairs.append(("all", here.mean_seconds, there.mean_seconds))
     return [

@@ -139,11 +139,24 @@ def test_parts_of_a_worker_add_up_to_the_mean_step() -> None:
         assert {"forward", "backward", "optimizer", "data"} <= {*parts}
 
 
+def test_what_the_script_did_under_another_name_is_a_part() -> None:
+    first = HISTORY.records[0]
+    other = {"data": "warming up"}
+    driver = [each._replace(what=other.get(each.what, each.what)) for each in first.driver]
+    record = msgspec.structs.replace(first, driver=tuple(driver))
+    page = Page(report_html(replaced(HISTORY, records=[record]), HISTORY))
+    for table in ("parts", "parts-compared"):
+        row = next(row for row in page.cells[table] if row[0][0] == "warming up")
+        assert float(row[1][0]) == pytest.approx(2.8, abs=0.5)
+    _, *rows, total = page.cells["parts"]
+    assert sum(row[1][1] or 0.0 for row in rows) == pytest.approx(total[1][1])
+
+
 def test_a_record_that_took_much_longer_is_left_out_of_the_mean() -> None:
     first = HISTORY.records[0]
-    late = {**{name: getattr(first, name) for name in first.__struct_fields__}, "step": 77}
-    late["begin"] = first.begin - 10 * (first.end - first.begin)
-    history = replaced(HISTORY, records=[*HISTORY.records, type(first)(**late)])
+    begin = first.begin - 10 * (first.end - first.begin)
+    late = msgspec.structs.replace(first, step=77, begin=begin)
+    history = replaced(HISTORY, records=[*HISTORY.records, late])
     found = Findings(history)
     assert [each.step for each in found.usual] == [record.step for record in HISTORY.records]
     assert found.mean_seconds == Findings(HISTORY).mean_seconds
@@ -168,11 +181,12 @@ def test_outliers_are_explained_by_what_happened_then() -> None:
 
 def test_an_outlier_that_was_recorded_is_explained_by_its_parts() -> None:
     record = HISTORY.records[-1]
-    late = {name: getattr(record, name) for name in record.__struct_fields__}
-    late["begin"] = record.begin - 3 * (record.end - record.begin)
+    begin = record.begin - 3 * (record.end - record.begin)
+    late = msgspec.structs.replace(record, begin=begin)
     last = HISTORY.steps[-1]._replace(step=record.step, slowest=record.step, slowest_seconds=9.0)
-    history = replaced(HISTORY, records=[*HISTORY.records[:-1], type(record)(**late)], steps=[last])
-    history = replaced(history, steps=[*HISTORY.steps[:40], last], events=[])
+    records = [*HISTORY.records[:-1], late]
+    steps = [*HISTORY.steps[:40], last]
+    history = replaced(HISTORY, records=records, steps=steps, events=[])
     outlier = next(o for o in Findings(history).outliers if o.step == record.step)
     assert re.search(r"more outside than usual", outlier.why)
 
