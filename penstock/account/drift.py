@@ -51,7 +51,8 @@ class Drift:
     def __str__(self) -> str:
         took, said = show_seconds(self.measured_seconds), show_seconds(self.predicted_seconds)
         parts = [f"a step takes {took}, {self.ratio:.2f} times the predicted {said}"]
-        if self.is_notable and not 1 / _NOTABLE <= self.machine <= _NOTABLE:
+        explains = (self.ratio > 1) == (self.machine > 1)
+        if self.is_notable and explains and not 1 / _NOTABLE <= self.machine <= _NOTABLE:
             slower = "slower" if self.machine >= 1 else "faster"
             factor = max(self.machine, 1 / self.machine)
             parts.append(f"the machine is {factor:.2f} times {slower} than when it was profiled")

@@ -404,7 +404,8 @@ def report_text(history: History, width: int | None = None) -> str:
         lines += aligned(_losses_table(found), (0, 1), width)
     if found.suggestions:
         lines += ["", "What to try:"]
-        lines += [f"{s.gain:4.0%}  {s.what} ({s.why})" for s in found.suggestions]
+        for each in found.suggestions:
+            lines += [f"{each.gain:4.0%}  {each.what}:", f"      {each.why}"]
     return "\n".join(lines)
 
 

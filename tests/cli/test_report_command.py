@@ -19,11 +19,11 @@ def written(path: Path, made: Made | None = None) -> Path:
     history = history_of(made)
     folder = RunFolder(path, history.about)
     for steps in history.steps:
-        folder.add_steps(steps)
+        folder.add(steps)
     for record in history.records:
-        folder.add_record(record)
+        folder.add(record)
     for event in history.events:
-        folder.add_event(event)
+        folder.add(event)
     return path
 
 

@@ -14,12 +14,11 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.account.attribution import BETWEEN, WAITING, WORKING
-from penstock.account.history import About, Happened, History, StepTime
+from penstock.account.history import Happened, History, StepTime
 from penstock.account.suggestions import Suggestion
 from penstock.errors import InputError
 from penstock.observe.findings import MEANINGS, Findings, rounded
 from penstock.observe.report import report_data, report_html, report_text, save_report
-from penstock.workers.described import description_of
 from tests.support.histories import Made, history_of
 
 HISTORY = history_of()
@@ -101,10 +100,7 @@ def real() -> History:
     with ps.Pipeline(model, (x,), devices=["cpu", "cpu"], **options) as pipe:
         for _ in range(20):
             pipe.train_step(x, target=x, loss_fn=F.mse_loss)
-        records = list(pipe._runner.steps.records)
-        described = description_of(model, pipe.plan, pipe._workers)
-        about = About(description=described, plan=pipe.plan, environment={"cores": "2"})
-    return History(about=about, records=records)
+        return pipe.history()
 
 
 def replaced(history: History, **others: object) -> History:
@@ -392,7 +388,7 @@ def test_a_report_is_written_or_the_file_is_named(tmp_path: object) -> None:
 
 def test_text_fits_a_narrow_terminal_and_has_all_parts() -> None:
     text = report_text(history_of(Made(workers=6)), width=60)
-    table = text[text.index("Where every") :].splitlines()[1:]
+    table = text[text.index("Where every") : text.index("What to try")].splitlines()[1:]
     assert all(len(line) <= 60 for line in table if not line.startswith("worker "))
     assert "fill and drain" in text
     assert "What a step would take less" in text
