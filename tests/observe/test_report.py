@@ -325,7 +325,7 @@ def test_suggestions_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Page(report_html(HISTORY)).text
     assert "num_microbatches=16" in text
     assert "12%" in text
-    assert "num_microbatches=16 (fill and drain" in report_text(HISTORY)
+    assert "num_microbatches=16:\n      fill and drain" in report_text(HISTORY)
 
 
 def test_two_runs_are_compared() -> None:
