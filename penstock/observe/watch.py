@@ -28,6 +28,8 @@ WIDE = 100
 
 _SIGNS = {"loss": "L", "recomputation": "R", "send": ">"}  # of parts of actions
 _BAR = 10  # columns
+_ROOMY = 150  # columns, from which on it is said in full what workers do
+_SENTENCE = 56  # columns that this takes
 _FEW = 8  # looks that are shown on any screen
 _HISTORY = 512  # looks that are remembered
 
@@ -219,7 +221,8 @@ def _table(
     table = Table(box=None, pad_edge=False, padding=(0, 1), expand=True)
     is_wide = width >= WIDE
     table.add_column("worker", no_wrap=True)
-    table.add_column("now", no_wrap=True, ratio=2 if is_wide else 3)
+    has_room = width >= _ROOMY
+    table.add_column("now", no_wrap=True, ratio=3, min_width=_SENTENCE if has_room else None)
     table.add_column("for", no_wrap=True, justify="right")
     table.add_column("busy", no_wrap=True, min_width=_BAR + 5)
     table.add_column("latest looks", no_wrap=True, ratio=4 if is_wide else 2)
@@ -229,14 +232,10 @@ def _table(
         table.add_column("of", no_wrap=True, justify="right")
     for worker in workers:
         own = seen[worker.number]
-        doing = worker.doing if is_wide else _short(worker)
+        doing = worker.doing if has_room else _short(worker)
         cells: list[RenderableType] = [
             f"{worker.number} {worker.device}",
-            Text(
-                worker.doing if is_wide else _short(worker),
-                style=_STYLES.get(worker.state, ""),
-                overflow="ellipsis",
-            ),
+            Text(doing, style=_STYLES.get(worker.state, ""), overflow="ellipsis"),
             show_seconds(worker.seconds) if worker.what else "",
             bar(*own.shares),
             _Looks(own.marks),
