@@ -247,12 +247,20 @@ def answers(steps: Steps, about: About) -> dict[str, Callable[[], Any]]:
     """What other processes may ask for: the history of the run, and that a step is recorded.
 
     Args:
-        steps: of a pipeline.
+        steps: of a pipeline; it is not kept alive, as it has the board, which ends the answers.
         about: what it runs.
     """
+    known = weakref.ref(steps)
+
+    def here() -> Steps:
+        found = known()
+        if found is None:
+            raise ValueError("the pipeline was closed")
+        return found
 
     def record() -> int:
-        steps.is_asked = True
-        return len(steps.kept.records) and steps.kept.records[-1].step
+        own = here()
+        own.is_asked = True
+        return len(own.kept.records) and own.kept.records[-1].step
 
-    return {"history": lambda: steps.kept.history(about), "record": record}
+    return {"history": lambda: here().kept.history(about), "record": record}

@@ -20,6 +20,7 @@ from penstock.files import save_whole
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from penstock.observe.live import LiveView
     from penstock.observe.watch import Watch
 
 _LOOKS = 20  # a second
@@ -44,6 +45,18 @@ _FIGURE = 130  # columns
     metavar="FILE",
     help="Write the state to an SVG file, and end.",
 )
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Record the next step, write its timeline for ui.perfetto.dev, and end.",
+)
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a report of the run so far, in HTML, and end.",
+)
 @reported
 def command(
     pid: int | None,
@@ -51,6 +64,8 @@ def command(
     stacks: bool,
     interval: float,
     figure: Path | None,
+    record: Path | None,
+    report: Path | None,
     as_json: bool,
 ) -> None:
     """Show what the workers of running pipelines do, of those in process PID or of all.
@@ -59,11 +74,15 @@ def command(
     shows the pipelines of this user on this machine; under torchrun those of all its ranks.
 
     Bars: work in green, waiting for other workers in yellow. On the right what was seen at the
-    latest looks, 20 in a second: 0-9 forwards and a-z backwards of micro-batches, dots for waiting.
-    Keys: q ends, s shows stacks, space pauses.
+    latest looks, 20 in a second: 0-9 forwards and a-z backwards of micro-batches, L for the loss, R
+    for recomputation, > for sends, + for what is no part of a pass, dots for waiting.
+
+    Keys: q ends, s shows stacks, space pauses, t writes a timeline of the next step and r a report
+    of the run, both into the current folder. With several pipelines, 1-9 select one.
     """
     from rich.console import Console
 
+    from penstock.observe.live import LiveView
     from penstock.observe.watch import Watch
 
     watch = Watch(pid)
@@ -74,6 +93,9 @@ def command(
             f"no pipeline of this user is to be seen on this machine: {of}. It is seen from when "
             "it is built until it is closed, by the same user with the same XDG_RUNTIME_DIR"
         )
+    if record or report:
+        _write(watch, record, report, as_json)
+        return
     console = Console()
     if once or figure or as_json or not console.is_terminal:
         watch.reckon()
@@ -92,7 +114,35 @@ def command(
         show(data, text, as_json)
         return
     with _keys() as pressed:
-        _live(watch, console, interval, stacks, pressed)
+        _live(LiveView(watch, interval, stacks, Path()), console, pressed)
+
+
+def _write(watch: Watch, record: Path | None, report: Path | None, as_json: bool) -> None:
+    """Write a timeline or a report of the pipeline that runs.
+
+    Raises:
+        InputError: there are several.
+    """
+    from penstock.observe.asked import save_report_of, save_timeline
+
+    job, *others = watch.jobs
+    if others:
+        pids = ", ".join(str(each[0].description.pid) for each in watch.jobs)
+        raise InputError(
+            f"{len(watch.jobs)} pipelines are running, in the processes {pids}: give the PID of "
+            "one that drives a single pipeline, or choose one in the view: 1-9, then t or r"
+        )
+    data: dict[str, object] = {"pid": job[0].description.pid}
+    lines = []
+    if record:
+        step, path = save_timeline(job, record)
+        data |= {"step": step, "timeline": str(path)}
+        lines.append(f"wrote the timeline of step {step} to {path}; ui.perfetto.dev shows it")
+    if report:
+        save_report_of(job, report)
+        data["report"] = str(report)
+        lines.append(f"wrote the report to {report}")
+    show(data, "\n".join(lines), as_json)
 
 
 def _printed(watch: Watch, console: Console) -> str:
@@ -116,31 +166,14 @@ def _draw(watch: Watch, path: Path) -> None:
     save_whole(path, console.export_svg(title="penstock top").encode(), "figure")
 
 
-def _live(
-    watch: Watch, console: Console, interval: float, stacks: bool, pressed: Iterator[str]
-) -> None:
+def _live(view: LiveView, console: Console, pressed: Iterator[str]) -> None:
     """Show it until q is pressed."""
     from rich.live import Live
 
-    paused, last = False, 0.0
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            key = next(pressed)
-            if key in ("q", "Q"):
-                return
-            stacks ^= key == "s"
-            paused ^= key == " "
-            now = time.monotonic()
-            if not paused:
-                watch.look()
-                if now - last >= interval:
-                    last = now
-                    watch.find()
-                    watch.reckon()
-                    watch.stacks = {}
-                    if stacks:
-                        watch.ask_for_stacks()
-            live.update(watch.view(console.width, keys=True), refresh=True)
+        while view.press(next(pressed)):
+            view.look()
+            live.update(view.screen(console), refresh=True)
 
 
 @contextmanager

@@ -7,21 +7,30 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from penstock.board.control import SUFFIX, ask
 from penstock.board.memory import Reading
 from penstock.board.runs import Run, find
 from penstock.board.status import Status, WorkerStatus, status_of
+from penstock.observe.asked import stacks_of
+from penstock.observe.staircase import Staircase
 from penstock.units import show_bytes, show_seconds
 
-LEGEND = "0-9 forwards, a-z backwards, . waits, space idle"
-KEYS = "q quit   s stacks   space pause"
+LEGEND = "0-9 forwards, a-z backwards, L loss, R recomputation, > send, . wait, + other"
+KEYS = "q quit   s stacks   t timeline   r report   space pause"
+NOTHING = Text("no pipeline is running", style="yellow")
 
+WIDE = 100
+"""Columns of a screen, below which less is shown."""
+
+_SIGNS = {"loss": "L", "recomputation": "R", "send": ">"}  # of parts of actions
 _BAR = 10  # columns
-_NARROW = 100  # columns, below which less is shown
+_ROOMY = 150  # columns, from which on it is said in full what workers do
+_SENTENCE = 56  # columns that this takes
+_FEW = 8  # looks that are shown on any screen
 _HISTORY = 512  # looks that are remembered
 
 
@@ -51,6 +60,7 @@ class Watch:
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self._seen: dict[tuple[str, int], _Seen] = {}
+        self._stairs: dict[str, Staircase] = {}
         self.jobs: list[list[Run]] = []
         self.stacks: Mapping[str, str] = {}
 
@@ -66,8 +76,12 @@ class Watch:
     def look(self) -> None:
         """Note what every worker is doing at this moment."""
         for job in self.jobs:
+            marks = {}
             for number, reading in _readings(job).items():
-                self._of(job, number).marks.append(mark(reading))
+                marks[number] = mark(reading), reading.since
+                self._of(job, number).marks.append(marks[number][0])
+            begun = job[0].board.counted().begun
+            self._staircase(job).look(time.monotonic_ns(), begun, marks)
 
     def reckon(self) -> None:
         """Reckon how busy every worker was since the last time."""
@@ -84,41 +98,76 @@ class Watch:
 
     def ask_for_stacks(self) -> None:
         """Ask every pipeline what the threads of its workers are doing."""
-        found = {}
-        for run in (run for job in self.jobs for run in job):
-            if run.path is None:
-                continue
-            title = f"process {run.description.pid}"
-            try:
-                stacks = ask(run.path.with_suffix(SUFFIX), "stacks")
-            except (OSError, ValueError) as error:
-                found[title] = f"no answer: {error}"
-                continue
-            found |= {f"{title}, {name}": stack for name, stack in stacks.items()}
-        self.stacks = found
+        self.stacks = stacks_of([run for job in self.jobs for run in job])
+
+    def name(self, job: Sequence[Run]) -> str:
+        """What no other pipeline is called."""
+        return str(job[0].path)
 
     def statuses(self) -> list[Status]:
         """The state of every pipeline."""
-        return [
-            status_of(job[0].description, _readings(job), job[0].board.counted())
-            for job in self.jobs
-        ]
+        return [self._status(job) for job in self.jobs]
+
+    def _status(self, job: Sequence[Run]) -> Status:
+        return status_of(job[0].description, _readings(job), job[0].board.counted())
 
     def view(self, width: int, keys: bool = False) -> RenderableType:
         """All of it, for a screen of so many columns."""
-        parts: list[RenderableType] = []
-        for job, status in zip(self.jobs, self.statuses(), strict=True):
-            seen = {worker.number: self._of(job, worker.number) for worker in status.workers}
-            parts += [*_headline(status), Text(), _table(status.workers, seen, width), Text()]
+        parts = [part for place in range(len(self.jobs)) for part in self._shown(place, width)]
         if not self.jobs:
-            parts.append(Text("no pipeline is running", style="yellow"))
-        for title, stack in self.stacks.items():
-            parts += [Text(title, style="bold"), Text(stack), Text()]
-        parts.append(Text(f"{LEGEND}{f'      {KEYS}' if keys else ''}", style="dim"))
-        return Group(*parts)
+            parts.append(NOTHING)
+        for name, stack in self.stacks.items():
+            parts += [stack_of(name, stack), Text()]
+        footer = [LEGEND, *([KEYS] if keys else [])]
+        return Group(*parts, *(Text(line, style="dim") for line in footer))
+
+    def pipelines(
+        self, width: int, selected: int, only: bool = False, with_steps: bool = False
+    ) -> RenderableType:
+        """The pipelines alone, of which one may be selected.
+
+        Args:
+            width: columns of the screen.
+            selected: the number of the pipeline that is marked, if there are several.
+            only: show no other.
+            with_steps: show the step of each that is under way.
+        """
+        places = range(len(self.jobs))[selected : selected + 1] if only else range(len(self.jobs))
+        parts: list[RenderableType] = []
+        for place in places:
+            title = _title(place, place == selected) if len(self.jobs) > 1 else Text()
+            parts += self._shown(place, width, title, with_steps)
+        return Group(*parts) if parts else NOTHING
+
+    def _shown(
+        self, place: int, width: int, title: Text | None = None, with_steps: bool = False
+    ) -> list[RenderableType]:
+        """One pipeline."""
+        job = self.jobs[place]
+        status = self._status(job)
+        seen = {worker.number: self._of(job, worker.number) for worker in status.workers}
+        steps = self._step(job, status, width) if with_steps else []
+        head = _headline(title or Text(), status)
+        return [*head, Text(), _table(status.workers, seen, width), *steps, Text()]
+
+    def _step(self, job: Sequence[Run], status: Status, width: int) -> list[Text]:
+        """The step that is under way, as far as it was seen; nothing if steps are too short."""
+        stairs = self._staircase(job)
+        lines = stairs.lines(width) if stairs.is_worth_it(status.step_seconds) else []
+        if not lines:
+            return []
+        said = "the pass under way" if stairs.is_under_way else "the latest pass"
+        predicted = show_seconds(status.predicted_seconds)
+        caption = f"{said}, {show_seconds(stairs.seconds)}; predicted, between bars: {predicted}"
+        style = "" if stairs.is_under_way else "dim"
+        return [Text(), Text(caption, style="dim"), *(Text(line, style=style) for line in lines)]
 
     def _of(self, job: Sequence[Run], number: int) -> _Seen:
-        return self._seen.setdefault((str(job[0].path), number), _Seen())
+        return self._seen.setdefault((self.name(job), number), _Seen())
+
+    def _staircase(self, job: Sequence[Run]) -> Staircase:
+        predicted = job[0].description.predicted_seconds
+        return self._stairs.setdefault(self.name(job), Staircase(predicted))
 
 
 def _readings(job: Sequence[Run]) -> dict[int, Reading]:
@@ -135,21 +184,45 @@ def mark(reading: Reading) -> str:
         return "."
     if activity.what == "forward":
         return str(activity.microbatch % 10)
+    if activity.what in _SIGNS:
+        return _SIGNS[activity.what]
     return chr(ord("a") + activity.microbatch % 26)
 
 
-def _headline(status: Status) -> list[Text]:
+def _title(place: int, is_selected: bool) -> Text:
+    """The key that selects a pipeline, before its name."""
+    key = str(place + 1) if place < 9 else " "
+    if is_selected:
+        return Text(f"[{key}]", style="reverse").append(" ")
+    return Text(f" {key} ", style="dim").append(" ")
+
+
+def _headline(title: Text, status: Status) -> list[Text]:
     first, *others = status.headline
-    return [Text(first, style="bold", overflow="fold"), *map(Text, others)]
+    return [title.append(Text(first, style="bold")), *map(Text, others)]
+
+
+class _Looks:
+    """The latest looks at a worker, as many as there is room for."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = "".join(marks)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self._marks[-options.max_width :].rjust(options.max_width))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(_FEW, options.max_width), options.max_width)
 
 
 def _table(
     workers: Sequence[WorkerStatus], seen: Mapping[int, _Seen], width: int
 ) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 1), expand=True)
-    is_wide = width >= _NARROW
+    is_wide = width >= WIDE
     table.add_column("worker", no_wrap=True)
-    table.add_column("now", no_wrap=True, ratio=2 if is_wide else 3)
+    has_room = width >= _ROOMY
+    table.add_column("now", no_wrap=True, ratio=3, min_width=_SENTENCE if has_room else None)
     table.add_column("for", no_wrap=True, justify="right")
     table.add_column("busy", no_wrap=True, min_width=_BAR + 5)
     table.add_column("latest looks", no_wrap=True, ratio=4 if is_wide else 2)
@@ -157,15 +230,15 @@ def _table(
     if is_wide:
         table.add_column("peak", no_wrap=True, justify="right")
         table.add_column("of", no_wrap=True, justify="right")
-    room = max(8, (width - 60) // 2) if is_wide else max(8, (width - 56) // 2)
     for worker in workers:
         own = seen[worker.number]
+        doing = worker.doing if has_room else _short(worker)
         cells: list[RenderableType] = [
             f"{worker.number} {worker.device}",
-            Text(worker.doing, style=_STYLES.get(worker.state, ""), overflow="ellipsis"),
+            Text(doing, style=_STYLES.get(worker.state, ""), overflow="ellipsis"),
             show_seconds(worker.seconds) if worker.what else "",
             bar(*own.shares),
-            Text("".join(list(own.marks)[-room:]).rjust(room)),
+            _Looks(own.marks),
             show_bytes(worker.memory) if worker.memory else "",
         ]
         if is_wide:
@@ -176,6 +249,26 @@ def _table(
 
 
 _STYLES = {"stopped": "red", "gone": "red", "elsewhere": "dim"}
+
+
+def stack_of(name: str, stack: str) -> Text:
+    """The stacks of a worker's threads, below its name; the thread that works comes first."""
+    heading, *threads = stack.split("\n\n")
+    first, *lines = heading.split("\n")
+    if lines:
+        threads.insert(0, "\n".join(lines))
+    threads.sort(key=lambda thread: not thread.startswith("Current thread"))
+    text = Text(name, style="bold")
+    return text.append("\n" + "\n".join([first, *threads]), style="not bold")
+
+
+def _short(worker: WorkerStatus) -> str:
+    """What a worker is doing, in a few words."""
+    if worker.state != "running" or worker.stage is None:
+        return worker.doing
+    if worker.waits:
+        return "waits" if worker.waits_for is None else f"waits for worker {worker.waits_for}"
+    return f"{worker.what} {worker.microbatch} stage {worker.stage}"
 
 
 def bar(worked: float, waited: float) -> Text:

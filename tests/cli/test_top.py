@@ -14,6 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from click.testing import CliRunner
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
+from torch import nn
+
+import penstock as ps
+from penstock.cli import main
 
 TOP = [sys.executable, "-c", "from penstock.cli import main; main()", "top"]
 
@@ -107,6 +114,38 @@ def test_another_process_drives_none(
     found = top(environment, "1", "--once")
     assert found.returncode == 2
     assert "process 1 drives none" in found.stderr
+
+
+def test_a_timeline_without_a_terminal(
+    script: subprocess.Popen[str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "step.pftrace"
+    found = top(environment, str(script.pid), "--record", str(path), "--json")
+    assert found.returncode == 0, found.stderr
+    data = json.loads(found.stdout)
+    assert (data["pid"], data["timeline"]) == (script.pid, str(path))
+    assert data["step"] > 0
+    trace = Trace()
+    trace.ParseFromString(path.read_bytes())
+    assert {"send", "backward 1 in stage 0"} <= {p.track_event.name for p in trace.packet}
+    wrong = top(environment, "--record", str(tmp_path / "no" / "step.pftrace"))
+    assert wrong.returncode == 2
+    assert "cannot write the trace" in wrong.stderr
+
+
+@pytest.mark.usefixtures("boards")
+def test_one_of_several_has_to_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, path = torch.ones(4, 3), tmp_path / "step.pftrace"
+    with ps.Pipeline(nn.Linear(3, 3), (x,), devices=["cpu"], audit=None):
+        monkeypatch.setitem(sys.modules, "penstock.observe.report", None)
+        alone = CliRunner().invoke(main, ["top", "--report", str(tmp_path / "a.html")])
+        assert alone.exit_code == 1
+        assert "there can be no report without penstock.observe.report" in alone.stderr
+        with ps.Pipeline(nn.Linear(3, 3), (x,), devices=["cpu"], audit=None):
+            found = CliRunner().invoke(main, ["top", "--record", str(path)])
+    assert found.exit_code == 2
+    assert f"2 pipelines are running, in the processes {os.getpid()}, {os.getpid()}" in found.stderr
+    assert not path.exists()
 
 
 def read_until(terminal: int, holds: Callable[[str], bool]) -> str:

@@ -12,9 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.board.activity import UPDATING, code
+from penstock.board.activity import (
+    LOSS,
+    RECOMPUTATION,
+    SENDING,
+    UPDATING,
+    code,
+    waiting,
+    within,
+)
 from penstock.board.memory import Reading
-from penstock.observe.watch import Watch, bar, mark
+from penstock.observe.watch import LEGEND, Watch, bar, mark, stack_of
 from penstock.schedule import Action, Kind
 
 pytestmark = pytest.mark.usefixtures("boards")
@@ -91,3 +99,18 @@ def test_stacks_are_asked_for(pipe: ps.Pipeline) -> None:
     assert first.startswith("idle")
     assert "in _work" in second or "File" in second
     assert all("worker" in title for title in watch.stacks)
+
+
+@pytest.mark.parametrize(("part", "shown"), [(LOSS, "L"), (RECOMPUTATION, "R"), (SENDING, ">")])
+def test_parts_of_actions_have_signs(part: int, shown: str) -> None:
+    doing = within(code(Action(Kind.BACKWARD, 2, 1), False), part)
+    assert mark(reading(doing)) == shown
+    assert f"{shown} " in LEGEND
+    assert mark(reading(waiting(doing))) == "."
+
+
+def test_stacks_begin_with_the_thread_that_works() -> None:
+    stack = "idle (process 7)\nThread 1:\n  File a\n\nCurrent thread 2:\n  File b"
+    lines = stack_of("worker 0", stack).plain.splitlines()
+    assert lines[:3] == ["worker 0", "idle (process 7)", "Current thread 2:"]
+    assert sorted(lines[1:]) == sorted(line for line in stack.splitlines() if line)
