@@ -18,6 +18,8 @@ NAMES = (
     "truth",
     "attribution",
     "small",
+    "watched",
+    "pictures",
     "contract",
     "record",
     "tables",

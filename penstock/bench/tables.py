@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from penstock.bench.record import DATA, ROOT
 
-PAGES = ("README.md", "docs/design.md")
+PAGES = ("README.md", "docs/design.md", "docs/planning.md", "docs/watching.md")
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
@@ -120,6 +121,51 @@ def _ratio(row: dict[str, Any]) -> str:
     return f"{row['to_ordered']:.3f}x ± {row['spread']:.3f}"
 
 
+def watched(report: dict[str, Any]) -> str:
+    """How many times as long steps take with the board, and while they are recorded."""
+    lines = ["| | a step | with the board | recorded |", "|---|---|---|---|"]
+    for each in report["costs"]:
+        board, recorded = (
+            f"{median:.3f}x ({low:.3f} to {high:.3f})"
+            for median, low, high in (each["board"], each["recorded"])
+        )
+        name = f"{each['model']}, {each['workers']}"
+        lines.append(f"| {name} | {each['milliseconds']:.3g} ms | {board} | {recorded} |")
+    return "\n".join([*lines, "", f"Medians of pairs, with 95 % intervals. {_where(report)}"])
+
+
+def attribution(report: dict[str, Any]) -> str:
+    """How often what was wrong is what costs most, by the account."""
+    lines = ["| what is wrong | pipelines | found |", "|---|---|---|"]
+    lines += [
+        f"| {cause} | {n} | {report['found'][cause]} |" for cause, n in report["cases"].items()
+    ]
+    return "\n".join([*lines, "", _where(report)])
+
+
+def small(report: dict[str, Any]) -> str:
+    """By how much predictions of small models were off."""
+    lines = ["| | a step | predicted | after ten steps |", "|---|---|---|---|"]
+    for each in report["models"]:
+        took = statistics.median(run["measured"] for run in each["runs"])
+        errors = [f"{each['errors'][what]:+.1%}" for what in ("predicted", "calibrated")]
+        lines.append(f"| {each['model']} | {1e3 * took:.0f} ms | {' | '.join(errors)} |")
+    said = []
+    for what in ("predicted", "calibrated"):
+        sizes: list[float] = sorted(abs(each["errors"][what]) for each in report["models"])
+        said.append(f"{what}: median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}")
+    return "\n".join([*lines, "", f"{'; '.join(said)}. {_where(report)}"])
+
+
+def _where(report: dict[str, Any]) -> str:
+    """Where and when something was measured."""
+    machine = report["machine"]
+    return (
+        f"{machine['processor']}, {machine['cores']} cores,\ntorch {report['torch']}, commit "
+        f"{report['commit']}, {report['date']}."
+    )
+
+
 def conditions(models: Sequence[dict[str, Any]]) -> list[str]:
     """Where, when and how models were measured; a line for all that were alike."""
     alike: dict[str, list[str]] = {}
@@ -142,6 +188,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": compare,
     "capture_time": capture_time,
     "sums": sums,
+    "watched": watched,
+    "attribution": attribution,
+    "small": small,
 }
 
 
