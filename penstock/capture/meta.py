@@ -29,6 +29,7 @@ from penstock.capture.calls import (
     input_leaves,
 )
 from penstock.capture.cuts import Cuts
+from penstock.capture.known_shapes import KnownShapes
 from penstock.capture.lowering import lower
 from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.errors import CaptureError
@@ -54,9 +55,13 @@ class Weightless:
 
     Args:
         model: the model.
+
+    Attributes:
+        known: what operators have given there.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.known = KnownShapes()
         self._model = model
         self._inputs: list[Any] = []
 

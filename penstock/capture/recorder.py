@@ -485,7 +485,7 @@ class Recorder(TorchFunctionMode):
         """
         tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         contents = [Contents(t) for t in tensors]
-        watch = Watch()
+        watch = Watch(None if self.weightless is None else self.weightless.known)
         seed = None if self.key is None else self.key.for_call(call.identity)
         watches = watch if self.weightless or not call.is_module else nullcontext()
         self._check_draws(call.path)
