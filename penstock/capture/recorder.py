@@ -418,11 +418,11 @@ class Recorder(TorchFunctionMode):
         hidden: tuple[str, ...] = (),
     ) -> Any:
         self._inside += 1
+        self.reading.quiet += 1
         try:
             call = Call(
                 target,
-                map_leaves(self._encode, tuple(args)),
-                map_leaves(self._encode, dict(kwargs)),
+                *map_leaves(self._encode, (tuple(args), dict(kwargs))),
                 self._open[-1],
                 hidden=hidden,
             )
@@ -435,6 +435,7 @@ class Recorder(TorchFunctionMode):
             self._append(call, result, dynamic)
         finally:
             self._inside -= 1
+            self.reading.quiet -= 1
         return result
 
     def _identify(self, call: Call) -> int:
