@@ -187,8 +187,9 @@ def _completed(call: Call, real: Call) -> Call:
 
 def _stored_as(info: Any, real: object) -> Any:
     """What is known of a tensor, in the memory where a real one was."""
-    both = isinstance(info, TensorInfo) and isinstance(real, TensorInfo)
-    return replace(info, storage=real.storage) if both else info
+    if isinstance(info, TensorInfo) and isinstance(real, TensorInfo):
+        return replace(info, storage=real.storage)
+    return info
 
 
 def _placed(leaf: object, real: object) -> Any:

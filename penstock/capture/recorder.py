@@ -420,12 +420,8 @@ class Recorder(TorchFunctionMode):
         self._inside += 1
         self.reading.quiet += 1
         try:
-            call = Call(
-                target,
-                *map_leaves(self._encode, (tuple(args), dict(kwargs))),
-                self._open[-1],
-                hidden=hidden,
-            )
+            named_args, named_kwargs = map_leaves(self._encode, (tuple(args), dict(kwargs)))
+            call = Call(target, named_args, named_kwargs, self._open[-1], hidden=hidden)
             call.identity = self._identify(call)
             now = ambient()
             call.ambient = None if now == self._ambient else now
