@@ -22,6 +22,8 @@ HOOKS_OF_MODULES = itemgetter(
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 """The attributes of every module that hold what it has registered."""
 
+_CONTAINERS = (list, tuple, dict)
+
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All of them, by every name that reaches them."""
@@ -34,7 +36,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 continue
             if isinstance(value, torch.Tensor):
                 yield prefix + name, value
-            else:
+            elif type(value) in _CONTAINERS and value:
                 for key, held in held_tensors(value):
                     yield f"{prefix}{name}.{key}", held
 

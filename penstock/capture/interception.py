@@ -155,7 +155,8 @@ def _of_modules(recorder: Interceptor) -> list[tuple[object, str, object]]:
 
     def get_attribute(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
-        reading.note_attribute(module, name, value)
+        if not reading.quiet:  # torch's own code reads some with every call of a module
+            reading.note_attribute(module, name, value)
         return value
 
     def get_registered(module: nn.Module, name: str) -> Any:

@@ -19,8 +19,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.capture.attributes import named_tensors, put
-from penstock.capture.calls import Call, Ref, Trace, Unrecordable, function_name, input_leaves
+from penstock.capture.calls import (
+    Call,
+    Ref,
+    TensorInfo,
+    Trace,
+    Unrecordable,
+    function_name,
+    input_leaves,
+)
 from penstock.capture.cuts import Cuts
+from penstock.capture.known_shapes import KnownShapes
 from penstock.capture.lowering import lower
 from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.errors import CaptureError
@@ -46,9 +55,13 @@ class Weightless:
 
     Args:
         model: the model.
+
+    Attributes:
+        known: what operators have given there.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.known = KnownShapes()
         self._model = model
         self._inputs: list[Any] = []
 
@@ -131,11 +144,25 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def completed(shapes: Trace, real: Trace) -> Trace:
-    """A recording of shapes, with what only values show: devices, what is drawn, and written."""
+    """A recording of shapes, with what only a real one shows: what is drawn, and written; devices.
+
+    So is which results share memory: kernels for `meta` may lay out theirs otherwise than those
+    that compute, and whether `contiguous()` copies depends on that.
+    """
     if len(shapes.calls) != len(real.calls):
         return shapes
     calls = [_completed(*pair) for pair in zip(shapes.calls, real.calls, strict=True)]
-    return replace(shapes, calls=calls, changed=real.changed, rewritten=real.rewritten)
+    attributes = {
+        attribute: _stored_as(info, real.attributes.get(attribute))
+        for attribute, info in shapes.attributes.items()
+    }
+    return replace(
+        shapes,
+        calls=calls,
+        attributes=attributes,
+        changed=real.changed,
+        rewritten=real.rewritten,
+    )
 
 
 def _completed(call: Call, real: Call) -> Call:
@@ -144,14 +171,25 @@ def _completed(call: Call, real: Call) -> Call:
     if structure == other:
         leaves = [_placed(*pair) for pair in zip(leaves, others, strict=True)]
     args, kwargs = unflatten(structure, leaves)
+    outputs = call.outputs
+    if len(outputs) == len(real.outputs):
+        outputs = tuple(_stored_as(*pair) for pair in zip(outputs, real.outputs, strict=True))
     return replace(
         call,
         args=args,
         kwargs=kwargs,
+        outputs=outputs,
         random=real.random,
         draws_in_python=real.draws_in_python,
         mutates=real.mutates,
     )
+
+
+def _stored_as(info: Any, real: object) -> Any:
+    """What is known of a tensor, in the memory where a real one was."""
+    if isinstance(info, TensorInfo) and isinstance(real, TensorInfo):
+        return replace(info, storage=real.storage)
+    return info
 
 
 def _placed(leaf: object, real: object) -> Any:

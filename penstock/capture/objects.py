@@ -61,6 +61,7 @@ class Objects:
         self._classes = classes
         self._held: dict[int, _Held] = {}
         self._passed: dict[tuple[int, bool], Any] = {}
+        self._kinds: set[type] = set()  # that were looked at
         self.roots: dict[int, Root] = {}
         self.generators: dict[int, Any] = {}
         for module in modules:
@@ -100,7 +101,10 @@ class Objects:
             self._look(item, root, depth - 1, outside)
 
     def _look_at_class(self, kind: type, root: Root) -> None:
-        for owner in kind.__mro__ if self._classes else ():
+        if not self._classes or kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        for owner in kind.__mro__:
             library = (owner.__module__ or "").partition(".")[0] in _LIBRARIES
             if library or id(owner) in self._held:
                 continue

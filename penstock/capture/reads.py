@@ -71,6 +71,9 @@ class Reading:
         reader: the open module whose Python runs now.
         known: the value that a tensor is, if it is one.
         numbers: the places whose numbers are followed, with what they are.
+
+    Attributes:
+        quiet: nothing is noted unless it is 0.
     """
 
     def __init__(
@@ -90,8 +93,8 @@ class Reading:
         self._reader = reader
         self._known = known
         self._roots = {key: Place(path, ()) for key, path in paths.items()}
+        self.quiet = 1
         self._kept: list[Any] = []
-        self._quiet = 1
         self._frozen: dict[Place, Any] = {}
         self._lenient: dict[Place, Any] = {}
         self._patched: dict[type, Any] = {}
@@ -100,20 +103,20 @@ class Reading:
     @contextmanager
     def active(self) -> Iterator[None]:
         """While open, what open modules read is noted in `reads`."""
-        self._quiet -= 1
+        self.quiet -= 1
         try:
             yield
         finally:
-            self._quiet += 1
+            self.quiet += 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While open, nothing is noted: Penstock itself reads."""
-        self._quiet += 1
+        self.quiet += 1
         try:
             yield
         finally:
-            self._quiet -= 1
+            self.quiet -= 1
 
     def followed(self) -> dict[Where, Numeric]:
         """The numbers that are followed, to be put in their places."""
@@ -123,14 +126,14 @@ class Reading:
         }
 
     def _note_comparison(self, outcome: Outcome) -> None:
-        if not self._quiet and self._is_outside() and outcome not in self.reads.outcomes:
+        if not self.quiet and self._is_outside() and outcome not in self.reads.outcomes:
             self.reads.outcomes += (outcome,)
 
     # -- attributes -----------------------------------------------------------------------
 
     def note_attribute(self, owner: object, name: str, value: object) -> None:
         """Note that Python has read an attribute of a module or a helper."""
-        if self._quiet or (name.startswith("__") and name != "__dict__"):
+        if self.quiet or (name.startswith("__") and name != "__dict__"):
             return
         root = self._roots.get(id(owner))
         if root is None or not self._is_outside():
@@ -236,13 +239,13 @@ class Reading:
     def note_grad_mode(self, value: bool) -> None:
         """Note that Python has read whether gradients are enabled."""
         caller = sys._getframe(2).f_globals.get("__name__", "")
-        if not self._quiet and self._is_outside() and not caller.startswith(_TORCH):
+        if not self.quiet and self._is_outside() and not caller.startswith(_TORCH):
             self.reads.grad = value
 
     def note_setting(self, name: str, value: object) -> None:
         """Note that Python has called a function of torch, of this name, for a setting."""
         caller = sys._getframe(2).f_globals.get("__name__", "")
-        if not self._quiet and self._is_outside() and not caller.startswith("torch."):
+        if not self.quiet and self._is_outside() and not caller.startswith("torch."):
             self.reads.settings[name] = value
 
     def note_layout(self, name: str, leaves: Iterable[Any], inputs: Sequence[Any]) -> None:
@@ -256,7 +259,7 @@ class Reading:
         Raises:
             ValueError: strides are no matter of the shape.
         """
-        if self._quiet or not self._is_outside():
+        if self.quiet or not self._is_outside():
             return
         for tensor in leaves:
             value = self._known(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -273,7 +276,7 @@ class Reading:
 
     def note_state(self, name: str, leaves: Iterable[Any]) -> None:
         """Note that Python has read something else of inputs that no program knows."""
-        if self._quiet or not self._is_outside():
+        if self.quiet or not self._is_outside():
             return
         for tensor in leaves:
             value = self._known(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -290,7 +293,7 @@ class Reading:
         Args:
             leaves: the tensors, among others.
         """
-        if self._quiet or not self._is_outside():
+        if self.quiet or not self._is_outside():
             return
         for tensor in leaves:
             if not isinstance(tensor, torch.Tensor):

@@ -418,14 +418,10 @@ class Recorder(TorchFunctionMode):
         hidden: tuple[str, ...] = (),
     ) -> Any:
         self._inside += 1
+        self.reading.quiet += 1
         try:
-            call = Call(
-                target,
-                map_leaves(self._encode, tuple(args)),
-                map_leaves(self._encode, dict(kwargs)),
-                self._open[-1],
-                hidden=hidden,
-            )
+            named_args, named_kwargs = map_leaves(self._encode, (tuple(args), dict(kwargs)))
+            call = Call(target, named_args, named_kwargs, self._open[-1], hidden=hidden)
             call.identity = self._identify(call)
             now = ambient()
             call.ambient = None if now == self._ambient else now
@@ -435,6 +431,7 @@ class Recorder(TorchFunctionMode):
             self._append(call, result, dynamic)
         finally:
             self._inside -= 1
+            self.reading.quiet -= 1
         return result
 
     def _identify(self, call: Call) -> int:
@@ -485,7 +482,7 @@ class Recorder(TorchFunctionMode):
         """
         tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         contents = [Contents(t) for t in tensors]
-        watch = Watch()
+        watch = Watch(None if self.weightless is None else self.weightless.known)
         seed = None if self.key is None else self.key.for_call(call.identity)
         watches = watch if self.weightless or not call.is_module else nullcontext()
         self._check_draws(call.path)

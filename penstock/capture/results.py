@@ -263,8 +263,9 @@ def _compared_by(
 ) -> dict[int, bool]:
     """The same for two pieces of so many rows, in either order: one may happen to be sorted."""
 
+    replay = make()
+
     def given(*pieces: int) -> dict[int, torch.Tensor]:
-        replay = make()
         result = replay(varying.rows_of(inputs, sizes, (rows, rows), pieces))
         results = leaves_of(result, trace.output_structure)
         return {k: results[k] for k in leaves}

@@ -177,6 +177,8 @@ def _flatten(
         if any(inner):
             return Structure(kind, kind, _items(len(inner)), inner, _Rebuild(kind))
         return _of_leaves(kind, len(inner))
+    if kind is dict and not tree:  # keyword arguments of most calls
+        return _NO_ENTRIES
     level = None if kind in _ATOMS else level_of(tree)
     if level is None:
         leaves.append(tree)
@@ -184,6 +186,9 @@ def _flatten(
     children, keys, build = level
     inner = tuple([_flatten(child, leaves, level_of) for child in children])
     return Structure(build.kind, _said_of(build.kind), keys, inner, build)
+
+
+_NO_ENTRIES = Structure(dict, dict, (), (), _Rebuild(dict, ()))
 
 
 @cache

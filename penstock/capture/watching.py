@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import Assigned, Call, Origin, Unrecordable
 from penstock.capture.equality import same_tensor
+from penstock.capture.known_shapes import KnownShapes
 from penstock.capture.preserve import own_generators, same_state, state_of
 
 _COPIED = 1 << 16  # bytes
@@ -23,15 +24,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 class Watch(TorchDispatchMode):
     """Notes whether an operation looks at values to see how large its result is, or draws some.
 
+    Args:
+        known: runs the operators; they run as ever without it.
+
     Attributes:
         reads_values: whether one did.
         draws: whether one may have drawn random numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownShapes | None = None) -> None:
         super().__init__()
         self.reads_values = False
         self.draws = False
+        self._known = known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +48,8 @@ class Watch(TorchDispatchMode):
             self.reads_values |= func is not torch.ops.aten.index.Tensor or any(
                 index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
             )
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        return func(*args, **kwargs) if self._known is None else self._known.run(func, args, kwargs)
 
 
 class Contents:
