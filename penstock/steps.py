@@ -27,6 +27,8 @@ from penstock.engine.orders import Order
 StepHook = Callable[[dict[str, Any]], Any]
 """Called after every step with a dictionary of plain data, see `Pipeline.on_step`."""
 
+OPTIMIZER = "optimizer"
+
 _FIRST, _LAST = 2, 5  # the earliest batches that are recorded; before them caches are cold
 _INTERVALS = 256  # of the script's thread, in one step
 
@@ -90,17 +92,27 @@ class Steps:
         try:
             yield
         finally:
-            self.leave_it()
+            self.exit(what)
 
     def enter(self, what: str) -> None:
         """The script's thread begins something that has a name."""
         self._thread = threading.get_ident()
         self._doing.append((what, monotonic_ns()))
 
-    def leave_it(self) -> None:
-        """It has ended what it began last."""
-        if self._doing:  # else a Ctrl-C has come as it began
-            self._driver.append(Interval(*self._doing.pop(), monotonic_ns()))
+    def exit(self, what: str) -> None:
+        """It has ended what it last began under this name, with all that it began since then.
+
+        Nothing happens if it did not: a Ctrl-C may have come as it began.
+        """
+        for place in reversed(range(len(self._doing))):
+            if self._doing[place][0] == what:
+                self._driver.append(Interval(*self._doing[place], monotonic_ns()))
+                del self._doing[place:]
+                return
+
+    def forget_doing(self, what: str) -> None:
+        """What it has begun under this name was left by an error, and is forgotten."""
+        self._doing = [doing for doing in self._doing if doing[0] != what]
 
     def is_recorded(self, number: int) -> bool:
         """Whether the passes of the batch of this number are to be recorded."""
@@ -224,12 +236,13 @@ def note_optimizers(steps: Steps) -> Callable[[], None]:
     def begins(*_: Any) -> None:
         found = known()
         if found is not None and found.is_here:
-            found.enter("optimizer")
+            found.forget_doing(OPTIMIZER)  # torch does not tell of steps that raise
+            found.enter(OPTIMIZER)
 
     def ends(*_: Any) -> None:
         found = known()
         if found is not None and found.is_here:
-            found.leave_it()
+            found.exit(OPTIMIZER)
 
     handles = [
         register_optimizer_step_pre_hook(begins),

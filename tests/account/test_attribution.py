@@ -233,3 +233,28 @@ def test_a_step_with_an_audit_does_not_stand_for_others() -> None:
         assert [record.step for record in records] == [3, 4, 5, 6, 7, 9]
         assert [record.step for record in records if record.is_audited] == [3, 6, 9]
         assert [found.step for found in pipe.accounts()] == [4, 5, 7]
+
+
+def test_an_optimizer_that_fails_is_not_taken_to_go_on() -> None:
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            if self.fails:
+                raise RuntimeError("no")
+
+    with ps.Pipeline(
+        Deep(), (X,), devices=["cpu"] * 2, replicas=1, num_microbatches=2, audit=None
+    ) as pipe:
+        optimizer = Failing(pipe.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match="no"):
+            optimizer.step()
+        Failing.fails = False
+        for _ in range(4):
+            time.sleep(0.05)
+            pipe.train_step(X, target=X, loss_fn=F.mse_loss)
+            optimizer.step()
+        found = pipe.accounts()[-1]
+    parts_add_up(found)
+    assert found.workers[0][OUTSIDE] > 0.04
+    assert found.workers[0]["optimizer"] < 0.04
