@@ -131,6 +131,28 @@ def account(record: StepRecord, plan: Plan) -> Account:
     )
 
 
+def mean_losses(accounts: Sequence[Account]) -> list[Loss]:
+    """What steps would take less without each cause: the means, the largest first.
+
+    Args:
+        accounts: of some steps.
+
+    Returns:
+        those that cost something, each about the worker and stage that it most often is about.
+    """
+    by_cause: dict[str, list[Loss]] = {}
+    for found in accounts:
+        for loss in found.losses:
+            if loss.seconds > 0:
+                by_cause.setdefault(loss.cause, []).append(loss)
+    means = []
+    for cause, own in by_cause.items():
+        worker, stage = statistics.mode((loss.worker, loss.stage) for loss in own)
+        mean = sum(loss.seconds for loss in own) / len(accounts)
+        means.append(Loss(cause, mean, worker, stage))
+    return sorted(means, key=lambda loss: -loss.seconds)
+
+
 def _add(to: dict[T, float], more: Mapping[T, float]) -> None:
     for name, seconds in more.items():
         to[name] = to.get(name, 0.0) + seconds

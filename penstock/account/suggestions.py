@@ -17,6 +17,7 @@ from penstock.account.attribution import (
     UNEVEN,
     Account,
     Loss,
+    mean_losses,
 )
 from penstock.account.drift import drift
 from penstock.board.phases import TURN
@@ -92,31 +93,20 @@ def suggestions(accounts: Sequence[Account], plan: Plan) -> list[Suggestion]:
     """
     if not accounts:
         return []
-    found = [*_of_losses(losses(accounts), plan), *_of_plan(accounts, plan)]
+    whole = statistics.fmean(account.seconds for account in accounts)
+    found = [*_of_losses(mean_losses(accounts), whole, plan), *_of_plan(accounts, plan)]
     return sorted((s for s in found if s.gain >= _LEAST), key=lambda s: -s.gain)
 
 
-def losses(accounts: Sequence[Account]) -> list[tuple[Loss, float]]:
-    """What steps would take less without each cause, and as a share of a step: the medians.
+def _of_losses(found: Sequence[Loss], whole: float, plan: Plan) -> Iterator[Suggestion]:
+    """What would end each loss, as far as one can do something about it.
 
     Args:
-        accounts: of some steps.
+        found: the losses.
+        whole: seconds of a step.
+        plan: by which it ran.
     """
-    by_cause: dict[str, list[tuple[Loss, float]]] = {}
-    for account in accounts:
-        for loss in account.losses:
-            share = loss.seconds / account.seconds if account.seconds else 0.0
-            by_cause.setdefault(loss.cause, []).append((loss, share))
-    found = []
-    for own in by_cause.values():
-        own += [(Loss(own[0][0].cause, 0.0), 0.0)] * (len(accounts) - len(own))
-        found.append(sorted(own, key=lambda pair: pair[0].seconds)[len(own) // 2])
-    return sorted(found, key=lambda pair: -pair[0].seconds)
-
-
-def _of_losses(found: Sequence[tuple[Loss, float]], plan: Plan) -> Iterator[Suggestion]:
-    """What would end each loss, as far as one can do something about it."""
-    for loss, share in found:
+    for loss in found:
         if loss.cause in _CURES:
             stage = plan.stages[loss.stage or 0]
             what, why = (
@@ -128,7 +118,7 @@ def _of_losses(found: Sequence[tuple[Loss, float]], plan: Plan) -> Iterator[Sugg
                 )
                 for text in _CURES[loss.cause]
             )
-            yield Suggestion(what, share, why)
+            yield Suggestion(what, loss.seconds / whole, why)
 
 
 def _of_plan(accounts: Sequence[Account], plan: Plan) -> Iterator[Suggestion]:

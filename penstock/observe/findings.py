@@ -23,6 +23,7 @@ from penstock.account.attribution import (
     Account,
     Loss,
     account,
+    mean_losses,
 )
 from penstock.account.drift import Drift, drift
 from penstock.account.history import Happened, History, StepTime
@@ -265,12 +266,7 @@ class Findings:
     @cached_property
     def losses(self) -> list[Loss]:
         """What a step would take less without each cause: the means, the largest first."""
-        by_cause: dict[str, list[Loss]] = {}
-        for found in self.usual:
-            for loss in found.losses:
-                by_cause.setdefault(loss.cause, []).append(loss)
-        means = [_mean_loss(own, len(self.usual)) for own in by_cause.values()]
-        return sorted((m for m in means if m.seconds > 0), key=lambda loss: -loss.seconds)
+        return mean_losses(self.usual)
 
     @cached_property
     def drift(self) -> Drift | None:
@@ -450,13 +446,6 @@ def _mean(every: Sequence[Mapping[T, float]], names: Iterable[T]) -> dict[T, flo
     """The means of what several have, by name, in the order of the names."""
     sums = {name: sum(each.get(name, 0.0) for each in every) for name in names}
     return {name: total / len(every) for name, total in sums.items() if total > 0}
-
-
-def _mean_loss(losses: Sequence[Loss], of: int) -> Loss:
-    """One cause's mean of so many steps, about what it most often is about."""
-    about = [(loss.worker, loss.stage) for loss in losses if loss.seconds > 0]
-    worker, stage = statistics.mode(about) if about else (None, None)
-    return Loss(losses[0].cause, sum(loss.seconds for loss in losses) / of, worker, stage)
 
 
 def _weighted_median(values: Sequence[tuple[float, int]]) -> float:
