@@ -65,8 +65,7 @@ def test_a_slow_worker_keeps_the_others_waiting() -> None:
     assert found.normal == pytest.approx(1)
     for worker in (0, 1, 3):
         assert found.workers[worker][SLOW] > 0.25
-        waited = found.waited_for[worker]
-        assert max(waited, key=waited.__getitem__) == 2
+        assert found.waited_for[worker][2] > 0.15  # also through worker 1, which waits itself
     assert found.workers[2].get(SLOW, 0) == pytest.approx(0)
     assert (found.losses[0].cause, found.losses[0].worker) == (SLOW, 2)
 
