@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    model, (x, y) = gpt2_like(4, 256, 4, 64), tokens(32, 64)
+    model, (x, y) = gpt2_like(4, 128, 4, 32), tokens(16, 32)
     drawn = threading.Event()
     with ps.Pipeline(
         model,
