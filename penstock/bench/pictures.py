@@ -61,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/images"))
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
+    sys.argv = ["train.py"]  # which the report names
     torch.manual_seed(0)
     model, (x, y) = gpt2_like(4, 128, 4, 32), tokens(16, 32)
     drawn = threading.Event()
