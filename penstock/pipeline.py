@@ -271,9 +271,6 @@ class Pipeline:
         served = address(metrics)
         chosen = WorkerOptions(workers, devices, timeout, allocator, request.least_workers)
         self.model = model
-        self._given = _Given(
-            request, chosen, (args, kwargs), source_of(model, weights), batchnorm, merge, audit
-        )
         self._served_at = served
         self._dividing = _Dividing(model)
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
@@ -289,6 +286,8 @@ class Pipeline:
                 with backend.operation("the capture"):
                     program = recording.capture(model, args, kwargs)
             self.program = program
+            source = source_of(model, weights)
+            self._given = _Given(request, chosen, (args, kwargs), source, batchnorm, merge, audit)
             plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
             self._start(backend, plan, stack)
             if run is not None and self._workers.role.index == 0:

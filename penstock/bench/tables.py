@@ -188,9 +188,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": compare,
     "capture_time": capture_time,
     "sums": sums,
-    "watched": watched,
-    "attribution": attribution,
     "small": small,
+    "attribution": attribution,
+    "watched": watched,
 }
 
 
