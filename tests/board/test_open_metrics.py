@@ -50,7 +50,7 @@ def test_they_can_be_scraped() -> None:
         assert found["penstock_step_seconds", ""] > 0
         assert found["penstock_worker_worked_seconds_total", "1"] > 0
         assert found["penstock_worker_up", "0"] == 1
-    with pytest.raises(OSError, match="refused|reset"):
+    with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url)
 
 
@@ -108,7 +108,7 @@ def test_a_forgotten_pipeline_serves_nothing() -> None:
     assert path is not None
     del pipe
     gc.collect()
-    with pytest.raises(OSError, match="refused|reset"):
+    with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url)
     assert not path.exists()
 
@@ -136,5 +136,5 @@ def test_the_thread_that_serves_may_close_it() -> None:
         server._server.service_actions = server.close  # called by that thread, now and then
         thread.join(20)
         assert not thread.is_alive()
-    with pytest.raises(OSError, match="refused|reset"):
+    with pytest.raises(OSError, match=r"refused|reset"):
         urllib.request.urlopen(url)
