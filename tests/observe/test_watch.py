@@ -75,7 +75,7 @@ def test_it_fits_the_screen(pipe: ps.Pipeline, width: int) -> None:
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    assert "3 steps" in text
+    assert "\n3 steps" in text
     assert "0 cpu" in text
     assert "q quit" in text
     assert ("peak" in text) == (width == 200)
