@@ -22,8 +22,8 @@ from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
+from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
-from penstock.schedule import Timeline
 from penstock.steps import Steps
 from penstock.workers.backend import Workers
 from penstock.workers.ownership import Ownership
@@ -107,7 +107,8 @@ class Runner:
         self.counts = Counts()
         self._passes = 0
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
-        self._timelines: list[Timeline] | None = None
+        self._plan = plan
+        self._timelines: list[RecordedTimeline] | None = None
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
         self.steps = Steps(workers.board, plan.predicted_step_seconds, len(devices))
@@ -333,7 +334,10 @@ class Runner:
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
         if self._timelines is not None and any(outcome.logs.values()):
-            self._timelines.append(timeline_of(outcome.logs, self._num_workers))
+            found = timeline_of(outcome.logs, self._num_workers)
+            self._timelines.append(
+                RecordedTimeline(found.num_workers, found.events, found.phases, plan=self._plan)
+            )
         return outcome
 
     def _finished(self, ticket: object, begun: int) -> Outcome:
@@ -349,9 +353,9 @@ class Runner:
             weakref.finalize(holder, forget, order.number).atexit = False
 
     @contextmanager
-    def recording(self) -> Iterator[list[Timeline]]:
+    def recording(self) -> Iterator[list[RecordedTimeline]]:
         """While open, every pass appends its measured timeline to the list that this gives."""
-        timelines: list[Timeline] = []
+        timelines: list[RecordedTimeline] = []
         self._timelines = timelines
         try:
             yield timelines
