@@ -665,13 +665,25 @@ class Pipeline:
             )
         return chosen
 
-    def recording(self) -> AbstractContextManager[list[RecordedTimeline]]:
+    def recording(
+        self, profile: str | os.PathLike[str] | None = None
+    ) -> AbstractContextManager[list[RecordedTimeline]]:
         """A context manager that records timelines.
 
         It returns a list, to which every pass inside the context appends its measured timeline.
         `timelines[0].save("step.pftrace")` writes one for https://ui.perfetto.dev.
+
+        Args:
+            profile: a file, usually `step.json`, to which torch.profiler's Chrome trace of the
+                context is written when it ends without an error: every operator and kernel, of
+                all threads. Perfetto opens it as well. Under torchrun every rank writes its own,
+                `step-worker-0.json` and so on. By default torch.profiler does not run.
+
+        Raises:
+            InputError: the workers are processes, which torch.profiler does not see; or it is
+                running already; or its trace cannot be written.
         """
-        return self._runner.recording()
+        return self._runner.recording(profile)
 
     # -- watching -----------------------------------------------------------------------------
 

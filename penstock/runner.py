@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -22,6 +23,7 @@ from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
+from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
 from penstock.steps import Steps
@@ -109,6 +111,7 @@ class Runner:
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
         self._plan = plan
         self._timelines: list[RecordedTimeline] | None = None
+        self._profiled = False
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
         self.steps = Steps(workers.board, plan.predicted_step_seconds, len(devices))
@@ -227,6 +230,7 @@ class Runner:
         return Order(
             *(what, ways.training, microbatches, modes, number, values, loss),
             recorded=recorded,
+            profiled=self._profiled,
             tokens=batch.tokens,
         )
 
@@ -353,14 +357,33 @@ class Runner:
             weakref.finalize(holder, forget, order.number).atexit = False
 
     @contextmanager
-    def recording(self) -> Iterator[list[RecordedTimeline]]:
-        """While open, every pass appends its measured timeline to the list that this gives."""
+    def recording(
+        self, profile: str | os.PathLike[str] | None = None
+    ) -> Iterator[list[RecordedTimeline]]:
+        """While open, every pass appends its measured timeline to the list that this gives.
+
+        Args:
+            profile: where torch.profiler's trace of all that is written, if it is wanted.
+
+        Raises:
+            InputError: torch.profiler cannot see the workers, or is running already; or its trace
+                cannot be written.
+        """
         timelines: list[RecordedTimeline] = []
-        self._timelines = timelines
-        try:
-            yield timelines
-        finally:
-            self._timelines = None
+        with self._profiler(profile):
+            self._timelines, self._profiled = timelines, profile is not None
+            try:
+                yield timelines
+            finally:
+                self._timelines, self._profiled = None, False
+
+    def _profiler(self, path: str | os.PathLike[str] | None) -> AbstractContextManager[None]:
+        if path is None:
+            return nullcontext()
+        if why := self.workers.why_not_profiled:
+            raise InputError(why)
+        role = self.workers.role
+        return profiled(of_worker(path, role.index) if role.name else path)
 
     @property
     def is_busy(self) -> bool:
