@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -22,8 +23,9 @@ from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
+from penstock.observe.profiled import of_worker, profiled
+from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
-from penstock.schedule import Timeline
 from penstock.steps import Steps
 from penstock.workers.backend import Workers
 from penstock.workers.ownership import Ownership
@@ -107,7 +109,9 @@ class Runner:
         self.counts = Counts()
         self._passes = 0
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
-        self._timelines: list[Timeline] | None = None
+        self._plan = plan
+        self._timelines: list[RecordedTimeline] | None = None
+        self._profiled = False
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
         self.steps = Steps(workers.board, plan.predicted_step_seconds, len(devices))
@@ -226,6 +230,7 @@ class Runner:
         return Order(
             *(what, ways.training, microbatches, modes, number, values, loss),
             recorded=recorded,
+            profiled=self._profiled,
             tokens=batch.tokens,
         )
 
@@ -333,7 +338,10 @@ class Runner:
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
         if self._timelines is not None and any(outcome.logs.values()):
-            self._timelines.append(timeline_of(outcome.logs, self._num_workers))
+            found = timeline_of(outcome.logs, self._num_workers)
+            self._timelines.append(
+                RecordedTimeline(found.num_workers, found.events, found.phases, plan=self._plan)
+            )
         return outcome
 
     def _finished(self, ticket: object, begun: int) -> Outcome:
@@ -349,14 +357,33 @@ class Runner:
             weakref.finalize(holder, forget, order.number).atexit = False
 
     @contextmanager
-    def recording(self) -> Iterator[list[Timeline]]:
-        """While open, every pass appends its measured timeline to the list that this gives."""
-        timelines: list[Timeline] = []
-        self._timelines = timelines
-        try:
-            yield timelines
-        finally:
-            self._timelines = None
+    def recording(
+        self, profile: str | os.PathLike[str] | None = None
+    ) -> Iterator[list[RecordedTimeline]]:
+        """While open, every pass appends its measured timeline to the list that this gives.
+
+        Args:
+            profile: where torch.profiler's trace of all that is written, if it is wanted.
+
+        Raises:
+            InputError: torch.profiler cannot see the workers, or is running already; or its trace
+                cannot be written.
+        """
+        timelines: list[RecordedTimeline] = []
+        with self._profiler(profile):
+            self._timelines, self._profiled = timelines, profile is not None
+            try:
+                yield timelines
+            finally:
+                self._timelines, self._profiled = None, False
+
+    def _profiler(self, path: str | os.PathLike[str] | None) -> AbstractContextManager[None]:
+        if path is None:
+            return nullcontext()
+        if why := self.workers.why_not_profiled:
+            raise InputError(why)
+        role = self.workers.role
+        return profiled(of_worker(path, role.index) if role.name else path)
 
     @property
     def is_busy(self) -> bool:
