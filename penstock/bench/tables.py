@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.record import DATA, ROOT
+from penstock.units import show_seconds
 
 PAGES = ("README.md", "docs/design.md", "docs/planning.md", "docs/watching.md")
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
@@ -130,7 +131,9 @@ def watched(report: dict[str, Any]) -> str:
             for median, low, high in (each["board"], each["recorded"])
         )
         name = f"{each['model']}, {each['workers']}"
-        lines.append(f"| {name} | {each['milliseconds']:.3g} ms | {board} | {recorded} |")
+        lines.append(
+            f"| {name} | {show_seconds(each['milliseconds'] / 1e3)} | {board} | {recorded} |"
+        )
     return "\n".join([*lines, "", f"Medians of pairs, with 95 % intervals. {_where(report)}"])
 
 

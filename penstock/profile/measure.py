@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
@@ -269,7 +270,7 @@ def _measured(
             agenda.refuse(rows)
             continue
         for kind, passes in new.items():
-            found[kind][rows] = min(found[kind].get(rows, passes), passes, key=_total)
+            found[kind][rows] = _better(found[kind].get(rows, passes), passes)
         cost = max(map(_total, new.values()))
         for kind, team in teams.items() if cost < _QUICK else ():
             ratios = team.contention(*batch_of(rows), on_contention)
@@ -281,6 +282,18 @@ def _measured(
     if progress:
         progress(done, agenda.expected, f"profiling halves on {', '.join(teams)}")
     return {kind: dict(sorted(timings.items())) for kind, timings in found.items()}, turns
+
+
+def _better(before: Sequence[Timing], now: Sequence[Timing]) -> list[Timing]:
+    """The faster passes of two times that a size was measured, and what is known of its calls.
+
+    The second time it may have been the whole program alone.
+    """
+    faster = list(min(before, now, key=_total))
+    if faster[0].forward or not before[0].forward:
+        return faster
+    pairs = zip(before, faster, strict=False)
+    return [replace(known, wholes=timing.wholes) for known, timing in pairs]
 
 
 def _whole(passes: Sequence[Timing]) -> tuple[float, float]:

@@ -256,6 +256,18 @@ def test_only_the_whole_is_timed_where_it_takes_long(monkeypatch: pytest.MonkeyP
     assert len(ran) == 4  # no further warm-up, as they take too long
 
 
+def test_what_is_known_of_calls_outlasts_a_faster_time_of_the_whole() -> None:
+    """A model that takes long is measured with its calls, and again without them."""
+    slow = [Timing([1.0, 3.0], [2.0, 2.0], [(5.0, 5.0)], [0.0, 0.5])] * 4
+    quick = [Timing([], [], [(3.0, 3.0)])] * 2
+    better = Timing([1.0, 3.0], [2.0, 2.0], [(3.0, 3.0)], [0.0, 0.5])
+    assert measure._better(slow, quick) == [better] * 2
+    assert measure._better(quick, slow) == quick
+    assert measure._better(slow, [Timing([], [], [(6.0, 6.0)])]) == slow
+    found = measure.device_profile("cpu", {2: measure._better(slow, quick)}, [0.0])
+    assert found.forward == ((0.75, 2.25),)
+
+
 def test_calls_have_their_part_of_the_nearest_size_where_only_the_whole_was_timed() -> None:
     timings = {
         1: [Timing([1.0, 3.0], [2.0, 2.0], [(4.0, 4.0)], [0.0, 0.5])],
