@@ -25,7 +25,7 @@ from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
 from penstock.board.metrics import Address, Server, address
 from penstock.board.runs import Run, publish
-from penstock.board.status import Status, status_here, status_of
+from penstock.board.status import Status, status_of
 from penstock.capture import Program
 from penstock.capture.capturing import CaptureOptions
 from penstock.capture.dims import BatchDim, Dynamic
@@ -395,7 +395,7 @@ class Pipeline:
         run = Run(self._description, board, board.path)  # which does not hold the pipeline
         port = where.port + self._description.rank if where.port else 0
         try:
-            return Server(where.host, port, lambda: status_here(run))
+            return Server(where.host, port, run)
         except InputError as error:
             if where.is_asked_for:
                 raise

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from penstock.board.status import Status
+from penstock.board.runs import Run
+from penstock.board.served import STATE, state_of
+from penstock.board.status import Status, status_here
 from penstock.errors import InputError
 
 VARIABLE = "PENSTOCK_METRICS"
@@ -62,7 +64,7 @@ class Server:
     Args:
         host: the address of an interface of this machine.
         port: 0 takes a free one.
-        status: gives the state now; called from another thread.
+        run: whose state is served, at `/metrics` and as JSON at `/state`.
 
     Attributes:
         url: where.
@@ -72,7 +74,7 @@ class Server:
         InputError: prometheus-client is not installed, or the port is not free.
     """
 
-    def __init__(self, host: str, port: int, status: Callable[[], Status]) -> None:
+    def __init__(self, host: str, port: int, run: Run) -> None:
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ModuleNotFoundError as error:
@@ -80,7 +82,7 @@ class Server:
                 "metrics= needs prometheus-client: pip install 'penstock[metrics]'"
             ) from error
         registry = CollectorRegistry()
-        registry.register(_Collector(status))
+        registry.register(_Collector(lambda: status_here(run)))
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -88,6 +90,7 @@ class Server:
                 f"metrics cannot be served at {host}:{port}: {error.strerror}. Give another port; "
                 "0 takes a free one, and Pipeline.metrics says which"
             ) from error
+        self._server.set_app(_with_state(self._server.get_app(), run))
         self.port: int = self._server.server_port
         self.url = f"http://{host}:{self.port}/metrics"
         self._process, self._is_closed = os.getpid(), False
@@ -108,6 +111,20 @@ class Server:
         self._server.shutdown()
         self._thread.join(_PATIENCE)
         self._server.server_close()
+
+
+def _with_state(metrics: Any, run: Run) -> Any:
+    """An application of WSGI that serves the state of a run, and leaves the rest to another."""
+
+    def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != STATE or environ["REQUEST_METHOD"] != "GET":
+            return metrics(environ, start)  # type: ignore[no-any-return]
+        found = state_of(run)
+        length = str(len(found))
+        start("200 OK", [("Content-Type", "application/json"), ("Content-Length", length)])
+        return [found]
+
+    return serve
 
 
 class _Collector:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.board.memory import Counted, Reading
 from penstock.board.process import STATE, fields, is_alive, memory_of
@@ -190,8 +190,30 @@ class Status:
         return f"<p>{lines}</p><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
+class Process(NamedTuple):
+    """What is known of a worker's process on its own machine.
+
+    Attributes:
+        memory: bytes that it has resident; 0 if that is not known.
+        most_memory: the most that it had.
+        state: `"running"`, `"stopped"` or `"gone"`.
+    """
+
+    memory: int
+    most_memory: int
+    state: str
+
+
+def process_of(pid: int) -> Process:
+    """What is known of a process of this machine."""
+    return Process(*memory_of(pid), _state(pid))
+
+
 def status_of(
-    description: Description, readings: Mapping[int, Reading], counted: Counted
+    description: Description,
+    readings: Mapping[int, Reading],
+    counted: Counted,
+    processes: Mapping[int, Process] | None = None,
 ) -> Status:
     """The state of a pipeline now.
 
@@ -199,6 +221,7 @@ def status_of(
         description: what it is.
         readings: of its workers' records, by number, as far as they are seen.
         counted: its passes.
+        processes: of its workers, by number, if it is on another machine; `None` if it is on this.
     """
     now, pace = time.monotonic_ns(), _Pace(counted)
     return Status(
@@ -217,7 +240,13 @@ def status_of(
         tokens_per_second=pace.per_second([step.tokens for step in counted.latest]) or None,
         pass_seconds=(now - counted.begun) / 1e9 if counted.begun else None,
         workers=tuple(
-            _worker(worker, readings.get(worker.number), description, now)
+            _worker(
+                worker,
+                readings.get(worker.number),
+                description,
+                now,
+                _here(worker, description) if processes is None else processes.get(worker.number),
+            )
             for worker in description.workers
         ),
         ranks=description.ranks,
@@ -246,15 +275,21 @@ class _Pace:
         return 1e9 * sum(amounts[1:]) / span if span else None
 
 
+def _here(worker: Worker, description: Description) -> Process:
+    found = process_of(worker.pid)
+    return found if worker.host == description.host else Process(0, 0, found.state)
+
+
 def _worker(
-    worker: Worker, reading: Reading | None, description: Description, now: int
+    worker: Worker,
+    reading: Reading | None,
+    description: Description,
+    now: int,
+    process: Process | None,
 ) -> WorkerStatus:
-    is_here = worker.host == description.host
-    memory, most = memory_of(worker.pid) if is_here else (0, 0)
+    memory, most, state = process or Process(0, 0, "elsewhere")
     if reading is None:
         reading, state = Reading.nothing(), "elsewhere"
-    else:
-        state = _state(worker.pid)
     if reading.most_held:
         memory, most = reading.held, reading.most_held
     activity = reading.activity

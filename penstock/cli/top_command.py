@@ -28,7 +28,7 @@ _FIGURE = 130  # columns
 
 
 @click.command("top")
-@click.argument("pid", type=int, required=False)
+@click.argument("which", metavar="[PID | HOST:PORT | FOLDER]", required=False)
 @click.option("--once", is_flag=True, help="Print the state once, and end.")
 @click.option("--stacks", is_flag=True, help="With what the threads of the workers are doing.")
 @click.option(
@@ -59,7 +59,7 @@ _FIGURE = 130  # columns
 )
 @reported
 def command(
-    pid: int | None,
+    which: str | None,
     once: bool,
     stacks: bool,
     interval: float,
@@ -68,7 +68,10 @@ def command(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what the workers of running pipelines do, of those in process PID or of all.
+    """Show what the workers of running pipelines do, of all, or of one.
+
+    PID is that of a process; HOST:PORT the address where the metrics of a pipeline on any machine
+    are served; FOLDER what Pipeline(run=...) writes.
 
     It looks at memory that they write, so it disturbs nobody, and works while a pipeline hangs. It
     shows the pipelines of this user on this machine; under torchrun those of all its ranks.
@@ -83,12 +86,11 @@ def command(
     from rich.console import Console
 
     from penstock.observe.live import LiveView
-    from penstock.observe.watch import Watch
 
-    watch = Watch(pid)
+    watch = _watch(which)
     watch.find()
     if not watch.jobs:
-        of = f"process {pid} drives none" if pid else "none is running"
+        of = f"process {which} drives none" if which else "none is running"
         raise InputError(
             f"no pipeline of this user is to be seen on this machine: {of}. It is seen from when "
             "it is built until it is closed, by the same user with the same XDG_RUNTIME_DIR"
@@ -115,6 +117,34 @@ def command(
         return
     with _keys() as pressed:
         _live(LiveView(watch, interval, stacks, Path()), console, pressed)
+
+
+def _watch(which: str | None) -> Watch:
+    """Looks at all pipelines of this user, or at the one that is named.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    from penstock.observe.remote import Served, Written
+    from penstock.observe.watch import Watch
+
+    if which is None or which.isdecimal():
+        return Watch(int(which) if which else None)
+    if Path(which).is_dir():
+        written = Written(Path(which))
+        watch = Watch(source=written.find)
+        watch.nothing = lambda: written.nothing
+        return watch
+    if ":" not in which:
+        raise InputError(
+            f"{which!r} is neither the PID of a process, nor HOST:PORT where metrics are served, "
+            "nor a folder that Pipeline(run=...) writes"
+        )
+    served = Served(which)
+    served.wait_for_others()
+    watch = Watch(source=served.find)
+    watch.nothing = lambda: served.nothing
+    return watch
 
 
 def _write(watch: Watch, record: Path | None, report: Path | None, as_json: bool) -> None:

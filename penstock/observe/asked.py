@@ -17,7 +17,8 @@ from penstock.board.control import SUFFIX, ask
 from penstock.board.memory import Log
 from penstock.board.phases import timeline_of
 from penstock.board.runs import Run
-from penstock.errors import PenstockError
+from penstock.board.served import Remote, Shown
+from penstock.errors import InputError, PenstockError
 from penstock.observe.trace import require_perfetto, save_trace
 from penstock.plan.plan import Plan
 from penstock.schedule import Timeline
@@ -62,13 +63,16 @@ def free_path(folder: Path, name: str, suffix: str) -> Path:
     return next(path for n in names if not (path := folder / f"{n}{suffix}").exists())
 
 
-def stacks_of(runs: Sequence[Run]) -> Mapping[str, str]:
+def stacks_of(runs: Sequence[Shown]) -> Mapping[str, str]:
     """What the threads of their workers are doing, by process and worker."""
     found: dict[str, str] = {}
     for run in runs:
+        title = f"process {run.description.pid}"
+        if isinstance(run, Remote):
+            found[title] = _only_there(run)
+            continue
         if run.path is None:
             continue
-        title = f"process {run.description.pid}"
         try:
             stacks = ask(run.path.with_suffix(SUFFIX), "stacks")
         except (OSError, ValueError) as error:
@@ -78,7 +82,7 @@ def stacks_of(runs: Sequence[Run]) -> Mapping[str, str]:
     return found
 
 
-def history_of(run: Run) -> History:
+def history_of(run: Shown) -> History:
     """What a running pipeline knows of its run.
 
     Raises:
@@ -120,7 +124,7 @@ class Recorded(NamedTuple):
         return {**measured, "predicted": self.plan.timeline()}
 
 
-def record_step(runs: Sequence[Run], patience: float = PATIENCE) -> Recorded:
+def record_step(runs: Sequence[Shown], patience: float = PATIENCE) -> Recorded:
     """Have the next step recorded, and wait for it.
 
     Args:
@@ -141,7 +145,7 @@ def record_step(runs: Sequence[Run], patience: float = PATIENCE) -> Recorded:
             )
         time.sleep(_PAUSE)
         for number, run in enumerate(runs):
-            if not run.is_alive or run.path is None or not run.path.exists():
+            if not _is_there(run):
                 raise PenstockError(f"no timeline: the pipeline of {_name(run)} was closed")
             if number in found or run.board.counted().steps == steps[number]:
                 continue
@@ -153,7 +157,7 @@ def record_step(runs: Sequence[Run], patience: float = PATIENCE) -> Recorded:
 
 
 def save_timeline(
-    runs: Sequence[Run],
+    runs: Sequence[Shown],
     path: Path | Callable[[int], Path],
     patience: float = PATIENCE,
 ) -> tuple[int, Path]:
@@ -178,7 +182,7 @@ def save_timeline(
     return found.step, path
 
 
-def save_report_of(runs: Sequence[Run], path: Path) -> None:
+def save_report_of(runs: Sequence[Shown], path: Path) -> None:
     """Write the report of a run so far.
 
     Args:
@@ -195,12 +199,15 @@ def save_report_of(runs: Sequence[Run], path: Path) -> None:
     save_report(history_of(runs[0]), path)
 
 
-def _answer(run: Run, question: str) -> object:
+def _answer(run: Shown, question: str) -> object:
     """What a pipeline answers.
 
     Raises:
         PenstockError: nothing.
+        InputError: it is on another machine.
     """
+    if isinstance(run, Remote):
+        raise InputError(_only_there(run))
     if run.path is None:
         raise PenstockError(f"{_name(run)} cannot be asked: its board has no name")
     try:
@@ -209,5 +216,18 @@ def _answer(run: Run, question: str) -> object:
         raise PenstockError(f"{_name(run)} does not answer: {error}") from error
 
 
-def _name(run: Run) -> str:
+def _is_there(run: Shown) -> bool:
+    """Whether it can still be asked."""
+    return isinstance(run, Run) and run.is_alive and run.path is not None and run.path.exists()
+
+
+def _only_there(run: Remote) -> str:
+    about = run.description
+    return (
+        f"stacks, timelines and reports are to be had on the pipeline's own machine only: call "
+        f"penstock top {about.pid} on {about.host}"
+    )
+
+
+def _name(run: Shown) -> str:
     return f"process {run.description.pid}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.board.memory import Reading
-from penstock.board.runs import Run, find
+from penstock.board.runs import find
+from penstock.board.served import Remote, Shown
 from penstock.board.status import Status, WorkerStatus, status_of
 from penstock.observe.asked import stacks_of
 from penstock.observe.staircase import Staircase
@@ -21,7 +22,7 @@ from penstock.units import show_bytes, show_seconds
 
 LEGEND = "0-9 forwards, a-z backwards, L loss, R recomputation, > send, . wait, + other"
 KEYS = "q quit   s stacks   t timeline   r report   space pause"
-NOTHING = Text("no pipeline is running", style="yellow")
+NOTHING = "no pipeline is running"
 
 WIDE = 100
 """Columns of a screen, below which less is shown."""
@@ -55,20 +56,24 @@ class Watch:
 
     Args:
         pid: of a process that drives one, or has a worker of it; `None` for all of this user.
+        source: gives what there is instead, such as what is served at an address.
     """
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._pid = pid
+    def __init__(
+        self, pid: int | None = None, source: Callable[[], Sequence[Shown]] | None = None
+    ) -> None:
+        self._source = source or (lambda: find(pid))
+        self.nothing: Callable[[], str] = lambda: NOTHING
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._stairs: dict[str, Staircase] = {}
-        self.jobs: list[list[Run]] = []
+        self.jobs: list[list[Shown]] = []
         self.stacks: Mapping[str, str] = {}
 
     def find(self) -> None:
         """Look which pipelines there are; the ranks of a job are one."""
         known = {run.path: run for job in self.jobs for run in job}
-        jobs: dict[str, list[Run]] = {}
-        for found in find(self._pid):
+        jobs: dict[str, list[Shown]] = {}
+        for found in self._source():
             run = known.get(found.path, found)
             jobs.setdefault(run.description.job or str(run.path), []).append(run)
         self.jobs = [sorted(job, key=lambda run: run.description.rank) for job in jobs.values()]
@@ -100,7 +105,7 @@ class Watch:
         """Ask every pipeline what the threads of its workers are doing."""
         self.stacks = stacks_of([run for job in self.jobs for run in job])
 
-    def name(self, job: Sequence[Run]) -> str:
+    def name(self, job: Sequence[Shown]) -> str:
         """What no other pipeline is called."""
         return str(job[0].path)
 
@@ -108,14 +113,18 @@ class Watch:
         """The state of every pipeline."""
         return [self._status(job) for job in self.jobs]
 
-    def _status(self, job: Sequence[Run]) -> Status:
-        return status_of(job[0].description, _readings(job), job[0].board.counted())
+    def _status(self, job: Sequence[Shown]) -> Status:
+        remote = [run for run in job if isinstance(run, Remote)]
+        processes = {number: p for run in remote for number, p in run.processes().items()}
+        counted = job[0].board.counted()
+        known = processes if remote else None
+        return status_of(job[0].description, _readings(job), counted, known)
 
     def view(self, width: int, keys: bool = False) -> RenderableType:
         """All of it, for a screen of so many columns."""
         parts = [part for place in range(len(self.jobs)) for part in self._shown(place, width)]
         if not self.jobs:
-            parts.append(NOTHING)
+            parts.append(self._none())
         for name, stack in self.stacks.items():
             parts += [stack_of(name, stack), Text()]
         footer = [LEGEND, *([KEYS] if keys else [])]
@@ -137,7 +146,10 @@ class Watch:
         for place in places:
             title = _title(place, place == selected) if len(self.jobs) > 1 else Text()
             parts += self._shown(place, width, title, with_steps)
-        return Group(*parts) if parts else NOTHING
+        return Group(*parts) if parts else self._none()
+
+    def _none(self) -> Text:
+        return Text(self.nothing(), style="yellow")
 
     def _shown(
         self, place: int, width: int, title: Text | None = None, with_steps: bool = False
@@ -150,7 +162,7 @@ class Watch:
         head = _headline(title or Text(), status)
         return [*head, Text(), _table(status.workers, seen, width), *steps, Text()]
 
-    def _step(self, job: Sequence[Run], status: Status, width: int) -> list[Text]:
+    def _step(self, job: Sequence[Shown], status: Status, width: int) -> list[Text]:
         """The step that is under way, as far as it was seen; nothing if steps are too short."""
         stairs = self._staircase(job)
         lines = stairs.lines(width) if stairs.is_worth_it(status.step_seconds) else []
@@ -162,15 +174,15 @@ class Watch:
         style = "" if stairs.is_under_way else "dim"
         return [Text(), Text(caption, style="dim"), *(Text(line, style=style) for line in lines)]
 
-    def _of(self, job: Sequence[Run], number: int) -> _Seen:
+    def _of(self, job: Sequence[Shown], number: int) -> _Seen:
         return self._seen.setdefault((self.name(job), number), _Seen())
 
-    def _staircase(self, job: Sequence[Run]) -> Staircase:
+    def _staircase(self, job: Sequence[Shown]) -> Staircase:
         predicted = job[0].description.predicted_seconds
         return self._stairs.setdefault(self.name(job), Staircase(predicted))
 
 
-def _readings(job: Sequence[Run]) -> dict[int, Reading]:
+def _readings(job: Sequence[Shown]) -> dict[int, Reading]:
     """What the records of all its processes say."""
     return {number: reading for run in job for number, reading in run.readings().items()}
 

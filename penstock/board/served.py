@@ -1,0 +1,263 @@
+"""The state of a pipeline as its server of metrics gives it, read on any machine."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.board.memory import Counted, Reading
+from penstock.board.runs import Description, Run
+from penstock.board.status import Process, process_of
+from penstock.errors import InputError
+
+STATE = "/state"
+"""The path of it."""
+
+_VERSION = 1
+_LONGEST = 4 << 20  # bytes of an answer
+_PATIENCE = 3.0  # seconds for one
+_PAUSE = 0.25  # seconds between an answer and the next question
+_TRIES = 3  # without an answer, until it is gone
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank knows of its workers.
+
+    Attributes:
+        penstock: the version of this format.
+        now: when that was, by the clock of which its times are, in nanoseconds.
+        description: of the pipeline.
+        readings: what the records of its workers say, in the order of `description.recorded`.
+        processes: those of these workers, in the same order.
+        counted: the passes.
+    """
+
+    penstock: int
+    now: int
+    description: Description
+    readings: Sequence[Reading]
+    processes: Sequence[Process]
+    counted: Counted
+
+    def later(self, by: int) -> State:
+        """The same by a clock that is so many nanoseconds ahead."""
+        counted = self.counted
+        latest = [replace(step, end=step.end + by) for step in counted.latest]
+        begun = counted.begun and counted.begun + by
+        readings = [replace(r, since=r.since and r.since + by) for r in self.readings]
+        return msgspec.structs.replace(
+            self,
+            now=self.now + by,
+            readings=readings,
+            counted=replace(counted, begun=begun, latest=latest),
+        )
+
+
+def state_of(run: Run) -> bytes:
+    """The state of a run now, as JSON."""
+    description = run.description
+    pids = {worker.number: worker.pid for worker in description.workers}
+    state = State(
+        penstock=_VERSION,
+        now=time.monotonic_ns(),
+        description=description,
+        readings=run.board.readings(),
+        processes=[process_of(pids[number]) for number in description.recorded],
+        counted=run.board.counted(),
+    )
+    return msgspec.json.encode(state)
+
+
+def url_of(text: str) -> str:
+    """Where the state is that is served at `HOST:PORT` or a URL.
+
+    Raises:
+        InputError: it is neither.
+    """
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or parts.scheme != "http":
+        raise InputError(
+            f"{text!r} is no address of metrics: give HOST:PORT, such as 127.0.0.1:9100, or a URL, "
+            "such as http://127.0.0.1:9100/metrics; Pipeline.metrics says which"
+        )
+    return _url(host, port)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{STATE}"
+
+
+class Remote:
+    """A pipeline, or a rank's part of one, as its server of metrics says; asked in a thread.
+
+    It has what a view takes from a `Run`. Times are by the clock of this machine.
+
+    Args:
+        url: of the state.
+
+    Attributes:
+        path: what no other is called.
+        board: has `counted()`.
+        problem: why there is no state; empty if there is one, or none yet.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.problem = url, ""
+        self.path = PurePosixPath(url)
+        self._state: State | None = None
+        self._by: int | None = None
+        self._first, self._is_closed = threading.Event(), threading.Event()
+        threading.Thread(target=self._ask, name="penstock-remote", daemon=True).start()
+
+    @property
+    def board(self) -> Remote:
+        """Itself."""
+        return self
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has answered, and goes on answering."""
+        return self._state is not None and not self.problem
+
+    @property
+    def description(self) -> Description:
+        """What it is."""
+        return self._known.description
+
+    @property
+    def _known(self) -> State:
+        if self._state is None:
+            raise InputError(self.problem or f"{self.url} has not answered yet")
+        return self._state
+
+    def readings(self) -> dict[int, Reading]:
+        """What the records of its workers said at the latest answer, by their numbers."""
+        return dict(zip(self.description.recorded, self._known.readings, strict=True))
+
+    def processes(self) -> Mapping[int, Process]:
+        """What is known of the processes of its workers, by their numbers."""
+        return dict(zip(self.description.recorded, self._known.processes, strict=True))
+
+    def counted(self) -> Counted:
+        """The passes, at the latest answer."""
+        return self._known.counted
+
+    def wait(self) -> None:
+        """Wait for the first answer.
+
+        Raises:
+            InputError: there is none, or it is not what Penstock serves.
+        """
+        if not self._first.wait(_PATIENCE + 1):
+            self.problem = _said(self.url, f"there was no answer within {_PATIENCE:.0f} s")
+        if self.problem:
+            self.close()
+            raise InputError(self.problem)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._is_closed.set()
+
+    def _ask(self) -> None:
+        failed = 0
+        while not self._is_closed.is_set():
+            try:
+                self._take(_fetched(self.url))
+                failed, self.problem = 0, ""
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                failed += 1
+                if self._state is None or failed >= _TRIES:
+                    self.problem = _said(self.url, _why(error))
+            self._first.set()
+            self._is_closed.wait(_PAUSE)
+
+    def _take(self, state: State) -> None:
+        if self._by is None or self._state is None or self._state.description != state.description:
+            self._by = time.monotonic_ns() - state.now
+        self._state = state.later(self._by)
+
+
+def others_of(first: Remote) -> list[str]:
+    """Where the states of the other ranks should be: rank k serves at the next port but k."""
+    about, where = first.description, urlsplit(first.url)
+    host, port = where.hostname or "", (where.port or 0) - about.rank
+    if about.ranks == 1:
+        return []
+    return [
+        _url(host if worker.host == about.host else worker.host, port + worker.number)
+        for worker in about.workers
+        if worker.number != about.rank and 0 < port + worker.number < 1 << 16
+    ]
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Nowhere else: the state is where it is said to be."""
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+
+
+def _fetched(url: str) -> State:
+    """What is served there.
+
+    Raises:
+        OSError: nobody answers, or not in time.
+        HTTPException: it does not speak HTTP.
+        ValueError: it is not the state of a pipeline.
+    """
+    end, data = time.monotonic() + _PATIENCE, bytearray()
+    with _OPENER.open(url, timeout=_PATIENCE) as answer:
+        while more := answer.read1(1 << 16):
+            data += more
+            if len(data) > _LONGEST:
+                raise ValueError(f"the answer has more than {_LONGEST >> 20} MiB")
+            if time.monotonic() > end:
+                raise TimeoutError
+    state = msgspec.json.decode(data, type=State)
+    about = state.description
+    if state.penstock != _VERSION:
+        raise ValueError(f"it is of version {state.penstock}; this Penstock reads {_VERSION}")
+    if not len(state.readings) == len(state.processes) == len(about.recorded):
+        raise ValueError("it does not say what every worker does")
+    return state
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"the server answers {error.code} {error.reason}"
+    if isinstance(error, urllib.error.URLError):
+        error = error.reason if isinstance(error.reason, Exception) else error
+    if isinstance(error, TimeoutError):
+        return f"there was no answer within {_PATIENCE:.0f} s"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    if isinstance(error, (socket.gaierror, OSError)):
+        return error.strerror or str(error)
+    return f"the answer is not the state of a pipeline ({error})"
+
+
+def _said(url: str, why: str) -> str:
+    return (
+        f"no pipeline is to be seen at {url}: {why}. Pipeline(metrics=9100) serves it on its own "
+        'machine, metrics="0.0.0.0:9100" to others; Pipeline.metrics says where'
+    )
+
+
+Shown = Run | Remote
+"""What a view shows."""

@@ -1,0 +1,197 @@
+"""A pipeline of another machine, and the one that writes a folder, in `penstock top`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.board import served as module
+from penstock.board.served import Remote, url_of
+from penstock.cli import main
+from penstock.observe.remote import Served
+from penstock.observe.watch import Watch
+
+pytestmark = pytest.mark.usefixtures("boards")
+
+
+def pipeline(**options: object) -> ps.Pipeline:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    given = {"cuts": ["1"], "schedule": "1f1b", "num_microbatches": 2, "audit": None, **options}
+    return ps.Pipeline(model, (torch.ones(4, 3),), devices=["cpu", "cpu"], **given)
+
+
+def top(*arguments: str) -> tuple[int, str, str]:
+    found = CliRunner().invoke(main, ["top", *arguments])
+    return found.exit_code, found.stdout, found.stderr
+
+
+@contextmanager
+def answering(data: bytes, pause: float = 0.0) -> Iterator[str]:
+    """A server that says this to everybody, byte by byte if there is a pause between them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    other, _ = listener.accept()
+                    with other:
+                        other.recv(1 << 12)
+                        pieces = [data[k : k + 1] for k in range(len(data))] if pause else [data]
+                        for piece in pieces:
+                            other.sendall(piece)
+                            time.sleep(pause)
+                except OSError:
+                    if listener.fileno() < 0:
+                        return
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_pipeline_is_shown_from_its_address() -> None:
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0) as pipe:
+        for _ in range(3):
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        code, out, err = top(pipe.metrics, "--json", "--stacks", "--interval", "0.1")
+        assert code == 0, err
+        found = json.loads(out)
+        (status,) = found["pipelines"]
+        assert status["steps"] == 3
+        assert [worker["state"] for worker in status["workers"]] == ["running", "running"]
+        assert status["workers"][0]["memory"] > 0
+        assert "own machine only" in next(iter(found["stacks"].values()))
+        code, _, err = top(pipe.metrics, "--report", "a.html")
+        assert code == 2
+        assert f"penstock top {os.getpid()} on" in err
+
+
+def test_times_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0) as pipe:
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        fetched = module._fetched
+        monkeypatch.setattr(module, "_fetched", lambda url: fetched(url).later(10**15))
+        remote = Remote(url_of(pipe.metrics))
+        remote.wait()
+        assert 0 <= time.monotonic_ns() - remote.counted().latest[-1].end < 20e9
+        remote.close()
+
+
+def test_one_that_goes_away_is_gone() -> None:
+    with pipeline(metrics=0) as pipe:
+        served = Served(pipe.metrics)
+        watch = Watch(source=served.find)
+        watch.find()
+        assert len(watch.jobs) == 1
+    end = time.monotonic() + 20
+    while watch.jobs:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+        watch.look()
+        watch.find()
+    assert "the pipeline is gone" in served.nothing
+    assert "nobody listens there" in served.nothing
+
+
+HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (HEAD + b"<html>", "not the state of a pipeline"),
+        (HEAD + b"{}", "not the state of a pipeline"),
+        (HEAD + b"x" * (5 << 20), "more than 4 MiB"),
+        (b"HTTP/1.0 404 Not Found\r\n\r\n", "404 Not Found"),
+        (b"SSH-2.0\r\n", "not the state"),
+        (b"", "no pipeline is to be seen"),
+    ],
+)
+def test_other_servers(answer: bytes, said: str) -> None:
+    with answering(answer) as where:
+        code, _, err = top(where, "--once")
+    assert code == 2
+    assert said in " ".join(err.split())
+
+
+def test_a_slow_server() -> None:
+    with answering(HEAD + b" " * 1000, pause=0.05) as where:
+        began = time.monotonic()
+        code, _, err = top(where, "--once")
+    assert time.monotonic() - began < 10
+    assert code == 2
+    assert "no answer within 3 s" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("wrong", ["host:", "https://a:1/", "a:99999", "nothing"])
+def test_what_is_no_address(wrong: str) -> None:
+    code, _, err = top(wrong, "--once")
+    assert code == 2
+    assert "HOST:PORT" in err
+
+
+def test_the_folder_of_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    with pipeline(run=folder), pipeline():
+        code, out, err = top(str(folder), "--json", "--interval", "0.1")
+        assert code == 0, err
+        assert len(json.loads(out)["pipelines"]) == 1
+    code, _, err = top(str(folder), "--once")
+    assert code == 2
+    assert "was closed" in err
+    assert f"penstock report {folder}" in err
+
+
+RANKS = """
+import time, torch
+from torch import nn
+from torch.nn import functional as F
+import penstock as ps
+model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+x = torch.ones(4, 3)
+pipe = ps.Pipeline(
+    model, (x,), devices=["cpu"], cuts=["1"], schedule="1f1b", num_microbatches=2, audit=None
+)
+while True:
+    pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    time.sleep(0.02)
+"""
+
+
+def test_all_ranks_from_the_address_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(tmp_path / "train.py")]
+    environment = {**os.environ, "PENSTOCK_METRICS": str(port)}
+    job = subprocess.Popen(command, env=environment)
+    try:
+        end, states = time.monotonic() + 90, []
+        while states != ["running", "running"]:
+            assert time.monotonic() < end, states
+            code, out, _ = top(f"127.0.0.1:{port}", "--json", "--interval", "0.1")
+            (status,) = json.loads(out)["pipelines"] if code == 0 else [{"workers": []}]
+            states = [worker["state"] for worker in status["workers"]]
+            time.sleep(0.2)
+        assert status["ranks"] == 2
+    finally:
+        job.terminate()
+        job.wait(30)
