@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.capture import Program, capture
+    from penstock.checkpoint.autosave import resume
+    from penstock.checkpoint.batches import Batches
     from penstock.checkpoint.checkpoint import Checkpoint, load
     from penstock.comparison.compare import VerifyReport
     from penstock.errors import (
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AuditError": "penstock.errors",
+    "Batches": "penstock.checkpoint.batches",
     "CaptureError": "penstock.errors",
     "Checkpoint": "penstock.checkpoint.checkpoint",
     "CheckpointError": "penstock.errors",
@@ -62,6 +65,7 @@ _HOMES = {
     "capture": "penstock.capture",
     "empty_weights": "penstock.weights",
     "load": "penstock.checkpoint.checkpoint",
+    "resume": "penstock.checkpoint.autosave",
     "plan": "penstock.plan",
     "profile": "penstock.profile.measure",
     "verify": "penstock.verification",
@@ -69,6 +73,7 @@ _HOMES = {
 
 __all__ = [
     "AuditError",
+    "Batches",
     "CaptureError",
     "Checkpoint",
     "CheckpointError",
@@ -94,6 +99,7 @@ __all__ = [
     "load",
     "plan",
     "profile",
+    "resume",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from penstock.board.status import Status, status_of
 from penstock.capture import Program
 from penstock.capture.capturing import CaptureOptions
 from penstock.capture.dims import BatchDim, Dynamic
+from penstock.checkpoint.autosave import Autosave
 from penstock.checkpoint.saver import Save, Saver
 from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices
@@ -272,6 +274,7 @@ class Pipeline:
         chosen = WorkerOptions(workers, devices, timeout, allocator, request.least_workers)
         self.model = model
         self._served_at = served
+        self._autosave: Autosave | None = None
         self._dividing = _Dividing(model)
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
@@ -454,6 +457,7 @@ class Pipeline:
                 Gradients and buffers are as before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
+        self._save_if_due()
         scale = scale_of(scaler)
         objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs, scale)
         with explaining(self.model, args, kwargs, target):
@@ -492,6 +496,7 @@ class Pipeline:
         Raises:
             InputError, AuditError, WorkerError, ClosedError: as `train_step` does.
         """
+        self._save_if_due()
         scale, by_hand = scale_of(scaler), True
         objective = Objective(
             targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale, by_hand
@@ -547,6 +552,8 @@ class Pipeline:
             WorkerError: a stage failed; the original error is its cause.
             ClosedError: the pipeline is closed.
         """
+        if self.model.training and torch.is_grad_enabled():
+            self._save_if_due()
         return self._passes.call(args, kwargs)
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
@@ -827,6 +834,38 @@ class Pipeline:
         """
         with self._runner.steps.during("saving"):
             return self._saver.save(path, background, things)
+
+    def autosave(self, path: str | os.PathLike[str], *, every: int, **things: Any) -> Autosave:
+        """Save by itself every so many training passes, in the background.
+
+        It happens as the next pass begins, when the optimizer, schedulers and scalers have done
+        their step: at the first one at which no gradients are being accumulated. `penstock.resume`
+        goes on from there. Errors of a save are raised by the next one, or by `close()`. What comes
+        after the last of them is saved by `save`. Called again, it takes the place of the earlier.
+
+        Args:
+            path: the folder; a checkpoint in it is replaced, as by `save`. Under torchrun all ranks
+                must see the same folder.
+            every: passes that train: calls of `train_step`, or of the pipeline with gradients.
+            **things: as in `save`, and `penstock.Batches`, of which the batch in hand is not done.
+
+        Returns:
+            a handle, whose `remove()` ends it.
+
+        Raises:
+            InputError: `every` is no number of steps.
+        """
+        self._autosave = Autosave(Path(path), every, things, self._runner.counts.trained)
+        return self._autosave
+
+    def _save_if_due(self) -> None:
+        """Save before a pass that trains, if that was asked for."""
+        if self._autosave is not None:
+            self._autosave.before_step(
+                self._runner.counts.trained,
+                self.model.parameters(),
+                lambda path, things: self.save(path, background=True, **things),
+            )
 
     def random_state(self) -> dict[str, int]:
         """Return the state on which the random numbers of the next passes depend.
