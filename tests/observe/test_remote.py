@@ -175,7 +175,6 @@ while True:
 """
 
 
-@pytest.mark.skip(reason="not seen passing yet")
 def test_all_ranks_from_the_address_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
     with socket.create_server(("127.0.0.1", 0)) as free:
