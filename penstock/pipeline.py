@@ -201,7 +201,8 @@ class Pipeline:
             'penstock[metrics]'`.
         run: a folder where what is known of the run is kept, for `penstock report`: the plan, the
             time of every step, what workers did in a few steps, and what happened. Some hundred
-            kilobytes for an hour. Under torchrun, rank 0 writes it. By default it is kept in
+            kilobytes for an hour. Under torchrun, rank 0 writes it. What an earlier run has left
+            there is moved to a folder in it, `earlier-1` and so on. By default it is kept in
             memory, for `report`.
         progress: called while the pipeline is built, with the number of steps done, the number of
             all steps, and a description. `"auto"` shows a progress line after two seconds, in a
@@ -291,7 +292,7 @@ class Pipeline:
             plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
             self._start(backend, plan, stack)
             if run is not None and self._workers.role.index == 0:
-                self._runner.steps.kept.folder = RunFolder(run, self._about())
+                self._runner.steps.kept.write_to(RunFolder(run, self._about()))
             stack.pop_all()
 
     def _start(self, backend: Backend, plan: Plan, stack: ExitStack) -> None:
@@ -755,8 +756,7 @@ class Pipeline:
             detail, oldest first; without those in which there was an audit, unless there are no
             others.
         """
-        records = usual(list(self._runner.steps.kept.records))
-        return [account(record, self.plan) for record in records]
+        return self._runner.steps.kept.accounts(self.plan)
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> None:
         """Write a report of the run: one HTML file that needs nothing else.
@@ -922,7 +922,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the workers. The model keeps its weights."""
-        self._runner.steps.kept.flush()
+        self._runner.steps.kept.close()
         self._stop()
 
     def _stop(self) -> None:
