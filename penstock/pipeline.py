@@ -17,10 +17,9 @@ from msgspec.structs import replace as replace_fields
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.account.attribution import DATA, Account, account
+from penstock.account.attribution import Account
 from penstock.account.drift import drift
 from penstock.account.history import About, History, RunFolder
-from penstock.account.record import usual
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
 from penstock.board.metrics import Address, Server, address
@@ -48,7 +47,7 @@ from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute, Request
 from penstock.planning.planner import better_plan, decide_plan
 from penstock.runner import Runner
-from penstock.steps import StepHook, answers, note_optimizers
+from penstock.steps import Loading, StepHook, answers, note_optimizers
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
@@ -709,11 +708,13 @@ class Pipeline:
 
         It is called in the user's thread, when the gradients of the parameters are there: at the
         end of `train_step`, and in the `backward()` of a loss of `pipe(x)`, which still has to
-        pass on what is before the pipeline. What it raises is raised there.
+        pass on what is before the pipeline. What it raises is raised there, when all hooks were
+        called.
 
         Args:
             hook: called with a dictionary of numbers: `"step"`, counted from 1; `"step_seconds"`
-                that its passes took, without the optimizer; `"predicted_seconds"`, by the plan;
+                that its passes took, without the optimizer; `"predicted_seconds"`, by the plan,
+                for a batch of its size;
                 `"samples"`, the rows of its batch, and `"samples_per_second"` since the step
                 before; `"tokens"` and `"tokens_per_second"`, if an input has integers in two or
                 more dimensions; and `"loss"` of `train_step`, which waits for the device.
@@ -723,22 +724,17 @@ class Pipeline:
         """
         return self._runner.steps.hook(hook)
 
-    def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a data loader, and note how long the script waits for each.
+    def loading(self, batches: Iterable[T]) -> Loading[T]:
+        """The batches of a data loader, of which is noted how long the script waits for each.
 
-        `report` then tells data from other things that the script does between steps.
+        `report` then tells data from other things that the script does between steps. Batches that
+        another thread loads ahead are not waited for while it does.
 
         Args:
-            batches: any iterable, such as a `torch.utils.data.DataLoader`.
+            batches: any iterable, such as a `torch.utils.data.DataLoader`. If it has a length, what
+                is returned has one, too, and each `for` over that begins anew.
         """
-        source = iter(batches)
-        while True:
-            with self._runner.steps.during(DATA):
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    return
-            yield batch
+        return Loading(batches, lambda what: self._runner.steps.during(what))
 
     def history(self) -> History:
         """What is known of the run: the times of steps, what workers did in a few, what happened.
