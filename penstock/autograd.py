@@ -98,8 +98,10 @@ class Passage:
             )
         order, self._order = self._order, None
         back = order.back(dict(enumerate(self.gradients)), ambient(), wanted)
-        gradients = self._runner.run(back).gradients
-        self._runner.steps.tell()
+        steps = self._runner.steps
+        with steps.failing():
+            gradients = self._runner.run(back).gradients
+            steps.tell()
         return gradients
 
 

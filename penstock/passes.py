@@ -169,7 +169,8 @@ class Passes:
     def _result(self, started: _Started) -> Any:
         """Wait for a batch of `map`, and put its result together."""
         ticket, result = started
-        return result(self._runner.finish(ticket).parts)
+        with self._runner.steps.failing():
+            return result(self._runner.finish(ticket).parts)
 
     def step(self, what: Pass, name: str, inputs: Whole | ByHand, objective: Objective) -> Any:
         """A pass of a batch that ends in a loss, see `Pipeline.train_step`.
@@ -229,7 +230,8 @@ class Passes:
     def _operation(self, what: str) -> Iterator[None]:
         """An operation of all that run the script; models in other modes are in another one."""
         name = what if self._model.training else f"{what} in evaluation mode"
-        with self._runner.steps.during(CALL), self._workers.operation(name):
+        steps = self._runner.steps
+        with steps.during(CALL), steps.failing(), self._workers.operation(name):
             yield
 
     def _batch(self, inputs: Whole | ByHand, trains: bool) -> Batch:

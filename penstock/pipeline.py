@@ -18,10 +18,9 @@ from msgspec.structs import replace as replace_fields
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.account.attribution import DATA, Account, account
+from penstock.account.attribution import Account
 from penstock.account.drift import drift
 from penstock.account.history import About, History, RunFolder
-from penstock.account.record import usual
 from penstock.audit.auditor import Audited, Auditor
 from penstock.audit.pace import Setting
 from penstock.board.metrics import Address, Server, address
@@ -50,7 +49,7 @@ from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute, Request
 from penstock.planning.planner import better_plan, decide_plan
 from penstock.runner import Runner
-from penstock.steps import StepHook, answers, note_optimizers
+from penstock.steps import Loading, StepHook, answers, note_optimizers
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
@@ -203,7 +202,8 @@ class Pipeline:
             'penstock[metrics]'`.
         run: a folder where what is known of the run is kept, for `penstock report`: the plan, the
             time of every step, what workers did in a few steps, and what happened. Some hundred
-            kilobytes for an hour. Under torchrun, rank 0 writes it. By default it is kept in
+            kilobytes for an hour. Under torchrun, rank 0 writes it. What an earlier run has left
+            there is moved to a folder in it, `earlier-1` and so on. By default it is kept in
             memory, for `report`.
         progress: called while the pipeline is built, with the number of steps done, the number of
             all steps, and a description. `"auto"` shows a progress line after two seconds, in a
@@ -294,7 +294,7 @@ class Pipeline:
             plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
             self._start(backend, plan, stack)
             if run is not None and self._workers.role.index == 0:
-                self._runner.steps.kept.folder = RunFolder(run, self._about())
+                self._runner.steps.kept.write_to(RunFolder(run, self._about()))
             stack.pop_all()
 
     def _start(self, backend: Backend, plan: Plan, stack: ExitStack) -> None:
@@ -715,11 +715,13 @@ class Pipeline:
 
         It is called in the user's thread, when the gradients of the parameters are there: at the
         end of `train_step`, and in the `backward()` of a loss of `pipe(x)`, which still has to
-        pass on what is before the pipeline. What it raises is raised there.
+        pass on what is before the pipeline. What it raises is raised there, when all hooks were
+        called.
 
         Args:
             hook: called with a dictionary of numbers: `"step"`, counted from 1; `"step_seconds"`
-                that its passes took, without the optimizer; `"predicted_seconds"`, by the plan;
+                that its passes took, without the optimizer; `"predicted_seconds"`, by the plan,
+                for a batch of its size;
                 `"samples"`, the rows of its batch, and `"samples_per_second"` since the step
                 before; `"tokens"` and `"tokens_per_second"`, if an input has integers in two or
                 more dimensions; and `"loss"` of `train_step`, which waits for the device.
@@ -729,22 +731,17 @@ class Pipeline:
         """
         return self._runner.steps.hook(hook)
 
-    def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a data loader, and note how long the script waits for each.
+    def loading(self, batches: Iterable[T]) -> Loading[T]:
+        """The batches of a data loader, of which is noted how long the script waits for each.
 
-        `report` then tells data from other things that the script does between steps.
+        `report` then tells data from other things that the script does between steps. Batches that
+        another thread loads ahead are not waited for while it does.
 
         Args:
-            batches: any iterable, such as a `torch.utils.data.DataLoader`.
+            batches: any iterable, such as a `torch.utils.data.DataLoader`. If it has a length, what
+                is returned has one, too, and each `for` over that begins anew.
         """
-        source = iter(batches)
-        while True:
-            with self._runner.steps.during(DATA):
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    return
-            yield batch
+        return Loading(batches, lambda what: self._runner.steps.during(what))
 
     def history(self) -> History:
         """What is known of the run: the times of steps, what workers did in a few, what happened.
@@ -762,8 +759,7 @@ class Pipeline:
             detail, oldest first; without those in which there was an audit, unless there are no
             others.
         """
-        records = usual(list(self._runner.steps.kept.records))
-        return [account(record, self.plan) for record in records]
+        return self._runner.steps.kept.accounts(self.plan)
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> None:
         """Write a report of the run: one HTML file that needs nothing else.
@@ -961,7 +957,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the workers. The model keeps its weights."""
-        self._runner.steps.kept.flush()
+        self._runner.steps.kept.close()
         self._stop()
 
     def _stop(self) -> None:

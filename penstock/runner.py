@@ -114,7 +114,7 @@ class Runner:
         self._profiled = False
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
-        self.steps = Steps(workers.board, plan.predicted_step_seconds, len(devices))
+        self.steps = Steps(workers.board, plan, len(devices), program.example_sizes)
         self._user = _User(workers.ownership)
 
     def changes_buffers(self) -> bool:
@@ -166,8 +166,7 @@ class Runner:
         step = self.counts.next(trains)
         found = replace(batch, ways=taken, sizes=sizes, news=news, seed=self.seed)
         number = self._passes
-        recorded = self.steps.is_recorded(number)
-        tokens = tokens_of(batch.parts)
+        recorded, tokens = self.steps.is_recorded, tokens_of(batch.parts)
         return replace(found, step=step, number=number, tokens=tokens, recorded=recorded)
 
     def share(self, batch: Batch | None, training: bool) -> Batch:
@@ -331,7 +330,6 @@ class Runner:
         try:
             outcome = self._finished(ticket, begun)
         except WorkerError as error:
-            self.steps.kept.happened(f"{type(error).__name__}: {error}")
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic_ns
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.optim.optimizer import (
@@ -17,25 +17,44 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from penstock.account.attribution import DATA
+from penstock.account.doing import Doing
 from penstock.account.history import About
 from penstock.account.keeping import Kept
-from penstock.account.record import PASS, Interval, StepRecord
+from penstock.account.record import CALL, EVALUATION, PASS, Interval, StepRecord
 from penstock.board.memory import Board, Log
-from penstock.capture.calls import ROWS
+from penstock.capture.calls import ROWS, Sizes
 from penstock.engine.orders import Order
+from penstock.plan.plan import Plan
 
 StepHook = Callable[[dict[str, Any]], Any]
 """Called after every step with a dictionary of plain data, see `Pipeline.on_step`."""
 
 OPTIMIZER = "optimizer"
 
-_FIRST, _LAST = 2, 5  # the earliest batches that are recorded; before them caches are cold
-_INTERVALS = 256  # of the script's thread, in one step
+T = TypeVar("T")
+
+_FIRST, _LAST = 2, 5  # the earliest steps that are recorded, from 0; before them caches are cold
+_TRIES = 16  # steps that are recorded until there is one without an audit
 
 
 def _is_sampled(number: int) -> bool:
-    """Whether the passes of a batch are recorded without being asked for: few, and ever fewer."""
+    """Whether the passes of a step are recorded without being asked for: few, and ever fewer."""
     return _FIRST <= number <= _LAST or (number > _LAST and not number & (number - 1))
+
+
+class _Ran(NamedTuple):
+    """A pass of the step that is under way.
+
+    Attributes:
+        number: of its batch.
+        interval: when it was.
+        logs: what workers have noted in it, if that was kept.
+    """
+
+    number: int
+    interval: Interval
+    logs: Mapping[int, Log]
 
 
 class Steps:
@@ -43,8 +62,9 @@ class Steps:
 
     Args:
         board: where.
-        predicted_seconds: of a step, by the plan.
+        plan: by which they run.
         num_workers: how many there are.
+        sizes: how large everything that varies was in the batch for which the plan was made.
 
     Attributes:
         kept: what is known of the run.
@@ -52,22 +72,24 @@ class Steps:
             thread.
     """
 
-    def __init__(self, board: Board, predicted_seconds: float, num_workers: int) -> None:
+    def __init__(self, board: Board, plan: Plan, num_workers: int, sizes: Sizes) -> None:
         self._board = board
+        self._plan = plan
         self._num_workers = num_workers
-        self.predicted_seconds = predicted_seconds
+        self._sizes = sizes
         self.kept = Kept()
         self.is_asked = False
         self._hooks: OrderedDict[int, StepHook] = OrderedDict()
         self._open: list[int] = []  # when the passes began that are under way
         self._forwards: dict[int, int] = {}  # how long calls took whose backward may come
+        self._dropped: deque[int] = deque()  # numbers of batches whose backward will not come
         self._ended = 0  # when the step before ended
         self._news: list[dict[str, Any]] = []
         self._thread = 0  # that runs passes
-        self._doing: list[tuple[str, int]] = []  # what it does now, and since when
-        self._driver: deque[Interval] = deque(maxlen=_INTERVALS)  # since the step before
-        self._logs: dict[int, Log] = {}  # likewise; without those of passes that are left out
-        self._is_whole = True  # all passes of the step were recorded
+        self._doing: dict[int, Doing] = {}  # what every thread does
+        self._ran: list[_Ran] = []  # since the step before
+        self._number = 0  # of the step that comes, from 0 on by this plan
+        self._tries = 0  # how many more steps are recorded until there is one without an audit
 
     def go_on(self, before: Steps) -> None:
         """Go on where those of another plan have ended, with the same hooks."""
@@ -85,9 +107,11 @@ class Steps:
         self._hooks[handle.id] = function
         return handle
 
+    # -- what the script does ---------------------------------------------------------------------
+
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """While open, the script's thread does this, which has a name."""
+        """While open, this thread of the script does this, which has a name."""
         self.enter(what)
         try:
             yield
@@ -95,33 +119,50 @@ class Steps:
             self.exit(what)
 
     def enter(self, what: str) -> None:
-        """The script's thread begins something that has a name."""
-        self._thread = threading.get_ident()
-        self._doing.append((what, monotonic_ns()))
+        """This thread of the script begins something that has a name."""
+        thread = threading.get_ident()
+        if what == CALL:
+            self._thread = thread
+        self._doing_in(thread).enter(what)
 
     def exit(self, what: str) -> None:
-        """It has ended what it last began under this name, with all that it began since then.
-
-        Nothing happens if it did not: a Ctrl-C may have come as it began.
-        """
-        for place in reversed(range(len(self._doing))):
-            if self._doing[place][0] == what:
-                self._driver.append(Interval(*self._doing[place], monotonic_ns()))
-                del self._doing[place:]
-                return
+        """It has ended what it last began under this name, with all that it began since then."""
+        doing = self._doing_in(threading.get_ident())
+        doing.exit(what)
+        doing.shorten([ran.interval for ran in self._ran])
 
     def forget_doing(self, what: str) -> None:
-        """What it has begun under this name was left by an error, and is forgotten."""
-        self._doing = [doing for doing in self._doing if doing[0] != what]
+        """What this thread has begun under this name was left by an error, and is forgotten."""
+        self._doing_in(threading.get_ident()).forget(what)
 
-    def is_recorded(self, number: int) -> bool:
-        """Whether the passes of the batch of this number are to be recorded."""
-        return self.is_asked or _is_sampled(number)
+    def _doing_in(self, thread: int) -> Doing:
+        return self._doing.setdefault(thread, Doing())
+
+    @property
+    def _script(self) -> Doing:
+        """What the thread does that runs passes; others may load data meanwhile, say."""
+        return self._doing_in(self._thread or threading.get_ident())
 
     @property
     def is_here(self) -> bool:
         """Whether this is the thread that runs passes."""
         return self._thread in (0, threading.get_ident())
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """While open, an error is something that has happened in the run."""
+        try:
+            yield
+        except Exception as error:
+            self.kept.happened(f"{type(error).__name__}: {error}")
+            raise
+
+    # -- passes -----------------------------------------------------------------------------------
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the passes of a batch that is about to be run are to be recorded."""
+        return self.is_asked or self._tries > 0 or _is_sampled(self._number)
 
     def begin(self) -> int:
         """A pass begins; returns when."""
@@ -142,8 +183,9 @@ class Steps:
         self._board.note_begun(0)
 
     def forget(self, number: int) -> None:
-        """No backward of this batch will come."""
+        """No backward of this batch will come; may be called in any thread, at any time."""
         self._forwards.pop(number, None)
+        self._dropped.append(number)
 
     def count(self, order: Order, begun: int, logs: Mapping[int, Log]) -> None:
         """A pass that began then has ended well.
@@ -156,42 +198,95 @@ class Steps:
         if order.trial:
             return
         now = monotonic_ns()
-        duration = now - begun
+        self._sort_out()
         if order.what == "infer":
             self._board.count_other()
-            self._driver.append(Interval("evaluation", begun, now))
+            self._script.note(Interval(EVALUATION, begun, now))
             return
-        self._driver.append(Interval(PASS, begun, now))
-        self._is_whole = self._is_whole and any(logs.values())
-        for worker, log in logs.items():
-            self._logs.setdefault(worker, []).extend(log)
+        self._ran.append(_Ran(order.number, Interval(PASS, begun, now), logs))
+        duration = now - begun
         if order.what == "forward":
             self._forwards[order.number] = duration
-            return
-        duration += self._forwards.pop(order.number, 0)
-        rows = sum(m.sizes[ROWS] for m in order.microbatches)
-        self._board.count(duration, rows, order.tokens)
-        driver = [*self._driver, *(Interval(*doing, now) for doing in self._doing)]
+        else:
+            self._end(order, now, duration + self._forwards.pop(order.number, 0))
+
+    def _sort_out(self) -> None:
+        """Forwards whose results were dropped are no passes of a step."""
+        dropped = set()
+        while self._dropped:
+            dropped.add(self._dropped.popleft())
+        every, self._ran = self._ran, []
+        for ran in every:
+            if ran.number in dropped:
+                self._script.note(ran.interval._replace(what=EVALUATION))
+            else:
+                self._ran.append(ran)
+
+    def _end(self, order: Order, now: int, duration: int) -> None:
+        """A step has ended.
+
+        Args:
+            order: its last pass.
+            now: when.
+            duration: of its passes.
+        """
+        rows, as_planned = sum(m.sizes[ROWS] for m in order.microbatches), self._is_planned(order)
+        self._board.count(duration, rows, order.tokens, as_planned)
+        step = self._board.counted().steps
+        driver = (*self._script.until(now), *(ran.interval for ran in self._ran))
         since = self._ended or min(interval.begin for interval in driver)
-        number = self._board.counted().steps
-        self.kept.step(number, (now - since) / 1e9, duration / 1e9, rows)
-        if self._is_whole:
-            record = StepRecord(
-                step=number,
-                begin=since,
-                end=now,
-                rows=rows,
-                num_workers=self._num_workers,
-                driver=tuple(driver),
-                logs=self._logs,
+        self.kept.step(step, (now - since) / 1e9, duration / 1e9, rows)
+        if all(any(ran.logs.values()) for ran in self._ran):
+            logs: dict[int, Log] = {}
+            for ran in self._ran:
+                for worker, log in ran.logs.items():
+                    logs.setdefault(worker, []).extend(log)
+            self._keep(
+                StepRecord(
+                    step=step,
+                    begin=since,
+                    end=now,
+                    rows=rows,
+                    num_workers=self._num_workers,
+                    driver=driver,
+                    logs=logs,
+                    as_planned=as_planned,
+                )
             )
-            self.is_asked = record.is_audited  # then the next one stands for others
-            self.kept.record(record)
         if self._hooks:
             self._note(now, duration, rows, order.tokens)
-        self._ended = now
-        self._driver.clear()
-        self._logs, self._is_whole = {}, True
+        self._number += 1
+        self._begin_anew(now)
+
+    def _begin_anew(self, now: int) -> None:
+        """Forget what was done in the step that has ended."""
+        self._ended, self._ran = now, []
+        for thread, doing in list(self._doing.items()):
+            doing.clear(now)
+            if doing.is_idle and thread != self._thread:
+                self._doing.pop(thread, None)
+
+    def _is_planned(self, order: Order) -> bool:
+        """Whether a batch has the size for which the plan was made."""
+        every, plan = [m.sizes for m in order.microbatches], self._plan
+        if (len(every), sum(s[ROWS] for s in every)) != (plan.num_microbatches, plan.batch_size):
+            return False
+        others = {name: size for name, size in self._sizes.items() if name != ROWS}
+        return all(sizes.get(name) == size for sizes in every for name, size in others.items())
+
+    def _keep(self, record: StepRecord) -> None:
+        """Keep a record; after one with an audit, others are made until one has none.
+
+        Of these only the last is kept, so that audits take no place of what stands for others.
+        """
+        is_sampled = _is_sampled(self._number)
+        if not record.is_audited:
+            self._tries = 0
+        else:
+            self._tries = _TRIES if is_sampled else max(0, self._tries - 1)
+        if self.is_asked or is_sampled or not record.is_audited:
+            self.kept.record(record)
+        self.is_asked = False
 
     def _note(self, now: int, duration: int, rows: int, tokens: int) -> None:
         """Keep what the hooks are told."""
@@ -199,7 +294,7 @@ class Steps:
         news = {
             "step": self._board.counted().steps,
             "step_seconds": duration / 1e9,
-            "predicted_seconds": self.predicted_seconds,
+            "predicted_seconds": self._plan.predicted_step_seconds,
             "samples": rows,
             "samples_per_second": 1e9 * rows / since,
         }
@@ -208,18 +303,58 @@ class Steps:
         self._news.append(news)
 
     def tell(self, loss: torch.Tensor | None = None) -> None:
-        """Call the hooks, for every step that they have not been told of.
+        """Call the hooks, all of them, for every step that they have not been told of.
 
         Args:
             loss: of the latest step's batch, if it is known here.
+
+        Raises:
+            Exception: what the first hook has raised that failed.
         """
         every, self._news = self._news, []
         if every and loss is not None and self._hooks:
             every[-1]["loss"] = float(loss)
+        failed: list[Exception] = []
         with torch.enable_grad():  # backwards run without, and a hook is the script's own code
             for news in every:
                 for function in list(self._hooks.values()):
-                    function(dict(news))
+                    try:
+                        function(dict(news))
+                    except Exception as error:  # the others are told nevertheless
+                        failed.append(error)
+        for other in failed[1:]:
+            failed[0].add_note(f"Another on_step hook failed: {type(other).__name__}: {other}")
+        if failed:
+            raise failed[0]
+
+
+class Loading(Iterable[T]):
+    """The batches of a data loader, of which is noted how long the script waits for each.
+
+    Args:
+        batches: any iterable; each `for` begins anew where it does.
+        waiting: gives a context that is open while the script waits.
+    """
+
+    def __init__(
+        self, batches: Iterable[T], waiting: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._batches = batches
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._batches))
+
+    def __iter__(self) -> Iterator[T]:
+        with self._waiting(DATA):
+            source = iter(self._batches)
+        while True:
+            with self._waiting(DATA):
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+            yield batch
 
 
 def note_optimizers(steps: Steps) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from penstock.account.record import AUDIT, CALL, PASS, StepRecord, partition
+from penstock.account.record import AUDIT, CALL, EVALUATION, PASS, StepRecord, partition
 from penstock.account.replay import Durations, Place, Replay
 from penstock.board.phases import TURN, WAIT, WORK
 from penstock.plan.plan import Plan
@@ -34,7 +34,7 @@ WORKING = (*WORK.values(), "recomputation", "loss", "send", "exchange")
 WAITING = (FILL, IMBALANCE, SLOW, UNEVEN, LINK, TURN, OVERHEAD)
 """Why it does nothing in a pass."""
 
-BETWEEN = ("optimizer", "clipping", AUDIT, "saving", "evaluation", DATA, OUTSIDE)
+BETWEEN = ("optimizer", "clipping", AUDIT, "saving", EVALUATION, DATA, OUTSIDE)
 """What the script does between passes."""
 
 T = TypeVar("T")
@@ -73,6 +73,9 @@ class Account:
         speed: for every worker how many times as long its actions took as planned; `None` if it
             had none.
         normal: this ratio of a worker that is not slow: how much slower than planned all are.
+        rows: of its batch.
+        as_planned: whether the batch had the size for which the plan was made; otherwise ratios to
+            what is planned are of no use but to be compared with each other.
     """
 
     step: int
@@ -82,6 +85,8 @@ class Account:
     losses: tuple[Loss, ...]
     speed: tuple[float | None, ...]
     normal: float
+    rows: int = 0
+    as_planned: bool = True
 
     @property
     def pass_seconds(self) -> float:
@@ -128,6 +133,8 @@ def account(record: StepRecord, plan: Plan) -> Account:
         tuple(sorted(_summed(losses), key=lambda loss: -loss.seconds)),
         speed,
         normal,
+        record.rows,
+        record.as_planned,
     )
 
 
@@ -162,14 +169,17 @@ def _by_pass(record: StepRecord) -> Iterator[tuple[list[Phase], tuple[float, flo
     """The phases of each pass, and when it began and ended."""
     phases = record.timeline.phases
     for begin, end in record.passes:
-        yield (
-            [
-                phase._replace(start=max(begin, phase.start), end=min(end, phase.end))
-                for phase in phases
-                if phase.end > begin and phase.start < end
-            ],
-            (begin, end),
-        )
+        yield list(_within(phases, begin, end)), (begin, end)
+
+
+def _within(phases: Iterable[Phase], begin: float, end: float) -> Iterator[Phase]:
+    """What they are between these times; those of a worker follow each other."""
+    free: dict[int, float] = {}
+    for phase in phases:
+        start, stop = max(phase.start, free.get(phase.worker, begin)), min(phase.end, end)
+        if phase.end > begin and phase.start < end and start <= stop:
+            free[phase.worker] = stop
+            yield phase._replace(start=start, end=stop)
 
 
 def _between(record: StepRecord) -> dict[str, float]:

@@ -27,6 +27,7 @@ class Drift:
         workers: the same of every worker; `None` if it had nothing to do.
         better: what would be faster than the plan now, of what was considered; `None` if nothing.
         better_seconds: what is predicted of it now.
+        microbatches: of a batch, by the plan.
     """
 
     steps: int
@@ -37,6 +38,7 @@ class Drift:
     workers: tuple[float | None, ...]
     better: Candidate | None = None
     better_seconds: float = 0.0
+    microbatches: int = 0
 
     @property
     def ratio(self) -> float:
@@ -62,20 +64,32 @@ class Drift:
                 parts.append(f"worker {worker} is {than}, against the plan")
         if self.better is not None:
             faster = show_seconds(self.better_seconds)
-            parts.append(f"{_named(self.better)} would take {faster} now")
+            parts.append(f"{_named(self.better)} would take {faster} now{self._what_changes}")
         return "; ".join(parts)
+
+    @property
+    def _what_changes(self) -> str:
+        """What the better plan would change besides, in words."""
+        better, now = self.better, self.microbatches
+        if better is None or better.replicas * better.num_microbatches == now:
+            return ""
+        return (
+            f" (replan() keeps {now} micro-batches: another number, which "
+            "Pipeline(num_microbatches=) takes, changes bits)"
+        )
 
 
 def drift(accounts: Sequence[Account], plan: Plan) -> Drift | None:
     """What steps took beside what was predicted.
 
     Args:
-        accounts: of steps.
+        accounts: of steps; only those count whose batch had the size for which the plan was made.
         plan: by which they ran.
 
     Returns:
-        `None` if there are no accounts.
+        `None` if there are no such accounts.
     """
+    accounts = [found for found in accounts if found.as_planned]
     if not accounts:
         return None
     machine = statistics.median(found.normal for found in accounts)
@@ -92,6 +106,7 @@ def drift(accounts: Sequence[Account], plan: Plan) -> Drift | None:
         workers=tuple(statistics.median(own) if own else None for own in workers),
         better=better,
         better_seconds=seconds,
+        microbatches=plan.num_microbatches,
     )
 
 

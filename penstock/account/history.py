@@ -6,25 +6,29 @@ It is in the memory of a pipeline, and with `Pipeline(run=...)` in a folder as w
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.account.record import StepRecord
 from penstock.board.runs import Description
 from penstock.errors import InputError
-from penstock.files import save_whole
+from penstock.files import save_whole, write_whole
 from penstock.plan.plan import Plan
 
 ABOUT = "run.json"
 """The file of a run's folder that says what was run; the others have a line for each item."""
 
 _VERSION = 1
-T = TypeVar("T")
+_EARLIER = "earlier-"  # before the number of a folder with an earlier run
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class StepTime(NamedTuple):
@@ -89,12 +93,14 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         steps: the times of all steps, as far as they are kept, in order.
         records: what some steps did, in order.
         events: what happened, in order.
+        notes: what there is to say of the folder that it was read from.
     """
 
     about: About
     steps: Sequence[StepTime] = ()
     records: Sequence[StepRecord] = ()
     events: Sequence[Happened] = ()
+    notes: Sequence[str] = ()
 
 
 _FILES: Mapping[type, str] = {
@@ -107,27 +113,45 @@ _FILES: Mapping[type, str] = {
 class RunFolder:
     """The folder of a run, which this process writes. Every line is whole when it is there.
 
+    It is of one run. What an earlier one has left there, or an earlier plan of this one, is moved
+    to folders in it, `earlier-1`, `earlier-2`, ..., each of which is the folder of a run as well.
+
     Args:
-        path: of the folder, which is made; a run that was there before is continued.
+        path: of the folder, which is made.
         about: what is run.
 
+    Attributes:
+        path: the same, whatever the working directory.
+        close: lets others write there, which also happens when it is forgotten.
+
     Raises:
-        InputError: it cannot be written, or it has other files than those of a run.
+        InputError: it cannot be written; or it has other files than those of a run; or another run
+            is being written there, as far as the file system can say.
     """
 
     def __init__(self, path: str | os.PathLike[str], about: About) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            others = [p.name for p in self.path.iterdir()]
+            names = [p.name for p in self.path.iterdir()]
         except OSError as error:
             raise InputError(f"run={str(path)!r} cannot be a folder: {error}") from error
+        others = [name for name in names if not name.startswith(f".{ABOUT}.")]  # half of one
         if others and ABOUT not in others:
             raise InputError(
                 f"run={str(path)!r} is a folder with other files, such as {sorted(others)[0]}; "
                 "give a new folder, or that of an earlier run"
             )
-        self._write(about)
+        self.close = weakref.finalize(self, _unlock, self._lock())
+        try:
+            self._put_aside(_FILES)
+            self._write(about)
+        except OSError as error:
+            self.close()
+            raise InputError(f"run={str(path)!r} cannot be written: {error}") from error
+        except InputError:
+            self.close()
+            raise
 
     def go_on(self, about: About) -> None:
         """The run goes on with another plan: what was recorded by the old one is put aside.
@@ -135,12 +159,53 @@ class RunFolder:
         Raises:
             OSError: it cannot be written.
         """
-        records = self.path / _FILES[StepRecord]
-        if records.exists():
-            numbers = itertools.count(1)
-            names = (self.path / f"earlier-{n}-{records.name}" for n in numbers)
-            records.rename(next(name for name in names if not name.exists()))
+        self._put_aside([StepRecord])
         self._write(about)
+
+    def _lock(self) -> int:
+        """A file descriptor by which nobody else writes here.
+
+        Raises:
+            InputError: somebody does.
+        """
+        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise InputError(
+                f"run={str(self.path)!r} is being written by a pipeline that is not closed"
+                f"{self._by_whom()}: close() it, or give every run a folder of its own"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        return lock
+
+    def _by_whom(self) -> str:
+        try:
+            found = _about(self.path).description
+        except InputError:
+            return ""
+        return f" (process {found.pid} on {found.host})"
+
+    def _put_aside(self, kinds: Iterable[type]) -> None:
+        """Move the files of these kinds to a folder that says by which plan they were written.
+
+        A kill in the midst of this leaves a few of them here; the next start moves them as well.
+
+        Raises:
+            OSError: they cannot be moved.
+        """
+        names = [_FILES[kind] for kind in kinds if (self.path / _FILES[kind]).exists()]
+        if not names:
+            return
+        content = (self.path / ABOUT).read_bytes()
+        every = (self.path / f"{_EARLIER}{number}" for number in itertools.count(1))
+        folder = next(path for path in every if _takes(path, content, names))
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / ABOUT, content)
+        for name in names:
+            (self.path / name).rename(folder / name)
 
     def _write(self, about: About) -> None:
         save_whole(self.path / ABOUT, msgspec.json.format(msgspec.json.encode(about)), "run")
@@ -155,6 +220,23 @@ class RunFolder:
             file.write(msgspec.json.encode(item) + b"\n")
 
 
+def _unlock(lock: int) -> None:
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_UN)  # forks have it as well
+    os.close(lock)
+
+
+def _takes(folder: Path, content: bytes, names: Sequence[str]) -> bool:
+    """Whether files of these names, of what was run so, may be moved to a folder."""
+    if not folder.exists():
+        return True
+    try:
+        is_same = (folder / ABOUT).read_bytes() == content
+    except OSError:  # it was only made, or is a file
+        is_same = folder.is_dir() and not any(folder.iterdir())
+    return is_same and not any((folder / name).exists() for name in names)
+
+
 def read_run(path: str | os.PathLike[str]) -> History:
     """What a run's folder says; also while it is written.
 
@@ -165,39 +247,85 @@ def read_run(path: str | os.PathLike[str]) -> History:
         InputError: it is none, or one of another version.
     """
     folder = Path(path)
+    about = _about(folder)
+    files = steps, records, events = [_items(folder, kind) for kind in _FILES]
+    if _about(folder) != about:  # another plan, or another run, has come meanwhile
+        return read_run(path)
+    return History(
+        about=about,
+        steps=steps.items,
+        records=records.items,
+        events=events.items,
+        notes=[note for note in (_earlier(folder), *(f.note for f in files)) if note],
+    )
+
+
+def _about(folder: Path) -> About:
+    """What was run.
+
+    Raises:
+        InputError: that is not to be found, or is of another version.
+    """
     try:
         about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
     except OSError as error:
         raise InputError(
-            f"{path} is not the folder of a run: {error.strerror}: {ABOUT}. Pipeline(run=...) "
+            f"{folder} is not the folder of a run: {error.strerror}: {ABOUT}. Pipeline(run=...) "
             "writes one"
         ) from error
-    except msgspec.DecodeError as error:
+    except _MALFORMED as error:
         raise InputError(f"{folder / ABOUT} is not what Pipeline(run=) writes: {error}") from error
     if about.version != _VERSION:
         raise InputError(
-            f"{path} is a run of version {about.version}; this Penstock reads version {_VERSION}"
+            f"{folder} is a run of version {about.version}; this Penstock reads version {_VERSION}"
         )
-    return History(
-        about=about,
-        steps=_items(folder, StepTime),
-        records=_items(folder, StepRecord),
-        events=_items(folder, Happened),
+    return about
+
+
+def _earlier(folder: Path) -> str:
+    """Which earlier runs there are in a folder, in words; empty if there are none."""
+    found = [p for p in folder.glob(f"{_EARLIER}*") if p.name[len(_EARLIER) :].isdecimal()]
+    if not found:
+        return ""
+    names = [p.name for p in sorted(found, key=lambda p: int(p.name[len(_EARLIER) :]))]
+    return (
+        f"Earlier runs, or earlier plans of this run, are in folders in it: {', '.join(names)}. "
+        f"penstock report {folder / names[-1]} reports the latest of them."
     )
 
 
-def _items(folder: Path, kind: type[T]) -> list[T]:
-    """The items of one kind; the last line of a file may not be whole yet.
+class _File(NamedTuple):
+    """What is in a file: its items, and what is to be said of it, if anything."""
+
+    items: list[Any]
+    note: str = ""
+
+
+def _items(folder: Path, kind: type) -> _File:
+    """The items of one kind; a line that is not whole is left out.
+
+    The last one may not be whole yet, or never become so, if the process was killed.
 
     Raises:
-        InputError: another line is none.
+        InputError: the file cannot be read, or no line is an item.
     """
     path = folder / _FILES[kind]
     try:
-        *lines, _ = path.read_bytes().split(b"\n")
+        *lines, rest = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return []
-    try:
-        return [msgspec.json.decode(line, type=kind) for line in lines]
-    except msgspec.DecodeError as error:
-        raise InputError(f"{path} is not what Pipeline(run=) writes: {error}") from error
+        return _File([])
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    found: list[Any] = []
+    broken, wrong = int(bool(rest)), None
+    for line in lines:
+        try:
+            found.append(msgspec.json.decode(line, type=kind))
+        except _MALFORMED as error:
+            broken, wrong = broken + 1, error
+    if broken > bool(rest) and not found:
+        raise InputError(f"{path} is not what Pipeline(run=) writes: {wrong}") from wrong
+    if not broken:
+        return _File(found)
+    are = "1 line is" if broken == 1 else f"{broken} lines are"
+    return _File(found, f"In {path.name} {are} not whole, and left out.")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
+import weakref
 from collections import deque
 
+from penstock.account.attribution import Account, account
 from penstock.account.history import About, Happened, History, RunFolder, StepTime
-from penstock.account.record import StepRecord
+from penstock.account.record import StepRecord, usual
+from penstock.errors import InputError
+from penstock.plan.plan import Plan
 
 _RECORDS, _TIMES, _EVENTS = 12, 4096, 256  # that are kept in memory
 _SHOWN = 3  # of the latest events, in a status
+_LINE = 160  # characters of each there
 _TOGETHER = 1.0  # seconds; steps that end within are noted together
 
 
@@ -18,18 +24,21 @@ class Kept:
     """What is known of a run so far.
 
     Attributes:
-        folder: where it is written as well; `None` for nowhere.
         records: what some of the latest steps did, oldest first.
     """
 
     def __init__(self) -> None:
-        self.folder: RunFolder | None = None
-        self.records: deque[StepRecord] = deque(maxlen=_RECORDS)
-        self._times: deque[StepTime] = deque(maxlen=_TIMES)
+        self.records: list[StepRecord] = []
+        self._written = _Written()
+        self._times = _Times(self._written)
         self._events: deque[Happened] = deque(maxlen=_EVENTS)
-        self._now: StepTime | None = None  # steps that are not noted yet
-        self._since = 0.0
+        self._accounts: tuple[Plan | None, list[tuple[StepRecord, Account]]] = (None, [])
         self._steps = 0
+        weakref.finalize(self, _flush_here, self._times, os.getpid())  # also at a Ctrl-C
+
+    def write_to(self, folder: RunFolder) -> None:
+        """From now on it is written to a folder as well."""
+        self._written.folder = folder
 
     def step(self, number: int, seconds: float, pass_seconds: float, rows: int) -> None:
         """A step has ended.
@@ -40,7 +49,130 @@ class Kept:
             pass_seconds: the part of it in which workers ran passes.
             rows: of its batch.
         """
-        self._steps, now, before = number, time.time(), self._now
+        self._steps = number
+        self._times.step(number, seconds, pass_seconds, rows)
+
+    def go_on(self, about: About) -> None:
+        """The run goes on with another plan; what was recorded is of the old one."""
+        self.records = []
+        self._written.go_on(about)
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._times.flush()
+        self._written.close()
+
+    def record(self, record: StepRecord) -> None:
+        """A step was recorded, which is the latest; if there are too many, one is forgotten.
+
+        It is the oldest of those with an audit, which do not stand for others, or else of all.
+        """
+        self._times.flush()
+        records = [*self.records, record]
+        if len(records) > _RECORDS:
+            audited = (k for k, each in enumerate(records) if each.is_audited)
+            del records[next(audited, 0)]
+        self.records = records
+        self._written.add(record)
+
+    def happened(self, what: str) -> None:
+        """Something happened, in words."""
+        self._times.flush()
+        event = Happened(time.time(), self._steps, what)
+        self._events.append(event)
+        self._written.add(event)
+
+    def latest(self) -> list[str]:
+        """What happened last, in a line each."""
+        return [
+            _in_a_line(f"after step {event.step}: {event.what}")
+            for event in [*self._events][-_SHOWN:]
+        ]
+
+    def accounts(self, plan: Plan) -> list[Account]:
+        """Where the time of the recorded steps went; every one of them is looked at once.
+
+        Args:
+            plan: by which they ran.
+        """
+        of, found = self._accounts
+        known = {id(record): own for record, own in found} if of is plan else {}
+        now = [(r, known.get(id(r)) or account(r, plan)) for r in usual(self.records)]
+        self._accounts = plan, now
+        return [own for _, own in now]
+
+    def history(self, about: About) -> History:
+        """All that is kept in memory.
+
+        Args:
+            about: what was run.
+        """
+        return History(
+            about=about,
+            steps=self._times.all(),
+            records=self.records,
+            events=list(self._events),
+            notes=[],
+        )
+
+
+class _Written:
+    """What is written to the folder of a run, if there is one.
+
+    Attributes:
+        folder: where.
+    """
+
+    def __init__(self) -> None:
+        self.folder: RunFolder | None = None
+
+    def add(self, item: StepTime | StepRecord | Happened) -> None:
+        """Write something; if that fails, the run goes on without a folder."""
+        if self.folder is not None:
+            try:
+                self.folder.add(item)
+            except OSError as error:
+                self._give_up(self.folder, error)
+
+    def go_on(self, about: About) -> None:
+        """The run goes on with another plan."""
+        if self.folder is not None:
+            try:
+                self.folder.go_on(about)
+            except (OSError, InputError) as error:
+                self._give_up(self.folder, error)
+
+    def _give_up(self, folder: RunFolder, error: Exception) -> None:
+        self.close()
+        warnings.warn(
+            f"{folder.path} cannot be written any more ({error}), so nothing is added to it; "
+            "the training goes on",
+            stacklevel=2,
+        )
+
+    def close(self) -> None:
+        """Write nothing more."""
+        folder, self.folder = self.folder, None
+        if folder is not None:
+            folder.close()
+
+
+class _Times:
+    """The times of steps: of those that end within a second together.
+
+    Args:
+        written: where they are written.
+    """
+
+    def __init__(self, written: _Written) -> None:
+        self._written = written
+        self._noted: deque[StepTime] = deque(maxlen=_TIMES)
+        self._now: StepTime | None = None  # steps that are not noted yet
+        self._since = 0.0
+
+    def step(self, number: int, seconds: float, pass_seconds: float, rows: int) -> None:
+        """A step has ended, see `Kept.step`."""
+        now, before = time.time(), self._now
         if before is None:
             self._since = now
             self._now = StepTime(number, now, 1, seconds, pass_seconds, number, seconds, rows)
@@ -59,55 +191,27 @@ class Kept:
         if seconds >= _TOGETHER or now - self._since >= _TOGETHER:
             self.flush()
 
-    def go_on(self, about: About) -> None:
-        """The run goes on with another plan; what was recorded is of the old one."""
-        self.records.clear()
-        if self.folder is not None:
-            self.folder.go_on(about)
-
     def flush(self) -> None:
         """Note the steps that are not noted yet."""
-        if self._now is not None:
-            self._times.append(self._now)
-            self._write(self._now)
-            self._now = None
+        now, self._now = self._now, None
+        if now is not None:
+            self._noted.append(now)
+            self._written.add(now)
 
-    def record(self, record: StepRecord) -> None:
-        """A step was recorded."""
-        self.records.append(record)
-        self._write(record)
+    def all(self) -> list[StepTime]:
+        """All that are known, in order."""
+        now = self._now
+        return [*self._noted, *([now] if now else [])]
 
-    def happened(self, what: str) -> None:
-        """Something happened, in words."""
-        event = Happened(time.time(), self._steps, what)
-        self._events.append(event)
-        self._write(event)
 
-    def latest(self) -> list[str]:
-        """What happened last, in words."""
-        return [f"after step {event.step}: {event.what}" for event in [*self._events][-_SHOWN:]]
+def _flush_here(times: _Times, process: int) -> None:
+    """Note the steps that are not noted yet, if this is the process, and not a fork of it."""
+    if os.getpid() == process:
+        times.flush()
 
-    def history(self, about: About) -> History:
-        """All that is kept in memory.
 
-        Args:
-            about: what was run.
-        """
-        times = [*self._times, *([self._now] if self._now else [])]
-        return History(
-            about=about, steps=times, records=list(self.records), events=list(self._events)
-        )
-
-    def _write(self, item: StepTime | StepRecord | Happened) -> None:
-        """Write it to the folder; if that fails, the run goes on without one."""
-        if self.folder is None:
-            return
-        try:
-            self.folder.add(item)
-        except OSError as error:
-            folder, self.folder = self.folder, None
-            warnings.warn(
-                f"{folder.path} cannot be written any more ({error}), so nothing is added to it; "
-                "the training goes on",
-                stacklevel=2,
-            )
+def _in_a_line(text: str) -> str:
+    """The first line of it, as far as there is room."""
+    text = text.strip()
+    first = text.partition("\n")[0]
+    return first if first == text and len(first) <= _LINE else f"{first[: _LINE - 1].rstrip()}…"

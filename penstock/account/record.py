@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,9 +13,9 @@ from penstock.board.memory import Log
 from penstock.board.phases import timeline_of
 from penstock.schedule import Timeline
 
-PASS, CALL, AUDIT = "pass", "call", "audit"
-"""What the script's thread does: waits for workers that run a pass; runs a method of a pipeline;
-has a micro-batch run by the model itself as well."""
+PASS, CALL, AUDIT, EVALUATION = "pass", "call", "audit", "evaluation"
+"""What the script's thread does: waits for workers that run a pass of the step; runs a method of a
+pipeline; has a micro-batch run by the model itself as well; runs a pass that is not of the step."""
 
 
 class Interval(NamedTuple):
@@ -44,6 +45,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         driver: what the script's thread did meanwhile, as far as Penstock sees it; one thing may
             be a part of another.
         logs: what every worker noted in its passes, by number.
+        as_planned: whether its batch had the size for which the plan was made.
     """
 
     step: int
@@ -53,6 +55,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int
     driver: tuple[Interval, ...]
     logs: Mapping[int, Log]
+    as_planned: bool = True
 
     @property
     def seconds(self) -> float:
@@ -61,11 +64,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passes(self) -> list[tuple[float, float]]:
-        """When its passes began and ended, in seconds since `begin`."""
+        """When its passes began and ended, in seconds since `begin`: one after another."""
         return [
             ((begin - self.begin) / 1e9, (end - self.begin) / 1e9)
-            for what, begin, end in self.driver
-            if what == PASS
+            for _, begin, end in _passes(self.driver, self.begin, self.end)
         ]
 
     @property
@@ -85,10 +87,10 @@ def usual(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def partition(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[Interval]:
-    """What was done at every moment: of things that are parts of others, the innermost.
+    """What was done at every moment: a pass if there was one, or else the innermost thing.
 
     Args:
-        intervals: in any order; two of them are apart, or one is a part of the other.
+        intervals: in any order. Usually two of them are apart, or one is a part of the other.
         begin: of the whole.
         end: of it.
 
@@ -96,7 +98,51 @@ def partition(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[I
         intervals that follow each other from `begin` to `end`; `""` is where there was none.
     """
     edges = sorted({begin, end, *(t for i in intervals for t in i[1:] if begin < t < end)})
+    later = sorted(intervals, key=lambda i: i.begin, reverse=True)
+    over: list[Interval] = []
     for a, b in pairwise(edges):
-        over = [i for i in intervals if i.begin <= a and b <= i.end]
-        inner = min(over, key=lambda i: i.end - i.begin, default=Interval("", a, b))
+        while later and later[-1].begin <= a:
+            over.append(later.pop())
+        over = [i for i in over if b <= i.end]
+        inner = min(
+            over, key=lambda i: (i.what != PASS, i.end - i.begin), default=Interval("", a, b)
+        )
         yield Interval(inner.what, a, b)
+
+
+def shortened(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
+    """Fewer intervals: between two passes one for each thing, as long as all of its kind there.
+
+    They are in the order in which these things were first done.
+
+    Args:
+        intervals: see `partition`.
+        begin: of the whole.
+        end: of it.
+    """
+    pieces = deque(piece for piece in partition(intervals, begin, end) if piece.what != PASS)
+    found: list[Interval] = []
+    at = begin
+    for each in [*_passes(intervals, begin, end), Interval(PASS, end, end)]:
+        sums: dict[str, int] = {}
+        while pieces and pieces[0].end <= each.begin:
+            what, start, stop = pieces.popleft()
+            sums[what] = sums.get(what, 0) + stop - start
+        for what, duration in sums.items():
+            found += [Interval(what, at, at + duration)] if what else []
+            at += duration
+        found += [each] if each.end > each.begin else []
+        at = each.end
+    return found
+
+
+def _passes(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
+    """The passes among these, in order; what would be at the same time as another is cut off."""
+    found: list[Interval] = []
+    free = begin
+    for what, start, stop in sorted(i for i in intervals if i.what == PASS):
+        start, stop = max(start, free), min(stop, end)
+        if start < stop:
+            found.append(Interval(what, start, stop))
+            free = stop
+    return found

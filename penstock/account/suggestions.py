@@ -126,8 +126,8 @@ def _of_plan(accounts: Sequence[Account], plan: Plan) -> Iterator[Suggestion]:
     usual = statistics.median(account.usual_seconds for account in accounts)
     whole = statistics.median(account.seconds for account in accounts)
     filling = any(loss.cause == FILL and loss.seconds for a in accounts for loss in a.losses)
-    count = 2 * plan.num_microbatches
-    if filling and plan.replicas == 1 and len(plan.stages) > 1 and count <= plan.batch_size:
+    count, rows = 2 * plan.num_microbatches, min(account.rows for account in accounts)
+    if filling and plan.replicas == 1 and len(plan.stages) > 1 and count <= rows:
         now, then = (_simulated(plan, number) for number in (plan.num_microbatches, count))
         yield Suggestion(
             f"num_microbatches={count} (this changes bits)",
@@ -141,7 +141,7 @@ def _of_plan(accounts: Sequence[Account], plan: Plan) -> Iterator[Suggestion]:
         yield Suggestion(
             f"replicas={better.replicas}, num_microbatches="
             f"{better.num_microbatches * better.replicas} (another number changes bits)",
-            (usual - drifted.better_seconds) / whole,
+            (drifted.calibrated_seconds - drifted.better_seconds) / whole,
             f"{better.schedule or better.way} with {better.stages} stages, as it was predicted, on "
             "the machine as it is now",
             is_most=False,

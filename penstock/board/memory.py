@@ -33,7 +33,7 @@ _CODE, _SINCE, _WORKED, _WAITED, _PASSES, _HELD, _MOST_HELD = range(7)
 _STEPS, _ROWS, _TOKENS, _OTHERS, _BEGUN, _NUMBER = range(6)  # of the pipeline
 _RING = 8  # where the latest steps are noted
 _LATEST = 65  # places, of which one may be about to be written
-_EACH = 4  # when one ended, how long it took, its rows and tokens
+_EACH = 5  # when one ended, how long it took, its rows, tokens, whether it was as planned
 _PIPELINE = _RING + _LATEST * _EACH
 
 
@@ -154,12 +154,14 @@ class StepTime:
         rows: of its batch.
         tokens: of its batch: elements of the first integer input with at least two dimensions; 0 if
             there is none.
+        as_planned: whether its batch had the size for which the plan was made.
     """
 
     end: int
     duration: int
     rows: int
     tokens: int
+    as_planned: bool = True
 
 
 @dataclass(frozen=True)
@@ -231,20 +233,23 @@ class Board:
         """The oldest pass that is under way began then, by `time.monotonic_ns()`; 0 for none."""
         self._cells[_BEGUN] = begun
 
-    def count(self, duration: int, rows: int, tokens: int) -> None:
-        """A step has ended that took so many nanoseconds."""
+    def count(self, duration: int, rows: int, tokens: int, as_planned: bool = True) -> None:
+        """A step has ended that took so many nanoseconds, see `StepTime`."""
         cells = self._cells
         place = _RING + cells[_STEPS] % _LATEST * _EACH
         cells[place], cells[place + 1] = monotonic_ns(), duration
         cells[place + 2], cells[place + 3] = rows, tokens
+        cells[place + 4] = as_planned
         cells[_ROWS] += rows
         cells[_TOKENS] += tokens
         cells[_STEPS] += 1
 
     def go_on(self, before: Board) -> None:
-        """Go on counting where another board of the same pipeline has ended."""
+        """Go on counting where the board of another plan of the same pipeline has ended."""
         self._cells[:_PIPELINE] = before._cells[:_PIPELINE]
         self._cells[_BEGUN] = 0
+        for place in range(_RING, _PIPELINE, _EACH):
+            self._cells[place + 4] = False
 
     def count_other(self) -> None:
         """A pass without gradients has ended."""
@@ -277,8 +282,12 @@ class Board:
             cells = self._cells[:_PIPELINE].tolist()
         steps = cells[_STEPS]  # the place of the oldest may be that of a step that ends now
         places = [_RING + k % _LATEST * _EACH for k in range(max(0, steps - _LATEST + 1), steps)]
-        latest = [StepTime(*cells[place : place + _EACH]) for place in places]
+        latest = [_step_time(*cells[place : place + _EACH]) for place in places]
         return Counted(steps, cells[_ROWS], cells[_TOKENS], cells[_OTHERS], cells[_BEGUN], latest)
+
+
+def _step_time(end: int, duration: int, rows: int, tokens: int, as_planned: int) -> StepTime:
+    return StepTime(end, duration, rows, tokens, bool(as_planned))
 
 
 def opened(path: Path, workers: int) -> Board:

@@ -110,6 +110,8 @@ class Status:
             dimensions; 0 if there is none.
         step_seconds: the median time of the passes of the latest 64 steps, without the optimizer;
             `None` before the first.
+        planned_step_seconds: the same of those of them whose batch had the size for which the plan
+            was made; `None` if there are none.
         predicted_seconds: of a step, by the plan.
         bound_seconds: the lower bound of the plan.
         steps_per_second: of the latest 64 steps, with everything that comes between them; `None`
@@ -141,6 +143,7 @@ class Status:
     ranks: int = 1
     rank: int = 0
     notes: tuple[str, ...] = ()
+    planned_step_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, for JSON."""
@@ -166,8 +169,8 @@ class Status:
         lines.append(", ".join(counts))
         if self.step_seconds is not None:
             against = ""
-            if self.predicted_seconds:
-                ratio = self.step_seconds / self.predicted_seconds
+            if self.predicted_seconds and self.planned_step_seconds is not None:
+                ratio = self.planned_step_seconds / self.predicted_seconds
                 predicted = show_seconds(self.predicted_seconds)
                 against = f", {ratio:.2f} times the predicted {predicted}"
             lines.append(f"a step takes {show_seconds(self.step_seconds)}{against}")
@@ -251,6 +254,7 @@ def status_of(
         ),
         ranks=description.ranks,
         rank=description.rank,
+        planned_step_seconds=pace.planned,
     )
 
 
@@ -264,8 +268,8 @@ class _Pace:
 
     def __init__(self, counted: Counted) -> None:
         self._latest = counted.latest
-        durations = [step.duration for step in counted.latest]
-        self.duration = statistics.median(durations) / 1e9 if durations else None
+        self.duration = _median([step.duration for step in counted.latest])
+        self.planned = _median([step.duration for step in counted.latest if step.as_planned])
 
     def per_second(self, amounts: Sequence[int]) -> float | None:
         """How much of this per second, from the end of the first of them on."""
@@ -278,6 +282,11 @@ class _Pace:
 def _here(worker: Worker, description: Description) -> Process:
     found = process_of(worker.pid)
     return found if worker.host == description.host else Process(0, 0, found.state)
+
+
+def _median(durations: Sequence[int]) -> float | None:
+    """Of nanoseconds, in seconds."""
+    return statistics.median(durations) / 1e9 if durations else None
 
 
 def _worker(

@@ -144,10 +144,20 @@ class Findings:
 
     @property
     def rows_per_second(self) -> float | None:
-        """Rows of batches, by the median time of a step."""
-        if not self.step_seconds:
-            return None
-        return self.plan.batch_size / self.step_seconds
+        """The median of the rows of a step over the time that it took; `None` if there was none."""
+        steps = sorted((s.rows / s.seconds, s.steps) for s in self.history.steps if s.seconds > 0)
+        if steps:
+            return _weighted_median(steps)
+        records = [r.rows / r.seconds for r in self.history.records if r.seconds > 0]
+        return statistics.median(records) if records else None
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether all batches had the size for which the plan was made, as far as is known."""
+        rows = self.plan.batch_size
+        return all(s.rows == s.steps * rows for s in self.history.steps) and all(
+            record.as_planned for record in self.history.records
+        )
 
     @cached_property
     def outliers(self) -> list[Outlier]:
@@ -287,7 +297,9 @@ class Findings:
         devices = self.devices
         batch = f"a batch of {plan.batch_size} rows"
         if len(plan.devices) == 1:
-            return [f"One worker ({devices}) runs the whole model on {batch}."]
+            text = f"One worker ({devices}) runs the whole model"
+            made = f"on {batch}" if self.as_planned else f"by a plan that was made for {batch}"
+            return [f"{text} {made}."]
         each, stages = plan.workers_per_replica, len(plan.stages)
         found = []
         if stages > 1:
@@ -298,7 +310,8 @@ class Findings:
         if plan.replicas > 1:
             found.append(f"{plan.replicas} replicas of the model share every batch.")
         found.append(
-            f"The {len(plan.devices)} workers run on {devices}. Every step takes {batch}, in "
+            f"The {len(plan.devices)} workers run on {devices}. "
+            f"{'Every step takes' if self.as_planned else 'The plan was made for'} {batch}, in "
             f"{_plural(plan.num_microbatches, 'micro-batch', 'micro-batches')} of "
             f"{'up to ' * bool(plan.batch_size % plan.num_microbatches)}"
             f"{_plural(plan.microbatch_size, 'row')}, in the order of the schedule {plan.schedule}."
@@ -343,9 +356,14 @@ class Findings:
     @property
     def against_prediction(self) -> str:
         """What a step takes beside what was predicted."""
-        if self.drift is None:
+        if self.drift is not None:
+            return f"Without what the script does between passes, {self.drift}."
+        if not self.accounts:
             return ""
-        return f"Without what the script does between passes, {self.drift}."
+        return (
+            "The recorded steps had batches of other sizes than the one for which the plan was "
+            "made, so they are not compared with what was predicted."
+        )
 
     @property
     def against_one_device(self) -> str:
@@ -385,14 +403,17 @@ class Findings:
         """Which steps the means are of."""
         if not self.accounts:
             return ""
-        others = [found.step for found in self.accounts if found not in self.usual]
+        records, without = self.history.records, usual(self.history.records)
+        means = {found.step for found in self.usual}
+        audited = _steps(record.step for record in records if record not in without)
+        long = _steps(record.step for record in without if record.step not in means)
         text = f"The mean of {_plural(len(self.usual), 'recorded step')}."
-        if others:
-            which = ", ".join(map(str, others))
-            text += (
-                f" Left out: step{'s' * (len(others) > 1)} {which}, more than twice as long as "
-                "the median of them."
-            )
+        if without[0].is_audited:
+            text += " There was an audit in each."
+        if audited:
+            text += f" Left out: {audited}, with an audit."
+        if long:
+            text += f" Left out: {long}, more than twice as long as the median of them."
         all_steps = self.step_seconds or self.mean_seconds
         if not 1 - _DIFFERENT <= self.mean_seconds / all_steps <= 1 + _DIFFERENT:
             text += f" The median of all steps is {show_seconds(all_steps)}."
@@ -462,6 +483,12 @@ def _counted(names: Sequence[str]) -> str:
     """Names with how often they are there: `2 × cpu, cuda:0`."""
     numbers = {name: names.count(name) for name in names}
     return ", ".join(f"{n} × {name}" if n > 1 else name for name, n in numbers.items())
+
+
+def _steps(numbers: Iterable[int]) -> str:
+    """Steps in words; empty if there are none."""
+    found = [*map(str, numbers)]
+    return f"step{'s' * (len(found) > 1)} {', '.join(found)}" if found else ""
 
 
 def _plural(number: int, one: str, many: str | None = None) -> str:

@@ -315,7 +315,7 @@ def _comparison(here: Findings, there: Findings) -> list[Row]:
         Row("devices", here.devices, there.devices, ""),
         Row("stages", str(len(plans[0].stages)), str(len(plans[1].stages)), ""),
         Row("replicas", str(plans[0].replicas), str(plans[1].replicas), ""),
-        Row("rows of a batch", str(plans[0].batch_size), str(plans[1].batch_size), ""),
+        Row("rows of a planned batch", str(plans[0].batch_size), str(plans[1].batch_size), ""),
         Row("micro-batches", str(plans[0].num_microbatches), str(plans[1].num_microbatches), ""),
         _differing("step, median", here.step_seconds, there.step_seconds),
         _differing("predicted step", *(plan.predicted_step_seconds for plan in plans)),
@@ -389,6 +389,7 @@ def report_text(history: History, width: int | None = None) -> str:
         found.against_bound,
         found.against_one_device,
         found.where_it_goes,
+        *history.notes,
     ]
     lines = [said[0], *(line for line in said[1:] if line)]
     if found.parts:
@@ -441,6 +442,7 @@ def report_data(history: History) -> dict[str, object]:
         "drift": found.drift,
         "suggestions": found.suggestions,
         "outliers": found.outliers,
+        "notes": list(history.notes),
         "accounts": found.accounts,
     }
     plain: dict[str, object] = msgspec.to_builtins(data, str_keys=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -27,9 +29,11 @@ from penstock.account.attribution import (
     Account,
     account,
 )
-from penstock.account.record import Interval, partition
+from penstock.account.doing import Doing
+from penstock.account.record import PASS, Interval, partition, shortened
 from penstock.account.suggestions import suggestions
 from penstock.bench.attribution import Case, case, is_found, judged
+from penstock.observe.report import report_text
 
 EVEN = Case("1f1b", 4, 4, 12, 1, (0.01,) * 4, 0, spread=0.0)
 
@@ -146,6 +150,71 @@ def test_the_innermost_counts() -> None:
     ]
 
 
+def test_a_pass_counts_whatever_else_is_done_meanwhile() -> None:
+    """Parts add up even if another thread loads data, or passes are said to overlap."""
+    record = EVEN.record()
+    begin, end = record.begin, record.end
+    middle, quarter = (begin + end) // 2, (end - begin) // 4
+    driver = (
+        *record.driver,
+        Interval(DATA, middle - quarter, middle),
+        Interval(DATA, end - 10, end + 10),
+        Interval("evaluation", begin - 10, middle),
+        Interval(PASS, middle, end),
+    )
+    found = account(replace_fields(record, driver=driver), EVEN.plan())
+    parts_add_up(found)
+    assert DATA not in found.workers[0]
+    assert found.pass_seconds == pytest.approx(record.seconds)
+
+
+def test_clocks_that_go_back_take_no_time_twice() -> None:
+    record = EVEN.record()
+    logs = {
+        w: [*log, *((t - 10**6, code) for t, code in log[1:])] for w, log in record.logs.items()
+    }
+    parts_add_up(account(replace_fields(record, logs=logs), EVEN.plan()))
+
+
+def sums(intervals: list[Interval], begin: int, end: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for what, start, stop in partition(intervals, begin, end):
+        found[what] = found.get(what, 0) + stop - start
+    return found
+
+
+def test_many_things_are_put_together_and_their_sums_stay() -> None:
+    drawn = Random(0)
+    for _ in range(50):
+        at, every = 100, []
+        for _ in range(drawn.randrange(60)):
+            at += drawn.randrange(4)
+            start, at = at, at + drawn.randrange(9)
+            if start + 2 < at and drawn.random() < 0.5:
+                every.append(Interval("inner", start + 1, at - 1))
+            every.append(Interval(drawn.choice(["call", "data", PASS]), start, at))
+        few = shortened(every, 100, at + 5)
+        assert sums(few, 100, at + 5) == sums(every, 100, at + 5)
+        assert {i for i in few if i.what == PASS} <= {*every}
+        passes = sum(i.what == PASS for i in few)
+        assert len(few) <= passes + 3 * (passes + 1)
+
+
+def test_a_thread_that_does_much_is_known_in_few_intervals() -> None:
+    doing = Doing()
+    doing.enter("optimizer")
+    for k in range(5000):
+        doing.enter("call" if k % 2 else "data")
+        doing.exit("call" if k % 2 else "data")
+        doing.shorten([])
+    assert len(doing.until(time.monotonic_ns())) <= 257
+    now = time.monotonic_ns()
+    found = sums(doing.until(now), 0, now)
+    assert found["call"] > 0
+    assert found["data"] > 0
+    assert found["optimizer"] > 0
+
+
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -232,6 +301,137 @@ def test_a_step_with_an_audit_does_not_stand_for_others() -> None:
         assert [record.step for record in records] == [3, 4, 5, 6, 9, 10]
         assert [record.step for record in records if record.is_audited] == [3, 5, 9]
         assert [found.step for found in pipe.accounts()] == [4, 6, 10]
+
+
+def train(pipe: ps.Pipeline, count: int, x: torch.Tensor = X) -> None:
+    for _ in range(count):
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+
+
+def two(**options: object) -> ps.Pipeline:
+    given = {"replicas": 1, "num_microbatches": 2, "audit": None, **options}
+    return ps.Pipeline(Deep(), (X,), devices=["cpu"] * 2, **given)
+
+
+def test_audits_of_the_first_steps_push_nothing_out() -> None:
+    """By default the first twenty are audited; then one is recorded that is not."""
+    with two(audit="auto") as pipe:
+        train(pipe, 40)
+        records = pipe.history().records
+        assert pipe.audit.microbatches >= 20
+    assert [record.step for record in records if record.is_audited] == [3, 4, 5, 6, 9, 17]
+    assert [record.step for record in records if not record.is_audited][:2] == [21, 33]
+
+
+def test_steps_are_not_recorded_for_ever_if_each_is_audited() -> None:
+    with two(audit=1) as pipe:
+        steps = pipe._runner.steps
+        recorded = []
+        for _ in range(60):
+            recorded.append(steps.is_recorded)
+            train(pipe, 1)
+        assert [record.step for record in pipe.history().records] == [3, 4, 5, 6, 9, 17, 33]
+    assert not any(recorded[50:])
+
+
+@pytest.mark.parametrize("evaluations", [1, 3])
+def test_evaluations_do_not_change_which_steps_are_recorded(evaluations: int) -> None:
+    with two() as pipe:
+        for _ in range(20):
+            for _ in range(evaluations):
+                pipe.eval_step(X, target=X, loss_fn=F.mse_loss)
+            train(pipe, 1)
+        assert [record.step for record in pipe.history().records] == [3, 4, 5, 6, 9, 17]
+
+
+def test_data_that_another_thread_loads_ahead_are_not_waited_for() -> None:
+    with two() as pipe:
+        stop = threading.Event()
+
+        def slow() -> Iterator[torch.Tensor]:
+            while not stop.wait(0.002):
+                yield X
+
+        ahead = threading.Thread(target=lambda: [None for _ in pipe.loading(slow())])
+        ahead.start()
+        train(pipe, 20)
+        stop.set()
+        ahead.join()
+        found = pipe.accounts()
+    assert len(found) == 6
+    for each in found:
+        parts_add_up(each)
+        assert DATA not in each.workers[0]
+
+
+def test_a_long_evaluation_is_known_as_such() -> None:
+    with two() as pipe:
+        train(pipe, 3)
+        begun = time.monotonic()
+        for _ in range(400):
+            pipe.eval_step(X, target=X, loss_fn=F.mse_loss)
+        took = time.monotonic() - begun
+        train(pipe, 1)
+        record, found = pipe.history().records[-1], pipe.accounts()[-1]
+    assert record.step == 4
+    parts_add_up(found)
+    assert len(record.driver) < 300
+    assert found.workers[0]["evaluation"] > 0.5 * took
+    assert found.workers[0][OUTSIDE] < 0.3 * took
+
+
+def test_results_that_are_dropped_are_no_work_of_a_step() -> None:
+    """And what workers noted of them does not pile up."""
+    with two() as pipe:
+        train(pipe, 3)
+        steps = pipe._runner.steps
+        steps.is_asked = True
+        for _ in range(40):
+            pipe(X)
+        assert sum(len(log) for ran in steps._ran for log in ran.logs.values()) < 100
+        kept = pipe(X)
+        train(pipe, 1)
+        found = pipe.accounts()[-1]
+        del kept
+    parts_add_up(found)
+    assert found.workers[0]["evaluation"] > 20 * found.workers[0]["forward"] / 4
+
+
+def test_batches_of_a_loader_have_its_length_and_begin_anew() -> None:
+    with two() as pipe:
+        batches = pipe.loading([X, X, X])
+        assert len(batches) == 3
+        assert [len([*batches]) for _ in range(2)] == [3, 3]
+        with pytest.raises(TypeError, match="no len"):
+            len(pipe.loading(iter([X])))
+        assert len([*pipe.loading(iter([X, X]))]) == 2
+
+
+def test_batches_of_another_size_than_planned_are_not_compared() -> None:
+    with two() as pipe:
+        train(pipe, 8, X[:16])
+        assert {found.as_planned for found in pipe.accounts()} == {False}
+        status, text = pipe.status(), report_text(pipe.history())
+        assert not any("predicted" in line for line in status.headline[1:])
+        assert "times the predicted" not in text
+        assert "machine is" not in text
+        assert "one device alone" not in text.lower()
+        assert "batches of other sizes" in text
+        assert "The plan was made for a batch of 64 rows" in text
+        train(pipe, 9)
+        assert pipe.accounts()[-1].as_planned
+        assert "times the predicted" in pipe.status().headline[2]
+        assert "times the predicted" in report_text(pipe.history())
+
+
+def test_longer_sequences_are_not_as_planned() -> None:
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8))
+    tokens = torch.zeros(4, 6, dtype=torch.long)
+    options = {"num_microbatches": 2, "replicas": 1, "audit": None, "dynamic": {0: {1: "T"}}}
+    with ps.Pipeline(model, (tokens,), devices=["cpu"] * 2, **options) as pipe:
+        for length in (6, 6, 6, 3):
+            pipe.train_step(tokens[:, :length], loss_fn=lambda out: out.mean())
+        assert [found.as_planned for found in pipe.accounts()] == [True, False]
 
 
 def test_an_optimizer_that_fails_is_not_taken_to_go_on() -> None:

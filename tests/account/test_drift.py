@@ -70,6 +70,21 @@ def test_actions_that_cost_more_than_the_profile_says() -> None:
     assert found.better == few
     assert found.better_seconds == pytest.approx(0.30 + 4 * 0.005, rel=0.01)
     assert "1 replica of 2 stages with 2 micro-batches each would take 0.32 s now" in str(found)
+    assert "replan() keeps 8 micro-batches: another number" in str(found)
+    same = plan_of(EVEN, considered=(replace_fields(few, num_microbatches=4, replicas=2),))
+    assert "replan()" not in str(drift([account(slow, same)], same))
     [best] = [each for each in suggestions(accounts, plan) if not each.is_most]
     assert "num_microbatches=2" in best.what
     assert best.gain == pytest.approx(1 - 0.32 / 0.35, rel=0.05)
+
+
+def test_batches_of_other_sizes_say_nothing_of_the_plan() -> None:
+    plan = plan_of(EVEN)
+    quick = replace(EVEN, forward=(0.001,) * 2).record()
+    small = account(replace_fields(quick, rows=1, as_planned=False), plan)
+    assert (small.rows, small.as_planned) == (1, False)
+    assert drift([small] * 3, plan) is None
+    found = drift([small, small, account(EVEN.record(), plan)], plan)
+    assert found is not None
+    assert (found.steps, found.ratio) == (1, pytest.approx(1))
+    assert all(each.is_most for each in suggestions([small], plan))

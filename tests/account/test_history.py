@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,17 +13,23 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
 from penstock.account import keeping
+from penstock.account.attribution import Account, account
 from penstock.account.history import ABOUT, History, RunFolder, StepTime, read_run
 from penstock.account.keeping import Kept
+from penstock.account.record import AUDIT, StepRecord
 from penstock.board.control import SUFFIX, ask
+from penstock.observe.report import report_text
+from tests.support.histories import Made, history_of
 from tests.support.traps import Trap, divide
 
 X = torch.randn(16, 8)
+FACTORS = [1.0]
 
 
 def pipeline(**options: Any) -> ps.Pipeline:
@@ -50,14 +59,106 @@ def test_a_folder_says_what_memory_does(tmp_path: Path) -> None:
     assert all(t.slowest_seconds <= t.seconds for t in found.steps)
 
 
-def test_a_run_that_goes_on_and_a_line_that_is_not_whole(tmp_path: Path) -> None:
+def test_an_earlier_run_in_the_folder_is_put_aside(tmp_path: Path) -> None:
+    """Its records are of another plan, and its steps have the same numbers."""
+    with pipeline(run=tmp_path) as pipe:
+        train(pipe, 4)
+        plan = pipe.plan
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for _ in range(2):
-        with pipeline(run=tmp_path) as pipe:
-            train(pipe, 4)
-    assert [record.step for record in read_run(tmp_path).records] == [3, 4, 3, 4]
+        with ps.Pipeline(model, (X,), devices=["cpu"], audit=None, run=tmp_path) as other:
+            train(other, 3)
+    found, first = read_run(tmp_path), read_run(tmp_path / "earlier-1")
+    assert [record.step for record in found.records] == [3]
+    assert report_text(found)
+    assert "earlier-1, earlier-2" in report_text(found)
+    assert first.about.plan == plan
+    assert [record.step for record in first.records] == [3, 4]
+    assert sum(times.steps for times in first.steps) == 4
+    assert report_text(first)
+    assert [record.step for record in read_run(tmp_path / "earlier-2").records] == [3]
+
+
+def test_a_kill_amid_moving_an_earlier_run_loses_nothing(tmp_path: Path) -> None:
+    with pipeline(run=tmp_path) as pipe:
+        train(pipe, 4)
+        before = read_run(tmp_path)
+        about = pipe._about()
+    earlier = tmp_path / "earlier-1"
+    earlier.mkdir()
+    (earlier / ABOUT).write_bytes((tmp_path / ABOUT).read_bytes())
+    (tmp_path / "steps.jsonl").rename(earlier / "steps.jsonl")
+    again = replace_fields(about, environment={})
+    RunFolder(tmp_path, again).close()
+    assert replace_fields(read_run(earlier), steps=before.steps).records == before.records
+    assert sum(times.steps for times in read_run(earlier).steps) == 4
+    assert read_run(tmp_path).records == []
+
+
+def test_a_line_that_is_not_whole_is_left_out_and_never_added_to(tmp_path: Path) -> None:
+    """As of a process that was killed while it wrote."""
+    with pipeline(run=tmp_path) as pipe:
+        train(pipe, 4)
     with (tmp_path / "records.jsonl").open("ab") as file:
         file.write(b'{"step": 5, "beg')
-    assert len(read_run(tmp_path).records) == 4
+    found = read_run(tmp_path)
+    assert [record.step for record in found.records] == [3, 4]
+    assert found.notes == ["In records.jsonl 1 line is not whole, and left out."]
+    with pipeline(run=tmp_path) as pipe:
+        train(pipe, 4)
+    assert "not whole" not in report_text(read_run(tmp_path))
+    assert len(read_run(tmp_path).records) == 2
+    with (tmp_path / "records.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "beg\n')  # and in the midst, as of a disk that lost power
+        file.write((tmp_path / "records.jsonl").read_bytes().split(b"\n")[0] + b"\n")
+    assert len(read_run(tmp_path).records) == 3
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    with pipeline(run=tmp_path) as pipe:
+        train(pipe, 3)
+        with pytest.raises(ps.InputError, match=rf"not closed \(process {os.getpid()} on .*close"):
+            pipeline(run=tmp_path)
+        train(pipe, 3)
+    assert [record.step for record in read_run(tmp_path).records] == [3, 4, 5, 6]
+    pipe = pipeline(run=tmp_path)
+    del pipe
+    gc.collect()
+    pipeline(run=tmp_path).close()
+
+
+def test_the_folder_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pipeline(run="run") as pipe:
+        monkeypatch.chdir(tmp_path / "other")
+        train(pipe, 4)
+    assert len(read_run(tmp_path / "run").records) == 2
+    assert os.listdir(tmp_path / "other") == []
+
+
+def test_steps_are_in_the_folder_without_close_and_after_ctrl_c(tmp_path: Path) -> None:
+    script = f"""
+from penstock.account.history import RunFolder
+from penstock.account.keeping import Kept
+from penstock.account.record import AUDIT, StepRecord
+from tests.support.histories import history_of
+
+kept = Kept()
+kept.write_to(RunFolder({str(tmp_path)!r}, history_of().about))
+for number in range(1, 11):
+    kept.step(number, 0.001, 0.001, rows=4)
+raise KeyboardInterrupt
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "KeyboardInterrupt" in ran.stderr
+    assert sum(times.steps for times in read_run(tmp_path).steps) == 10
+
+
+def test_early_steps_are_seen_at_once(tmp_path: Path) -> None:
+    with pipeline(run=tmp_path) as pipe:
+        train(pipe, 10)
+        assert sum(times.steps for times in read_run(tmp_path).steps) >= 9
 
 
 def test_what_happens_is_kept(tmp_path: Path) -> None:
@@ -73,6 +174,82 @@ def test_what_happens_is_kept(tmp_path: Path) -> None:
     [event] = read_run(tmp_path).events
     assert event.step == 1
     assert "forward of micro-batch" in event.what
+
+
+def test_every_error_of_a_step_is_kept_once_and_shown_in_a_line() -> None:
+    def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("long\n" * 300)
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.last(self.first(x) * FACTORS[0])
+            return result
+
+    model = Changing()
+    with ps.Pipeline(
+        model, (X,), devices=["cpu"] * 2, num_microbatches=2, replicas=1, audit=1
+    ) as pipe:
+        train(pipe, 1)
+        with pytest.raises(ps.InputError):
+            pipe.train_step(X[:, :3], target=X, loss_fn=F.mse_loss)
+        with pytest.raises(ps.WorkerError):
+            pipe.train_step(X, target=X, loss_fn=fails)
+        FACTORS[0] = 2.0
+        try:
+            with pytest.raises(ps.AuditError):
+                train(pipe, 1)
+        finally:
+            FACTORS[0] = 1.0
+        events = pipe.history().events
+        notes = pipe.status().notes
+    kinds = [event.what.partition(":")[0] for event in events]
+    assert kinds == ["InputError", "WorkerError", "AuditError"]
+    assert all(len(note) <= 160 and "\n" not in note for note in notes)
+
+
+def test_a_backward_that_fails_is_kept() -> None:
+    trap = Trap()
+    model = nn.Sequential(nn.Linear(8, 8), trap, nn.Linear(8, 8))
+    with ps.Pipeline(model, (X,), devices=["cpu"] * 2, num_microbatches=2, audit=None) as pipe:
+        out = pipe(X)
+        trap.arm("backward", divide)
+        with pytest.raises(ps.WorkerError):
+            out.sum().backward()
+        assert [event.what[:11] for event in pipe.history().events] == ["WorkerError"]
+
+
+def test_a_status_looks_at_every_record_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counted(record: StepRecord, plan: ps.Plan) -> Account:
+        looked.append(record.step)
+        return account(record, plan)
+
+    with pipeline() as pipe:
+        monkeypatch.setattr(keeping, "account", counted)
+        train(pipe, 5)
+        for _ in range(3):
+            pipe.status()
+        train(pipe, 1)
+        pipe.status()
+        assert [found.step for found in pipe.accounts()] == [3, 4, 5, 6]
+    assert looked == [3, 4, 5, 6]
+
+
+def test_audits_take_no_place_of_what_stands_for_others() -> None:
+    first = history_of(Made(records=20)).records
+    audited = [
+        replace_fields(r, driver=(*r.driver, r.driver[0]._replace(what=AUDIT))) for r in first[10:]
+    ]
+    kept = Kept()
+    for record in [*first[:6], *audited[:6], *audited[6:]]:
+        kept.record(record)
+    assert [r.step for r in kept.records if not r.is_audited] == [r.step for r in first[:6]]
+    assert len(kept.records) == 12
 
 
 def test_other_processes_ask_for_it() -> None:
@@ -103,10 +280,17 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / ABOUT).write_text("{}")
     with pytest.raises(ps.InputError, match="is not what Pipeline"):
         read_run(tmp_path)
+    (tmp_path / ABOUT).write_bytes(b'{"environment": {"a": "\xff"}}')
+    with pytest.raises(ps.InputError, match="is not what Pipeline"):
+        read_run(tmp_path)
     with pipeline(run=tmp_path) as pipe:
         train(pipe, 3)
     (tmp_path / "steps.jsonl").write_text("nonsense\n")
     with pytest.raises(ps.InputError, match=r"steps\.jsonl is not what"):
+        read_run(tmp_path)
+    (tmp_path / "steps.jsonl").unlink()
+    (tmp_path / "steps.jsonl").mkdir()
+    with pytest.raises(ps.InputError, match=r"steps\.jsonl cannot be read: Is a directory"):
         read_run(tmp_path)
     about = msgspec.json.decode((tmp_path / ABOUT).read_bytes())
     (tmp_path / ABOUT).write_bytes(msgspec.json.encode({**about, "version": 7}))

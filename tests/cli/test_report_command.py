@@ -24,6 +24,7 @@ def written(path: Path, made: Made | None = None) -> Path:
         folder.add(record)
     for event in history.events:
         folder.add(event)
+    folder.close()
     return path
 
 
@@ -65,6 +66,15 @@ def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:
     code, out, err = ran(tmp_path)
     assert (code, out) == (2, "")
     assert "is not the folder of a run" in err
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    run = written(tmp_path / "run")
+    (run / "steps.jsonl").unlink()
+    (run / "steps.jsonl").mkdir()
+    code, out, err = ran(run)
+    assert (code, out) == (2, "")
+    assert "steps.jsonl cannot be read: Is a directory" in err
 
 
 def test_comparing_needs_a_page(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.account.attribution import BETWEEN, WAITING, WORKING
 from penstock.account.history import Happened, History, StepTime
+from penstock.account.record import StepRecord
 from penstock.account.suggestions import Suggestion
 from penstock.errors import InputError
 from penstock.observe.findings import MEANINGS, Findings, rounded
@@ -157,6 +158,37 @@ def test_a_record_that_took_much_longer_is_left_out_of_the_mean() -> None:
     assert [each.step for each in found.usual] == [record.step for record in HISTORY.records]
     assert found.mean_seconds == Findings(HISTORY).mean_seconds
     assert "Left out: step 77" in found.left_out
+
+
+def test_a_record_with_an_audit_is_left_out_for_that() -> None:
+    def audited(record: StepRecord) -> StepRecord:
+        more = record.driver[0]._replace(what="audit")
+        return msgspec.structs.replace(record, driver=(more, *record.driver))
+
+    first, *others = HISTORY.records
+    found = Findings(replaced(HISTORY, records=[audited(first), *others]))
+    assert found.left_out.startswith(
+        "The mean of 2 recorded steps. Left out: step 20, with an audit."
+    )
+    assert "twice" not in found.left_out
+    found = Findings(replaced(HISTORY, records=[*map(audited, HISTORY.records)]))
+    assert "3 recorded steps. There was an audit in each." in found.left_out
+    assert "Left out" not in found.left_out
+
+
+def test_rows_per_second_are_those_of_the_batches() -> None:
+    steps = [each._replace(rows=2) for each in HISTORY.steps]
+    assert HISTORY.about.plan.batch_size == 8
+    whole, part = Findings(HISTORY), Findings(replaced(HISTORY, steps=steps))
+    assert whole.rows_per_second == pytest.approx(8 / (whole.step_seconds or 1), rel=0.01)
+    assert part.rows_per_second == pytest.approx((whole.rows_per_second or 0) / 4)
+    assert "The plan was made for a batch of 8 rows" in part.plan_in_words[1]
+
+
+def test_what_there_is_to_say_of_the_folder_is_said() -> None:
+    history = replaced(HISTORY, notes=["In records.jsonl 1 line is not whole, and left out."])
+    assert "1 line is not whole" in report_text(history)
+    assert "1 line is not whole" in Page(report_html(history)).text
 
 
 def test_the_median_counts_steps_that_are_told_of_together() -> None:

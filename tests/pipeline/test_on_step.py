@@ -55,6 +55,25 @@ def test_an_error_of_theirs_comes_after_the_step(pipe: ps.Pipeline) -> None:
     assert pipe.status().steps == 2
 
 
+def test_all_are_told_even_if_one_fails(pipe: ps.Pipeline) -> None:
+    x, told = torch.ones(4, 3), []
+
+    def fails(news: dict[str, Any]) -> None:
+        raise ConnectionError("the logger")
+
+    def fails_too(news: dict[str, Any]) -> None:
+        raise OSError("the disk")
+
+    pipe.on_step(fails)
+    pipe.on_step(fails_too)
+    pipe.on_step(lambda news: told.append(news["step"]))
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="the logger") as raised:
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        assert raised.value.__notes__ == ["Another on_step hook failed: OSError: the disk"]
+    assert told == [1, 2]
+
+
 def test_a_step_that_fails_is_not_told_of(pipe: ps.Pipeline) -> None:
     told: list[dict[str, Any]] = []
     pipe.on_step(told.append)

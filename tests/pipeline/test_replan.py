@@ -160,6 +160,8 @@ def test_a_run_has_the_plan_that_its_records_are_of(uneven: ps.Plan, tmp_path: P
         assert found.records == pipe.history().records
         assert all(record.step > 4 for record in found.records)
         assert "another plan" in found.events[0].what
-        assert (tmp_path / "earlier-1-records.jsonl").exists()
+        earlier = read_run(tmp_path / "earlier-1")
+        assert earlier.about.plan == uneven
+        assert [record.step for record in earlier.records] == [3, 4]
         for account in pipe.accounts():
             assert all(own["forward"] > 0 for own in account.workers)

@@ -1,0 +1,71 @@
+"""What a thread of the script does since the last step, as far as it has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic_ns
+
+from penstock.account.record import PASS, Interval, shortened
+
+_MANY = 256  # intervals, from which on they are put together
+
+
+class Doing:
+    """What one thread does: things that have names, one within another."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, int]] = []  # what it does now, and since when
+        self._done: list[Interval] = []
+        self._since = 0
+        self._most = _MANY
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it does nothing that has a name, and has done nothing."""
+        return not self._open and not self._done
+
+    def enter(self, what: str) -> None:
+        """It begins something."""
+        self._open.append((what, monotonic_ns()))
+
+    def exit(self, what: str) -> None:
+        """It has ended what it last began under this name, with all that it began since then.
+
+        Nothing happens if it did not: a Ctrl-C may have come as it began.
+        """
+        for place in reversed(range(len(self._open))):
+            if self._open[place][0] == what:
+                self._done.append(Interval(*self._open[place], monotonic_ns()))
+                del self._open[place:]
+                return
+
+    def forget(self, what: str) -> None:
+        """What it has begun under this name was left by an error, and is forgotten."""
+        self._open = [doing for doing in self._open if doing[0] != what]
+
+    def note(self, interval: Interval) -> None:
+        """It did this."""
+        self._done.append(interval)
+
+    def until(self, now: int) -> list[Interval]:
+        """What it did, and does now."""
+        return [*self._done, *(Interval(*doing, now) for doing in self._open)]
+
+    def shorten(self, passes: Sequence[Interval]) -> None:
+        """Put things together if there are many, as of a long evaluation; their sums stay.
+
+        Args:
+            passes: that were run meanwhile.
+        """
+        if len(self._done) < self._most:
+            return
+        now = monotonic_ns()
+        every = [*self.until(now), *passes]
+        begin = max(self._since, min(interval.begin for interval in every))
+        self._done = [i for i in shortened(every, begin, now) if i.what != PASS]
+        self._open = [(what, now) for what, _ in self._open]
+        self._most = max(_MANY, 2 * len(self._done))
+
+    def clear(self, now: int) -> None:
+        """Forget what it has done until now; what it does goes on."""
+        self._done, self._since, self._most = [], now, _MANY
