@@ -107,7 +107,7 @@ class Runner:
         self.counts = Counts()
         self._passes = 0
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
-        self._timelines: list[Timeline] | None = None
+        self._timelines: list[list[Timeline]] = []  # of those who record
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
         self.steps = Steps(workers.board, plan.predicted_step_seconds, len(devices))
@@ -222,7 +222,7 @@ class Runner:
         keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")
-        recorded = self._timelines is not None or (batch.recorded and what != "infer")
+        recorded = bool(self._timelines) or (batch.recorded and what != "infer")
         return Order(
             *(what, ways.training, microbatches, modes, number, values, loss),
             recorded=recorded,
@@ -255,6 +255,12 @@ class Runner:
         self.counts = Counts(state["trained"], state.get("others", 0))
         current = user_seed()
         self._seed = state.get("seed", current), current
+
+    def go_on(self, before: Runner) -> None:
+        """Go on where another one of the same program has ended: counts, random numbers, hooks."""
+        self.load_random_state(before.random_state())
+        self.steps.go_on(before.steps)
+        self._timelines = before._timelines
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
@@ -332,8 +338,10 @@ class Runner:
             raise
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
-        if self._timelines is not None and any(outcome.logs.values()):
-            self._timelines.append(timeline_of(outcome.logs, self._num_workers))
+        if self._timelines and any(outcome.logs.values()):
+            timeline = timeline_of(outcome.logs, self._num_workers)
+            for timelines in self._timelines:
+                timelines.append(timeline)
         return outcome
 
     def _finished(self, ticket: object, begun: int) -> Outcome:
@@ -352,11 +360,11 @@ class Runner:
     def recording(self) -> Iterator[list[Timeline]]:
         """While open, every pass appends its measured timeline to the list that this gives."""
         timelines: list[Timeline] = []
-        self._timelines = timelines
+        self._timelines.append(timelines)
         try:
             yield timelines
         finally:
-            self._timelines = None
+            self._timelines[:] = [own for own in self._timelines if own is not timelines]
 
     @property
     def is_busy(self) -> bool:

@@ -8,6 +8,7 @@ from collections import deque
 
 from penstock.account.history import About, Happened, History, RunFolder, StepTime
 from penstock.account.record import StepRecord
+from penstock.errors import InputError
 
 _RECORDS, _TIMES, _EVENTS = 12, 4096, 256  # that are kept in memory
 _SHOWN = 3  # of the latest events, in a status
@@ -63,7 +64,10 @@ class Kept:
         """The run goes on with another plan; what was recorded is of the old one."""
         self.records.clear()
         if self.folder is not None:
-            self.folder.go_on(about)
+            try:
+                self.folder.go_on(about)
+            except (OSError, InputError) as error:
+                self._leave(error)
 
     def flush(self) -> None:
         """Note the steps that are not noted yet."""
@@ -105,9 +109,14 @@ class Kept:
         try:
             self.folder.add(item)
         except OSError as error:
-            folder, self.folder = self.folder, None
+            self._leave(error)
+
+    def _leave(self, error: Exception) -> None:
+        """Do without the folder, as it cannot be written."""
+        if self.folder is not None:
             warnings.warn(
-                f"{folder.path} cannot be written any more ({error}), so nothing is added to it; "
-                "the training goes on",
-                stacklevel=2,
+                f"{self.folder.path} cannot be written any more ({error}), so nothing is added to "
+                "it; the training goes on",
+                stacklevel=3,
             )
+        self.folder = None

@@ -182,6 +182,7 @@ class DrivenBackend(Backend):
     Args:
         devices: of the workers, as the user gives them; `None` leaves them to the plan.
         least: so many workers are needed, if they are left to the plan.
+        threads: intra-op threads of each CPU worker; 0 for its share of the cores.
 
     Raises:
         DeviceError: one does not exist.
@@ -190,10 +191,10 @@ class DrivenBackend(Backend):
 
     all_devices = False
 
-    def __init__(self, devices: Devices | None, least: int = 1) -> None:
+    def __init__(self, devices: Devices | None, least: int = 1, threads: int = 0) -> None:
         self._are_given = devices is not None
         self._choices = device_choices(devices, least)
-        self._have(self._choices[-1])
+        self._have(self._choices[-1], threads)
 
     def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
         self._devices = devices

@@ -37,6 +37,7 @@ LAYERS = [
     ["checkpoint"],
     ["planning"],
     ["passes"],
+    ["changing"],
     ["pipeline"],
     ["verification"],
     ["bench"],
