@@ -20,6 +20,7 @@ from penstock.account.history import read_run
 from penstock.comparison.reference import run_with_threads
 from penstock.plan.plan import Plan
 from penstock.planning import planner
+from penstock.workers.backend import Role
 from penstock.workers.threads.backend import ThreadBackend
 
 X, Y = torch.randn(24, 32), torch.randn(24, 32)
@@ -278,6 +279,14 @@ def test_results_that_are_still_there_refuse_it() -> None:
     run.pipe.close()
     with pytest.raises(ps.ClosedError):
         run.pipe.resize(3)
+
+
+def test_ranks_are_refused_with_what_works() -> None:
+    run = Run(replicas=1)
+    run.pipe._workers.role = Role(name="rank 0")
+    with pytest.raises(ps.InputError, match=r"torchrun has started: pipe.save.*penstock.load"):
+        run.pipe.resize(3)
+    run.pipe.close()
 
 
 class Failing:
