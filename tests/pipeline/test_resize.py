@@ -21,6 +21,7 @@ from penstock.comparison.reference import run_with_threads
 from penstock.plan.plan import Plan
 from penstock.planning import planner
 from penstock.workers.backend import Role
+from penstock.workers.processes.backend import ProcessBackend
 from penstock.workers.threads.backend import ThreadBackend
 
 X, Y = torch.randn(24, 32), torch.randn(24, 32)
@@ -289,30 +290,40 @@ def test_ranks_are_refused_with_what_works() -> None:
     run.pipe.close()
 
 
-class Failing:
-    """Workers of some number do not start any more."""
+def fail_to_start(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
+    """So many workers do not start any more."""
+    for backend in (ThreadBackend, ProcessBackend):
+        original: Callable[..., Any] = backend.start
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
-        original = ThreadBackend.start
-
-        def start(own: ThreadBackend, plan: Plan, *rest: Any) -> Any:
+        def start(own: Any, plan: Plan, *rest: Any, original: Callable[..., Any] = original) -> Any:
+            found = original(own, plan, *rest)
             if len(plan.devices) in numbers:
-                raise OSError("no more threads")
-            return original(own, plan, *rest)
+                found.close()
+                raise OSError("no more workers")
+            return found
 
-        monkeypatch.setattr(ThreadBackend, "start", start)
+        monkeypatch.setattr(backend, "start", start)
 
 
-def test_the_old_workers_go_on_if_others_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(replicas=1)
+def children() -> set[str]:
+    """The processes that this one has started and that are there."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.mark.parametrize("workers", KINDS)
+def test_the_old_workers_go_on_if_others_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, workers: ps.Kind
+) -> None:
+    run = Run(replicas=1, workers=workers)
     run.steps(2)
-    plan = run.pipe.plan
-    Failing(monkeypatch, {3})
-    with pytest.raises(OSError, match="no more threads") as caught:
+    plan, before = run.pipe.plan, len(children())
+    fail_to_start(monkeypatch, {3})
+    with pytest.raises(OSError, match="no more workers") as caught:
         run.pipe.resize(3)
     assert "goes on" in caught.value.__notes__[0]
+    assert len(children()) == before
     assert run.pipe.plan == plan
-    assert len(run.pipe.members) == 2
+    assert (run.pipe.members.number, len(run.pipe.members)) == (1, 2)
     assert run.pipe.status().steps == 2
     run.steps(4)
     threads = run.pipe.threads_per_worker
@@ -322,7 +333,7 @@ def test_the_old_workers_go_on_if_others_cannot_start(monkeypatch: pytest.Monkey
 def test_if_nobody_can_start_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(replicas=1)
     run.steps(2)
-    Failing(monkeypatch, {2, 3})
+    fail_to_start(monkeypatch, {2, 3})
     with pytest.raises(ps.ClosedError, match="build another Pipeline of the same model"):
         run.pipe.resize(3)
     assert run.optimizer.state_dict()["state"]
