@@ -44,12 +44,12 @@ from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
 from penstock.errors import ClosedError, InputError
 from penstock.links.casting import in_words, name_of
+from penstock.observe.trace import RecordedTimeline
 from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute, Request
 from penstock.planning.planner import better_plan, decide_plan
 from penstock.runner import Runner
-from penstock.schedule import Timeline
 from penstock.steps import StepHook, answers, note_optimizers
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
@@ -719,12 +719,25 @@ class Pipeline:
             )
         return chosen
 
-    def recording(self) -> AbstractContextManager[list[Timeline]]:
+    def recording(
+        self, profile: str | os.PathLike[str] | None = None
+    ) -> AbstractContextManager[list[RecordedTimeline]]:
         """A context manager that records timelines.
 
         It returns a list, to which every pass inside the context appends its measured timeline.
+        `timelines[0].save("step.pftrace")` writes one for https://ui.perfetto.dev.
+
+        Args:
+            profile: a file, usually `step.json`, to which torch.profiler's Chrome trace of the
+                context is written when it ends without an error: every operator and kernel, of
+                all threads. Perfetto opens it as well. Under torchrun every rank writes its own,
+                `step-worker-0.json` and so on. By default torch.profiler does not run.
+
+        Raises:
+            InputError: the workers are processes, which torch.profiler does not see; or it is
+                running already; or its trace cannot be written.
         """
-        return self._runner.recording()
+        return self._runner.recording(profile)
 
     # -- watching -----------------------------------------------------------------------------
 

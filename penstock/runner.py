@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -22,8 +23,9 @@ from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
 from penstock.errors import InputError, WorkerError
+from penstock.observe.profiled import of_worker, profiled
+from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
-from penstock.schedule import Timeline
 from penstock.steps import Steps
 from penstock.workers.backend import Workers
 from penstock.workers.ownership import Ownership
@@ -57,6 +59,19 @@ class Counts:
             self.trained = step + 1
         else:
             self.others = -step
+
+
+@dataclass
+class _Recording:
+    """A context in which timelines are recorded; it may go on with other workers.
+
+    Attributes:
+        is_profiled: whether torch.profiler looks on.
+        timelines: of the passes in it.
+    """
+
+    is_profiled: bool
+    timelines: list[RecordedTimeline] = field(default_factory=list)
 
 
 class Started(NamedTuple):
@@ -107,7 +122,8 @@ class Runner:
         self.counts = Counts()
         self._passes = 0
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
-        self._timelines: list[list[Timeline]] = []  # of those who record
+        self._plan = plan
+        self._recordings: list[_Recording] = []  # that are open
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
         self.steps = Steps(workers.board, plan.predicted_step_seconds, len(devices))
@@ -222,10 +238,11 @@ class Runner:
         keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")
-        recorded = bool(self._timelines) or (batch.recorded and what != "infer")
+        recorded = bool(self._recordings) or (batch.recorded and what != "infer")
         return Order(
             *(what, ways.training, microbatches, modes, number, values, loss),
             recorded=recorded,
+            profiled=any(recording.is_profiled for recording in self._recordings),
             tokens=batch.tokens,
         )
 
@@ -260,7 +277,7 @@ class Runner:
         """Go on where another one of the same program has ended: counts, random numbers, hooks."""
         self.load_random_state(before.random_state())
         self.steps.go_on(before.steps)
-        self._timelines = before._timelines
+        self._recordings = before._recordings
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
@@ -338,10 +355,13 @@ class Runner:
             raise
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
-        if self._timelines and any(outcome.logs.values()):
-            timeline = timeline_of(outcome.logs, self._num_workers)
-            for timelines in self._timelines:
-                timelines.append(timeline)
+        if self._recordings and any(outcome.logs.values()):
+            found = timeline_of(outcome.logs, self._num_workers)
+            timeline = RecordedTimeline(
+                found.num_workers, found.events, found.phases, plan=self._plan
+            )
+            for recording in self._recordings:
+                recording.timelines.append(timeline)
         return outcome
 
     def _finished(self, ticket: object, begun: int) -> Outcome:
@@ -357,14 +377,33 @@ class Runner:
             weakref.finalize(holder, forget, order.number).atexit = False
 
     @contextmanager
-    def recording(self) -> Iterator[list[Timeline]]:
-        """While open, every pass appends its measured timeline to the list that this gives."""
-        timelines: list[Timeline] = []
-        self._timelines.append(timelines)
-        try:
-            yield timelines
-        finally:
-            self._timelines[:] = [own for own in self._timelines if own is not timelines]
+    def recording(
+        self, profile: str | os.PathLike[str] | None = None
+    ) -> Iterator[list[RecordedTimeline]]:
+        """While open, every pass appends its measured timeline to the list that this gives.
+
+        Args:
+            profile: where torch.profiler's trace of all that is written, if it is wanted.
+
+        Raises:
+            InputError: torch.profiler cannot see the workers, or is running already; or its trace
+                cannot be written.
+        """
+        recording = _Recording(profile is not None)
+        with self._profiler(profile):
+            self._recordings.append(recording)
+            try:
+                yield recording.timelines
+            finally:
+                self._recordings[:] = [own for own in self._recordings if own is not recording]
+
+    def _profiler(self, path: str | os.PathLike[str] | None) -> AbstractContextManager[None]:
+        if path is None:
+            return nullcontext()
+        if why := self.workers.why_not_profiled:
+            raise InputError(why)
+        role = self.workers.role
+        return profiled(of_worker(path, role.index) if role.name else path)
 
     @property
     def is_busy(self) -> bool:

@@ -108,6 +108,7 @@ def _better(
     lost = statistics.median(
         statistics.fmean(own.get(OVERHEAD, 0.0) for own in found.workers) for found in accounts
     )
+    lost = max(0.0, lost - plan.pass_seconds)
     more = max(0.0, lost / actions - plan.overhead_seconds)
     beyond = now / (machine * plan.predicted_step_seconds + more * actions)
     best: tuple[Candidate | None, float] = (None, _BETTER * now)

@@ -20,6 +20,11 @@ WORK = {
 """What a worker does in an action of each kind, but for the parts that are told apart."""
 
 
+def title_of(action: Action) -> str:
+    """An action in words, as traces name it."""
+    return f"{WORK[action.kind]} {action.microbatch} in stage {action.stage}"
+
+
 def phases_of(worker: int, log: Log, origin: int = 0) -> Iterator[Phase]:
     """What a worker did, in order; where it did nothing there is a gap.
 

@@ -75,10 +75,10 @@ def command(
     from penstock.devices.allocator import keep_freed_memory
     from penstock.devices.choice import existing_devices, threads_per_worker
     from penstock.display.progress import callback
+    from penstock.planning.planner import with_overheads
     from penstock.profile.cache import cached_profiles
     from penstock.profile.measure import SECONDS
     from penstock.workers.kinds import measuring
-    from penstock.workers.probe import with_links
 
     module, args, kwargs = load_example(model, inputs, example, seed, empty)
     if output is not None:
@@ -96,7 +96,7 @@ def command(
             fresh=no_cache,
         )
     with measuring(workers, there) as backend:
-        costs = with_links(costs, there, backend.probe)
+        costs = with_overheads(costs, there, backend.probe)
     show(msgspec.to_builtins(costs), _text(costs, calls), as_json)
     if was_kept:
         talk("measured before; --no-cache measures again")
@@ -159,7 +159,8 @@ def _beside(costs: Profile) -> list[str]:
             f"{show_bytes(link.bytes_per_second)}/s" if link.bytes_per_second else "by reference"
         )
         lines.append(f"link {pair}: {_microseconds(link.latency_seconds)}, {speed}")
-    lines.append(f"overhead: {_microseconds(costs.overhead_seconds)} for every action")
+    overheads = (costs.overhead_seconds, "action"), (costs.pass_seconds, "pass")
+    lines += [f"overhead: {_microseconds(seconds)} for every {what}" for seconds, what in overheads]
     if costs.adding_seconds:
         replicas = "a parameter's gradients in each micro-batch, with replicas"
         lines.append(f"adding: {_microseconds(costs.adding_seconds)} for {replicas}")

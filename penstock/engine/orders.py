@@ -37,6 +37,7 @@ class Order:
         loss: what the last stage's results are turned into, in `"train"`.
         gradients: of the last stage's results, by micro-batch, in `"backward"`.
         recorded: whether what workers note on their records is kept.
+        profiled: whether torch.profiler looks on, and is told the names of actions.
         trial: whether what modules keep is put back at the end, and users' hooks are not called.
         wanted: the parameters whose gradients are computed, in `"backward"`; `None` for all.
         before: what came before it, for replicas.
@@ -54,6 +55,7 @@ class Order:
     loss: Loss | None = None
     gradients: dict[int, Gradients] = field(default_factory=dict)
     recorded: bool = False
+    profiled: bool = False
     trial: bool = False
     wanted: Sequence[nn.Parameter] | None = None
     before: Before = field(default_factory=Before)

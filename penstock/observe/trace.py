@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.board.phases import TURN, WAIT, WORK
+from penstock.board.phases import TURN, WAIT, WORK, title_of
 from penstock.errors import PenstockError
 from penstock.files import save_whole
 from penstock.plan.plan import Plan
@@ -26,7 +27,41 @@ _Place = tuple[int, Action]
 """An action of a replica; several may run the same."""
 
 
-def save_trace(timelines: Mapping[str, Timeline], path: Path, plan: Plan | None = None) -> None:
+@dataclass(frozen=True)
+class RecordedTimeline(Timeline):
+    """What was recorded of a pass: a timeline that can be saved.
+
+    Attributes:
+        plan: by which it ran.
+    """
+
+    plan: Plan = field(kw_only=True, repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it for https://ui.perfetto.dev; an existing file is replaced in one move.
+
+        What the plan predicts is shown below, if the pass was a step of training. See
+        `penstock.observe.trace.save_trace`, which also writes several timelines into one file.
+
+        Args:
+            path: of the file, usually `step.pftrace`.
+
+        Raises:
+            InputError: it cannot be written there.
+            PenstockError: the package perfetto is not installed.
+        """
+        timelines: dict[str, Timeline] = {"measured": self}
+        kinds = {event.action.kind for event in self.events}
+        if Kind.FORWARD in kinds and len(kinds) > 1:
+            timelines["predicted"] = self.plan.timeline()
+        save_trace(timelines, path, self.plan)
+
+
+def save_trace(
+    timelines: Mapping[str, Timeline],
+    path: str | os.PathLike[str],
+    plan: Plan | None = None,
+) -> None:
     """Write timelines for https://ui.perfetto.dev, which reads the file in the browser.
 
     Every timeline is a process, every worker a track in it, and every action a slice, with its
@@ -129,7 +164,6 @@ class _Process:
     ) -> _Slice:
         """An action, with its parts."""
         worker, action, start, end = event
-        name = WORK[action.kind]
         place = self._replica(worker), action
         parts = [
             _Slice(phase.start, phase.end, _PARTS[phase.what], phase.what)
@@ -137,8 +171,7 @@ class _Process:
             if phase.what in _PARTS and start <= phase.start and phase.end <= end
         ]
         flows = [self._flows.setdefault(pair, next(self._numbers)) for pair in _arrows(place, ran)]
-        title = f"{name} {action.microbatch} in stage {action.stage}"
-        return _Slice(start, end, title, name, action, flows, parts)
+        return _Slice(start, end, title_of(action), WORK[action.kind], action, flows, parts)
 
     def _between(self, phase: Phase, ran: Mapping[_Place, int]) -> _Slice:
         """A wait for values, or an exchange with other replicas."""

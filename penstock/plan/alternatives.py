@@ -63,7 +63,7 @@ def _replicated(profile: Profile, memory: Memory, way: Way, devices: Sequence[st
             whole = [Stretch(0, 0, own.num_calls)]
             held = layout.peaks(whole, [1], memory)[0]
             if held <= memory.caps(own)[0]:
-                actions = 2 * count * profile.overhead_seconds
+                actions = 2 * count * profile.overhead_seconds + profile.pass_seconds
                 seconds = count * float(layout.seconds.sum()) + actions
                 options.append((seconds, count, held))
         if not options:
@@ -106,7 +106,7 @@ def _replicated_pipelines(profile: Profile, memory: Memory, replicas: int) -> Ca
             continue
         weights = max(layout.weights[s.start : s.stop].sum() for s in stretches)
         homes = profile.devices[::stages]
-        seconds = layout.simulated(Simulator(schedule), stretches)
+        seconds = layout.simulated(Simulator(schedule), stretches) + profile.pass_seconds
         seconds += _reduced(profile, float(weights), homes)
         found = (seconds, count, max(layout.peaks(stretches, flying, memory)))
         best = min(best, found) if best else found

@@ -71,13 +71,14 @@ class Option:
 
     @cached_property
     def seconds(self) -> float:
-        """The simulated seconds of a step."""
+        """The simulated seconds of a step, and what a pass takes besides its actions."""
         stages, count = len(self.stretches), self.layout.count
         if self.rules is None:
             simulator = simulator_of(self.name, stages, count, self.num_workers)
         else:
             simulator = Simulator(self.schedule)
-        return self.layout.simulated(simulator, self.stretches)
+        simulated = self.layout.simulated(simulator, self.stretches)
+        return simulated + self.layout.profile.pass_seconds
 
     @cached_property
     def flying(self) -> tuple[int, ...]:
@@ -170,6 +171,7 @@ class Option:
             bound_seconds=self.bound,
             one_device_seconds=None,
             overhead_seconds=profile.overhead_seconds,
+            pass_seconds=profile.pass_seconds,
             overlap=profile.overlap,
             rules=self.rules,
             memory_limit=self.memory.limit,

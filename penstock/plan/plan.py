@@ -138,7 +138,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         num_microbatches: the number of micro-batches of a batch.
         schedule: the name of the schedule.
         stages: the stages, in order.
-        predicted_step_seconds: simulated time of one `train_step`, without the optimizer.
+        predicted_step_seconds: of one `train_step`, without the optimizer: simulated, and what a
+            pass takes besides its actions.
         bound_seconds: a lower bound for every schedule with this number of micro-batches on these
             devices (`penstock.plan.bound`); with one stage per device for any cuts, otherwise for
             the cuts of this plan.
@@ -147,6 +148,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         data_parallel_seconds: predicted for a replica of the model on every device, each with a
             share of the batch; `None` if a replica does not fit the memory.
         overhead_seconds: per action of a worker, besides its work.
+        pass_seconds: of a pass, besides its actions.
         overlap: whether a worker continues while its messages are being sent.
         rules: the priority rules of a fitted schedule.
         memory_limit: bytes that every worker may hold, if requested.
@@ -172,6 +174,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     one_device_seconds: float | None
     data_parallel_seconds: float | None = None
     overhead_seconds: float = 0.0
+    pass_seconds: float = 0.0
     overlap: bool = True
     rules: Rules | None = None
     memory_limit: int | None = None

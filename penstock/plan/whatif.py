@@ -185,7 +185,7 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
         reduced = adding_seconds(weights, replicas, adding)
     else:
         reduced = chain_seconds(max(weights), replicas, case.num_microbatches, link, adding)
-    actions = 2 * case.num_microbatches * profile.overhead_seconds
+    actions = 2 * case.num_microbatches * profile.overhead_seconds + profile.pass_seconds
     one = Layout(_machines(profile, case, 1, rows), case.num_microbatches)
     alone = float(one.seconds[0].sum()) * case.num_microbatches + actions
     costs = layout.costs(option.stretches, min(layout.rows))
@@ -226,9 +226,9 @@ def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
     count, split = case.num_microbatches, found.splits_backward
     return replace(
         outcome,
-        step_seconds=simulate(schedule, costs.seconds, network).seconds,
+        step_seconds=simulate(schedule, costs.seconds, network).seconds + plan.pass_seconds,
         bound_seconds=schedule_bound(costs, count, plan.placement, split=split),
-        one_worker_seconds=alone * count,
+        one_worker_seconds=alone * count + plan.pass_seconds,
     )
 
 

@@ -21,6 +21,7 @@ from penstock.plan import Plan
 from penstock.plan.plan import advice
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans_on_any
+from penstock.planning.pass_overhead import pass_overhead
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profiles
@@ -324,7 +325,20 @@ def profiles_for(
         costs = [replace_fields(own, travelling=travelling) for own in costs]
     measured_with = where or ThreadProbe()
     pairs = zip(costs, possible, strict=True)
-    return [with_links(own, devices, measured_with) for own, devices in pairs]
+    return [with_overheads(own, devices, measured_with) for own, devices in pairs]
+
+
+def with_overheads(profile: Profile, devices: Sequence[torch.device], where: LinkProbe) -> Profile:
+    """The profile of calls, with what links, actions and passes take besides.
+
+    Args:
+        profile, devices, where: as of `with_links`.
+
+    Raises:
+        WorkerTimeout: a worker does not answer.
+    """
+    measured = with_links(profile, devices, where)
+    return replace_fields(measured, pass_seconds=pass_overhead(len(devices)))
 
 
 def check_possible(

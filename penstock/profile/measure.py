@@ -26,16 +26,17 @@ from penstock.profile.timing import Timing, spread
 
 T = TypeVar("T")
 _Timings = dict[int, list[Timing]]  # by rows
+_Turns = dict[int, list[float]]  # likewise
 
 SECONDS = 30.0
 """About how long a profile takes, if nobody says otherwise."""
 
 _QUICK = 0.4  # seconds of a forward and backward that can be repeated often
 _ON_HALVES = 0.2  # of the time, for what halving costs
-_ON_CONTENTION = 0.1  # of it, for how much workers slow each other down
+_ON_CONTENTION = 0.3  # as long as on a size's passes, on how much workers slow each other down
 _A_SIZE = 1 / 30  # of it, for repeated passes over a size
 _LONG = 2 / 30  # of it: what takes longer is not repeated
-_HALVINGS, _CONTENTIONS = 8, 4  # passes over the smallest size that these take at least
+_HALVINGS = 8  # passes over the smallest size that they take at least
 _NESTS = (
     "There is one replica, as the backward of an autograd Function runs another backward, which "
     "adds to gradients by itself."
@@ -155,7 +156,7 @@ def _profiled(
     """Measure a profile; yields after each size."""
     given = program.varying.sizes(leaves)
     batch_size = given[ROWS]
-    on_sizes = (1 - _ON_HALVES - _ON_CONTENTION) * seconds
+    on_sizes = (1 - _ON_HALVES) * seconds
     agenda = Agenda(batch_size, len(devices), on_sizes, count, _LONG * seconds)
     of_a_size = min(_A_SIZE * seconds, A_SIZE)
     teams = {
@@ -168,7 +169,9 @@ def _profiled(
         return program.varying.resized(leaves, smaller), smaller
 
     try:
-        timings = yield from _measured(teams, agenda, batch_of, progress)
+        timings, turns = yield from _measured(
+            teams, agenda, batch_of, _ON_CONTENTION * of_a_size, progress
+        )
     except Exception as error:
         if (clearer := lone_row(error, _rows(batch_size, count or 1))) is not None:
             raise clearer from error
@@ -176,10 +179,6 @@ def _profiled(
     # On one device no other stage waits for the first half of a backward.
     on_halves = _ON_HALVES * seconds / len(teams) if len(devices) > 1 else 0.0
     halving = {k: _halving(teams[k], found, batch_of, on_halves) for k, found in timings.items()}
-    on_contention = _ON_CONTENTION * seconds / len(teams)
-    contention = {
-        k: _contention(teams[k], found, batch_of, on_contention) for k, found in timings.items()
-    }
     if progress:
         progress(agenda.expected, agenda.expected, "profiled")
     least, most = min(timings[devices[0]]), max(timings[devices[0]])
@@ -191,7 +190,8 @@ def _profiled(
         batch_size=batch_size,
         devices=tuple(devices),
         kinds={
-            k: device_profile(k, found, halving[k], contention[k]) for k, found in timings.items()
+            k: device_profile(k, found, halving[k], contention(found, turns[k]))
+            for k, found in timings.items()
         },
         labels=program.labels,
         weights=tuple(sum(p.nbytes for p in used) for used in parameters),
@@ -244,10 +244,15 @@ def _measured(
     teams: Mapping[str, Team],
     agenda: Agenda,
     batch_of: Callable[[int], tuple[list[Any], Sizes]],
+    on_contention: float,
     progress: Progress | None,
-) -> Generator[None, None, dict[str, _Timings]]:
-    """All sizes on all kinds of devices, by kind and by rows, ascending; yields after each size."""
+) -> Generator[None, None, tuple[dict[str, _Timings], dict[str, _Turns]]]:
+    """All sizes on all kinds of devices, by kind and by rows, ascending; yields after each size.
+
+    Beside them comes how many times as long they take as on one worker alone, in every turn.
+    """
     found: dict[str, _Timings] = {kind: {} for kind in teams}
+    turns: dict[str, _Turns] = {kind: {} for kind in teams}
     refusal: Exception | None = None
     done = 0
     while (rows := agenda.next()) is not None:
@@ -266,13 +271,16 @@ def _measured(
         for kind, passes in new.items():
             found[kind][rows] = min(found[kind].get(rows, passes), passes, key=_total)
         cost = max(map(_total, new.values()))
+        for kind, team in teams.items() if cost < _QUICK else ():
+            ratios = team.contention(*batch_of(rows), on_contention)
+            turns[kind].setdefault(rows, []).extend(ratios)
         agenda.learn(rows, cost, time.perf_counter() - start)
         yield
     if refusal is not None and not any(found.values()):
         raise refusal
     if progress:
         progress(done, agenda.expected, f"profiling halves on {', '.join(teams)}")
-    return {kind: dict(sorted(timings.items())) for kind, timings in found.items()}
+    return {kind: dict(sorted(timings.items())) for kind, timings in found.items()}, turns
 
 
 def _whole(passes: Sequence[Timing]) -> tuple[float, float]:
@@ -353,22 +361,28 @@ def _halving(
     return [launch + rate * rows for rows in timings]
 
 
-def _contention(
-    team: Team,
-    timings: Mapping[int, Sequence[Timing]],
-    batch_of: Callable[[int], tuple[list[Any], Sizes]],
-    seconds: float,
-) -> list[float]:
-    """How much slower workers are together at every size, by two that do not take long.
+def contention(sizes: Iterable[int], turns: _Turns) -> list[float]:
+    """How many times as long every size takes beside other workers as alone, at least 1.
 
-    Empty if there is one worker, or too little time.
+    A turn is short, and something else may have run in it; so what is known of a size are its own
+    turns and those of the sizes below and above.
+
+    Args:
+        sizes: rows that were measured.
+        turns: the ratios that were found, by rows, of as many sizes as there was time for.
+
+    Returns:
+        a ratio for every size; nothing if there are no turns.
     """
-    totals = {rows: _total(passes) for rows, passes in timings.items()}
-    sizes = sorted(set(_small_and_large(totals)))
-    if len(team.members) < 2 or _CONTENTIONS * totals[sizes[0]] > seconds:
+    known = sorted(rows for rows, ratios in turns.items() if ratios)
+    if not known:
         return []
-    found = [team.contention(*batch_of(rows), seconds / len(sizes)) for rows in sizes]
-    return [float(ratio) for ratio in np.interp(list(timings), sizes, found)]
+    around = {
+        rows: [ratio for near in known[max(0, k - 1) : k + 2] for ratio in turns[near]]
+        for k, rows in enumerate(known)
+    }
+    ratios = [max(1.0, statistics.median(around[rows])) for rows in known]
+    return [float(ratio) for ratio in np.interp(list(sizes), known, ratios)]
 
 
 def _small_and_large(totals: Mapping[int, float]) -> tuple[int, int]:

@@ -32,7 +32,7 @@ _MOST_WARM_UPS, _NO_FASTER = 5, 0.97
 _WARMING_UP = 1.0  # seconds after which no further one begins, but two
 _WHOLES = 2  # in each pass
 _UNSETTLED, _MOST_HALVINGS = 2, 12
-_MOST_CONTENTIONS = 9
+_MOST_CONTENTIONS = 3
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Team:
         self._together(results, lambda member: member.halvings(leaves, sizes, seconds), pace)
         return statistics.median(more for result in results for more in result)
 
-    def contention(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> float:
+    def contention(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> list[float]:
         """How many times as long a micro-batch takes beside those of all members as alone.
 
         All members and the first one alone take turns, as the speed of a machine changes.
@@ -106,16 +106,17 @@ class Team:
             seconds: after which nothing further begins, but one turn.
 
         Returns:
-            the median of the turns, at least 1.
+            the ratio of every turn; none if there is one member.
         """
+        if len(self.members) < 2:
+            return []
         first = self.members[0]
         results: list[list[float]] = [[] for _ in self.members]
         pace = _Pace(results, seconds, 2 * _MOST_CONTENTIONS, fewest=2)
         self._together(results, lambda m: m.alternate(leaves, sizes, m is first), pace)
         rounds = list(zip(*results, strict=True))
         turns = zip(rounds[::2], rounds[1::2], strict=False)
-        ratios = [statistics.median(together) / alone[0] for together, alone in turns]
-        return float(max(statistics.median(ratios), 1.0))
+        return [statistics.median(together) / alone[0] for together, alone in turns]
 
     def _together(
         self,

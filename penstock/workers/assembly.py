@@ -11,6 +11,7 @@ import torch
 
 from penstock.board.activity import LOSS, SENDING, code
 from penstock.board.memory import Record
+from penstock.board.phases import title_of
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ROWS, Ambient
 from penstock.devices.memory import in_use
@@ -111,6 +112,8 @@ class Assembly:
         outcome = Outcome()
         if order.what == "train" and order.modes.casting:
             compiled = _backwards_outside(compiled, order.modes)
+        if order.profiled:
+            compiled = _named(compiled)
         number = self._replica.first + worker
         if order.recorded:  # the log goes on until the next pass: with what comes after this one
             outcome.logs[number] = record.log = []
@@ -272,4 +275,17 @@ def _backwards_outside(compiled: _Compiled, modes: Ambient) -> _Compiled:
     for k, action in enumerate(compiled.actions):
         if action.kind is not Kind.FORWARD:
             runs[2 * k + 1] = partial(outside, runs[2 * k + 1])
+    return compiled._replace(runs=runs)
+
+
+def _named(compiled: _Compiled) -> _Compiled:
+    """The same, and torch.profiler sees what belongs to which action."""
+
+    def named(title: str, run: Run) -> None:
+        with torch.profiler.record_function(title):
+            run()
+
+    runs = list(compiled.runs)
+    for k, action in enumerate(compiled.actions):
+        runs[2 * k + 1] = partial(named, title_of(action), runs[2 * k + 1])
     return compiled._replace(runs=runs)

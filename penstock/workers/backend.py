@@ -268,10 +268,12 @@ class Workers(ABC):
         links: how values get from every stage to the next, in words.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
+        why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
     """
 
     role: Role = Role()
     job: str = ""
+    why_not_profiled: str = ""
     members: Sequence[Member]
     board: Board
     ownership: Ownership

@@ -66,7 +66,7 @@ def test_the_heaviest_calls_first_and_the_others_together() -> None:
     assert shares == sorted(shares, reverse=True)
     every = run("--calls", model="long").stdout.splitlines()
     told = [line for line in every if not line.startswith(("halves: ", "adding: "))]  # if any
-    assert len(told) == 1 + 25 + 1 + 6
+    assert len(told) == 1 + 25 + 1 + 7
     assert [line for line in told if line.startswith("contention: ")]
 
 

@@ -192,6 +192,31 @@ def test_a_plan_names_calls_and_says_what_is_held(tmp_path: Path) -> None:
     assert waits & {"wait for worker 0", "wait for worker 1"}
 
 
+def test_a_recorded_step_saves_itself_with_what_was_predicted(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    options: Any = {"cuts": ["1"], "schedule": "1f1b", "num_microbatches": 4, "replicas": 1}
+    x, path = torch.ones(4, 3), tmp_path / "step.pftrace"
+    with (
+        ps.Pipeline(model, (x,), devices=["cpu"] * 2, audit=None, **options) as pipe,
+        pipe.recording() as timelines,
+    ):
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        with torch.no_grad():
+            pipe(x)
+    step, evaluation = timelines
+    both = {"measured": step, "predicted": pipe.plan.timeline()}
+    save_trace(both, tmp_path / "both.pftrace", pipe.plan)
+    path.write_text("an older one")
+    step.save(str(path))
+    assert path.read_bytes() == (tmp_path / "both.pftrace").read_bytes()
+    evaluation.save(path)
+    tracks, _ = read(path)
+    names = [t.process.process_name for t in tracks.values() if t.HasField("process")]
+    assert names == ["measured"]
+    with pytest.raises(ps.InputError, match="cannot write the trace to"):
+        step.save(tmp_path / "no" / "step.pftrace")
+
+
 def notes(packet: Any) -> dict[str, Any]:
     """What is said of a slice, by name."""
     notes = packet.track_event.debug_annotations

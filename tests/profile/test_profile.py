@@ -193,6 +193,9 @@ def test_what_ran_beside_a_first_measurement_is_not_in_the_profile(
         def nests(self, leaves: object, sizes: object) -> bool:
             return False
 
+        def contention(self, leaves: object, sizes: object, seconds: float) -> list[float]:
+            return []
+
         def saved_bytes(self, leaves: object, sizes: object) -> list[int]:
             return [0] * len(program)
 
@@ -215,25 +218,20 @@ def test_workers_together_and_one_alone_take_turns(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(team_module, "_MOST_CONTENTIONS", 3)
     monkeypatch.setattr(team_module._Member, "_whole", lambda self, *_: (left[self].pop(0), 0.0))
     leaves, sizes = list(program.example), program.sizes(4)
-    assert team.contention(leaves, sizes, 60.0) == 4.0  # the median of 4, 3.5 and 5
+    assert team.contention(leaves, sizes, 60.0) == [4.0, 3.5, 5.0]
     assert list(left.values()) == [[], []]
     left |= {team.members[0]: [9.0, 1.0, 2.0], team.members[1]: [9.0, 1.0]}
-    assert team.contention(leaves, sizes, 0.0) == 1.0  # after one turn, and never less
+    assert team.contention(leaves, sizes, 0.0) == [0.5]  # after one turn
 
 
-def test_contention_is_measured_small_and_large_and_lies_between() -> None:
-    class Slowed:
-        members = (1, 2)
-
-        def contention(self, leaves: object, sizes: dict[str, int], seconds: float) -> float:
-            assert seconds == 0.5
-            return 2.0 / sizes["rows"]
-
-    timings = {r: [Timing([0.1 * r], [0.0], [(0.1 * r, 0.0)])] for r in (1, 2, 3, 8)}
-    found = measure._contention(Slowed(), timings, lambda n: ([], {"rows": n}), 1.0)  # type: ignore[arg-type]
-    assert found == pytest.approx([2.0, 4 / 3, 2 / 3, 2 / 3])
-    long = {1: [Timing([0.3], [0.0], [(0.3, 0.0)])]}
-    assert measure._contention(Slowed(), long, lambda n: ([], {"rows": n}), 1.0) == []  # type: ignore[arg-type]
+def test_contention_of_a_size_is_that_of_its_own_turns_and_those_around() -> None:
+    """One turn, in which something else ran, must not make one device look fast."""
+    turns = {1: [1.4, 1.5, 1.6], 2: [1.2, 1.1, 1.0], 4: [1.1, 1.0, 1.0], 8: [2.1], 16: []}
+    found = measure.contention((1, 2, 4, 8, 16), turns)
+    assert found == pytest.approx([1.3, 1.1, 1.1, 1.05, 1.05])
+    assert measure.contention((1, 3), {1: [0.5], 5: [3.0, 3.0, 3.0]}) == [3.0, 3.0]
+    assert measure.contention((1, 3), {1: [0.5]}) == [1.0, 1.0]
+    assert measure.contention((1, 2), {1: [], 2: []}) == []
 
 
 def test_only_the_whole_is_timed_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,10 @@ class ProcessWorkers(Workers):
     """
 
     role = Role(calls_loss=False)
+    why_not_profiled = (
+        "torch.profiler does not see other processes, so there is no profile of worker processes: "
+        "leave out profile=, or record the same plan with workers='threads'"
+    )
 
     def __init__(
         self,

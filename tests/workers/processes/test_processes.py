@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,6 +305,15 @@ def test_recording(pipes: list[ps.Pipeline]) -> None:
     for action, start in starts.items():  # one clock for all processes
         if action.kind.value == "F" and action.stage == 1:
             assert start > starts[action._replace(stage=0)]
+
+
+def test_no_profile_of_other_processes(pipes: list[ps.Pipeline], tmp_path: Path) -> None:
+    with (
+        pytest.raises(ps.InputError, match=r"does not see other processes.*workers='threads'"),
+        pipes[1].recording(profile=tmp_path / "step.json"),
+    ):
+        step(pipes[1])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_autocast_is_followed(pipes: list[ps.Pipeline]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import random
@@ -418,6 +419,18 @@ def skewed(rank: int) -> Any:
             step(pipe)
         ahead = pipe._workers._ranks.clock.ahead  # type: ignore[attr-defined]
         return timelines[0], ahead, pipe.accounts()[-1]
+
+
+def profiled(rank: int) -> Any:
+    """Every rank has torch.profiler look at a step; all write beside each other."""
+    path = Path(sys.argv[2]) / "step.json"
+    with ps.Pipeline(Forked(), (X,), num_microbatches=2, schedule="1f1b", cuts=["second"]) as pipe:
+        step(pipe)
+        with pipe.recording(profile=path) as timelines:
+            step(pipe)
+        timelines[0].save(path.with_name(f"{rank}.pftrace"))
+    seen = json.loads(path.with_name(f"step-worker-{rank}.json").read_text())["traceEvents"]
+    return [event["name"] for event in seen if "stage" in event["name"]]
 
 
 class Warm(nn.Module):

@@ -284,6 +284,15 @@ def assert_as_plain(ranks: list[Any]) -> None:
         assert_equal(f"after {scenarios.CHANGES[k]}", gradients, expected)
 
 
+def test_every_rank_writes_its_own_profile(launcher: Launcher, tmp_path: Path) -> None:
+    for rank, actions in enumerate(launcher.run("profiled", tmp_path)):
+        assert actions is not None
+        assert sorted(actions) == [
+            f"{what} {k} in stage {rank}" for what in ("backward", "forward") for k in (0, 1)
+        ]
+        assert (tmp_path / f"{rank}.pftrace").stat().st_size > 0
+
+
 def test_attributes_that_change_on_one_rank(launcher: Launcher, tmp_path: Path) -> None:
     """An error on both, that leaves no gradients; and when both have changed, the right bits."""
     ranks = launcher.run("attributes", tmp_path)

@@ -1,0 +1,53 @@
+"""What torch.profiler sees of passes, written beside their timelines."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile
+
+from penstock.errors import InputError
+from penstock.files import save_whole
+
+
+@contextmanager
+def profiled(path: str | os.PathLike[str]) -> Iterator[None]:
+    """While open, torch.profiler looks on; then its Chrome trace is written, unless it has failed.
+
+    It sees all threads of this process, among them those that run stages.
+
+    Args:
+        path: of the file, usually `step.json`; compressed if it ends in `.gz`.
+
+    Raises:
+        InputError: a profiler is running already, or the file cannot be written.
+    """
+    if torch.autograd.profiler._is_profiler_enabled:
+        raise InputError(
+            "torch.profiler is running already, and there can be one at a time: leave out "
+            "profile=, or end the other one before"
+        )
+    threads = _ExperimentalConfig(profile_all_threads=True)  # by default it sees the caller's alone
+    with profile(experimental_config=threads) as found:
+        yield
+    with tempfile.TemporaryDirectory() as folder:  # as it only logs that it cannot write
+        scratch = Path(folder) / Path(path).name
+        found.export_chrome_trace(str(scratch))
+        save_whole(path, scratch.read_bytes(), "trace")
+
+
+def of_worker(path: str | os.PathLike[str], worker: int) -> Path:
+    """Where a worker writes that is a process of its own: `step-worker-1.json` for `step.json`.
+
+    Args:
+        path: for all of them.
+        worker: its number.
+    """
+    stem, dot, rest = Path(path).name.partition(".")
+    return Path(path).with_name(f"{stem}-worker-{worker}{dot}{rest}")

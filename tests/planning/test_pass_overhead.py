@@ -1,0 +1,63 @@
+"""What a pass takes besides its actions."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+import torch
+
+import penstock as ps
+from penstock.plan.request import Request
+from penstock.plan.whatif import WhatIf, what_if_planned
+from penstock.planning import planner
+from penstock.planning.pass_overhead import pass_overhead
+from tests.plan.test_replicated import profile
+from tests.support.models import mlp
+
+X = torch.randn(8, 8)
+
+
+def test_it_is_measured_once_and_leaves_nothing_behind() -> None:
+    pass_overhead.cache_clear()
+    state, threads = torch.random.get_rng_state(), threading.active_count()
+    first = pass_overhead(2)
+    assert first > 0
+    assert pass_overhead(2) == first
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("replicas", ["auto", 1, 2])
+def test_all_that_is_predicted_takes_as_much_longer(replicas: object) -> None:
+    less = profile(2)
+    more = msgspec.structs.replace(less, pass_seconds=0.25)
+    found = [ps.plan(costs, replicas=replicas) for costs in (less, more)]  # type: ignore[arg-type]
+    before, after = found
+    assert (before.cuts, before.replicas) == (after.cuts, after.replicas)
+    assert after.pass_seconds == 0.25
+    assert after.predicted_step_seconds == pytest.approx(before.predicted_step_seconds + 0.25)
+    assert after.one_device_seconds == pytest.approx((before.one_device_seconds or 0.0) + 0.25)
+    parallel = (before.data_parallel_seconds or 0.0) + 0.25
+    assert after.data_parallel_seconds == pytest.approx(parallel)
+    assert after.bound_seconds == before.bound_seconds
+    if replicas == 1:
+        case = WhatIf(
+            workers=2,
+            num_microbatches=after.num_microbatches,
+            microbatch_size=after.microbatch_size,
+            schedule=after.schedule,
+            stages_per_worker=len(after.stages) // 2,
+        )
+        told = what_if_planned(after, case).step_seconds
+        assert told == pytest.approx(after.predicted_step_seconds)
+
+
+def test_it_is_part_of_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "pass_overhead", lambda workers: 100.0 * workers)
+    program = ps.capture(mlp(8, 8, 8), (X,))
+    devices = [torch.device("cpu")] * 2
+    plan = planner.plan_for(program, choices=[devices], request=Request(replicas=2), seconds=0.1)
+    assert plan.pass_seconds == 200.0
+    assert 200.0 < plan.predicted_step_seconds < 201.0
