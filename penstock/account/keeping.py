@@ -6,6 +6,8 @@ import time
 import warnings
 from collections import deque
 
+from msgspec.structs import replace
+
 from penstock.account.history import About, Happened, History, RunFolder, StepTime
 from penstock.account.record import StepRecord
 from penstock.errors import InputError
@@ -31,6 +33,7 @@ class Kept:
         self._now: StepTime | None = None  # steps that are not noted yet
         self._since = 0.0
         self._steps = 0
+        self._changed_after = 0
 
     def step(self, number: int, seconds: float, pass_seconds: float, rows: int) -> None:
         """A step has ended.
@@ -62,10 +65,12 @@ class Kept:
 
     def go_on(self, about: About) -> None:
         """The run goes on with another plan; what was recorded is of the old one."""
+        self.flush()  # or steps of both plans would be noted together
         self.records.clear()
+        self._changed_after = self._steps
         if self.folder is not None:
             try:
-                self.folder.go_on(about)
+                self.folder.go_on(replace(about, since=self._changed_after))
             except (OSError, InputError) as error:
                 self._leave(error)
 
@@ -99,7 +104,10 @@ class Kept:
         """
         times = [*self._times, *([self._now] if self._now else [])]
         return History(
-            about=about, steps=times, records=list(self.records), events=list(self._events)
+            about=replace(about, since=self._changed_after),
+            steps=times,
+            records=list(self.records),
+            events=list(self._events),
         )
 
     def _write(self, item: StepTime | StepRecord | Happened) -> None:
