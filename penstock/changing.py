@@ -22,12 +22,14 @@ from penstock.engine.batchnorm import BatchNormMode
 from penstock.engine.microbatch import Merge
 from penstock.errors import InputError, PlanError, closed
 from penstock.plan import Plan
+from penstock.plan.plan import StagePlan
 from penstock.plan.request import Request
 from penstock.planning.planner import plan_on_others
 from penstock.runner import Runner
 from penstock.weights import Weights
 from penstock.workers.backend import Backend, Workers
 from penstock.workers.kinds import WorkerOptions
+from penstock.workers.memories import Left
 from penstock.workers.optimizer_parts import Groups, Parts
 
 Planning = Callable[
@@ -79,6 +81,46 @@ class Given:
     def as_they_are(self, now: Workers, threads: int) -> WorkerOptions:
         """The present workers and no others; `now` and `threads` as of `on`."""
         return self.on([str(device) for device in now.devices], now, threads)
+
+
+def completed(request: Request, plan: Plan) -> Request:
+    """What was asked for, with what only a given plan says: the next plan has to be like it.
+
+    Bits depend on the dtype in which values cross from stage to stage, and under autocast on what
+    is recomputed; what workers may hold depends on the limit, and on what is recomputed.
+
+    Args:
+        request: what was asked of `Pipeline` besides the plan.
+        plan: that was given.
+    """
+    recomputed = request.recompute
+    if recomputed == "auto" and all(_is_recomputed(stage) for stage in plan.stages):
+        pieces = max(len(stage.recompute) for stage in plan.stages)
+        recomputed = "all" if pieces == 1 else "boundaries"
+    limit = plan.memory_limit if request.memory_limit is None else request.memory_limit
+    dtype = request.boundary_dtype or plan.boundary_dtype
+    return replace(request, recompute=recomputed, memory_limit=limit, boundary_dtype=dtype)
+
+
+def _is_recomputed(stage: StagePlan) -> bool:
+    return sum(end - first for first, end in stage.recompute) == stage.calls[1] - stage.calls[0]
+
+
+def with_one_replica(request: Request, plan: Plan, left: Left) -> tuple[Request, str]:
+    """What is asked of the next plan, and a sentence if that has to have one replica as well.
+
+    Args:
+        request: what was asked for.
+        plan: that is in use.
+        left: what its workers remember.
+    """
+    if not left.remembers or plan.replicas > 1 or request.replicas == 1:
+        return request, ""
+    why = (
+        f"There is one replica, as {left.remembers} may remember something from micro-batch to "
+        "micro-batch, which other processes would not see."
+    )
+    return replace(request, replicas=1), why
 
 
 class Dividing:
@@ -165,7 +207,10 @@ def plan_for_others(
 def _asked(plan: Plan, request: Request) -> str:
     """What the new plan had to be like, in words."""
     free = Request()
-    names = ("schedule", "cuts", "recompute", "memory_limit", "stages_per_worker", "replicas")
+    names = (
+        *("schedule", "cuts", "recompute", "memory_limit", "boundary_dtype"),
+        *("stages_per_worker", "replicas"),
+    )
     asked = {name: getattr(request, name) for name in names}
     said = [f"{name}={value!r}" for name, value in asked.items() if value != getattr(free, name)]
     count = f"{plan.num_microbatches} micro-batches, which stay so that results do"

@@ -30,12 +30,21 @@ from penstock.board.status import Status, status_here, status_of
 from penstock.capture import Program
 from penstock.capture.capturing import CaptureOptions
 from penstock.capture.dims import BatchDim, Dynamic
-from penstock.changing import Dividing, Given, Planning, check_can_change, plan_for_others
+from penstock.changing import (
+    Dividing,
+    Given,
+    Planning,
+    check_can_change,
+    completed,
+    plan_for_others,
+    with_one_replica,
+)
 from penstock.checkpoint.saver import Save, Saver
 from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices, existing_devices
 from penstock.devices.cores import cores
 from penstock.devices.machine import processor
+from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
@@ -242,9 +251,13 @@ class Pipeline:
             self.program = program
             source = source_of(model, weights)
             self._given = Given(request, chosen, (args, kwargs), source, batchnorm, merge, audit)
-            plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
-            self._start(backend, plan, stack)
-            self._given = replace(self._given, weights=None)  # or buffers would begin once more
+            is_given = plan is not None
+            with with_autograd():
+                plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
+                self._start(backend, plan, stack)
+            asked = completed(request, plan) if is_given else request
+            # Without weights, or buffers would begin once more.
+            self._given = replace(self._given, request=asked, weights=None)
             self.members = Membership(0, 0, tuple(self._workers.members))
             if run is not None and self._workers.role.index == 0:
                 self._runner.steps.kept.folder = RunFolder(run, self._about())
@@ -360,14 +373,18 @@ class Pipeline:
         began, before, old = time.monotonic(), self.members, self.plan
         self._saver.finish()  # a failed save is told while the old workers are there
         backend = chosen.backend(self.allocator_kept)
-        with showing(progress) as report, ExitStack() as stack:
+        with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)
-            asked = self._given
-            plan = planning(old, self.program, *asked.example, backend, asked.request, report)
+            left = self._workers.left()
+            request, note = with_one_replica(self._given.request, old, left)
+            plan = planning(old, self.program, *self._given.example, backend, request, report)
             if plan is None:
                 return False
+            plan = replace_fields(plan, note=note or plan.note)
             backend.take(plan, is_given=False)
-            self._switch(backend, backend.agree(self.program, plan))
+            plan = backend.agree(self.program, plan)
+            left.bring()
+            self._switch(backend, plan)
             stack.pop_all()
         self._given = replace(self._given, workers=chosen)
         self._runner.steps.kept.happened(
@@ -439,7 +456,7 @@ class Pipeline:
         steps = self._workers.board.counted().steps
         self.members = self.members.changed(self._workers.members, steps)
         for scaler in self._scalers:
-            scaler.workers = self._workers
+            scaler.go_on(self._runner.loss_device, self._workers)
 
     def _served(self, where: Address | None) -> Server | None:
         """A server of metrics at this address; ranks take one port after the other."""

@@ -37,6 +37,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.clipping import Clipping
 from penstock.workers.members import Member
+from penstock.workers.memories import Left
 from penstock.workers.optimizer_parts import Groups, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.probe import LinkProbe
@@ -362,6 +363,14 @@ class Workers(ABC):
     @abstractmethod
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""
+
+    def left(self) -> Left:
+        """What forwards, losses and hooks have left with these workers, before others come.
+
+        Raises:
+            InputError: some of it cannot be brought from them.
+        """
+        return Left()
 
     # -- parameters -------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
 from penstock.account.history import read_run
 from penstock.comparison.reference import run_with_threads
+from penstock.observe.charts import history_chart
+from penstock.observe.findings import Findings
 from penstock.plan.plan import Plan
 from penstock.planning import planner
+from penstock.training.scaling import PipelineScaler
 from penstock.workers.backend import Role
 from penstock.workers.processes.backend import ProcessBackend
 from penstock.workers.threads.backend import ThreadBackend
@@ -382,3 +387,226 @@ def test_threads_stay_and_a_plan_is_made_again(monkeypatch: pytest.MonkeyPatch) 
     assert not run.pipe.replan()
     assert run.pipe.threads_per_worker == threads
     run.pipe.close()
+
+
+class Remembering(nn.Module):
+    """Remembers what it has done, in attributes of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+        self.scale = 1.0
+        self.seen: list[float] = []
+        self.average = torch.zeros(32)
+        self.noise = torch.Generator().manual_seed(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale *= 0.9
+        self.seen.append(self.scale)
+        self.average.mul_(0.5).add_(x.detach().mean(0))
+        noise = torch.rand(1, generator=self.noise)
+        return self.inner(x) * self.scale + self.average + noise + len(self.seen)
+
+
+class Around(nn.Module):
+    """Something in the midst of layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.inner = inner
+        self.last = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.first:
+            x = layer(x).tanh()
+        x = self.inner(x)
+        for layer in self.last:
+            x = layer(x).tanh()
+        return x
+
+
+def around(inner: Callable[[], nn.Module]) -> Around:
+    torch.manual_seed(3)
+    return Around(inner())
+
+
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles are measured for a moment only."""
+    monkeypatch.setattr(planner, "PROMPT", 0.3)
+
+
+QUIET: dict[str, Any] = {"num_microbatches": COUNT, "audit": None, "merge": "rows"}
+ALONE = QUIET | {"replicas": 1}
+
+
+@pytest.mark.filterwarnings("ignore::penstock.RowsWarning")
+@pytest.mark.usefixtures("briefly")
+@pytest.mark.parametrize("workers", KINDS)
+def test_what_modules_remember_goes_on(workers: ps.Kind) -> None:
+    def losses(sizes: Sequence[int]) -> tuple[list[float], Remembering]:
+        subject, found = around(Remembering), []
+        with ps.Pipeline(subject, (X,), devices=2, workers=workers, **QUIET) as pipe:
+            for size in sizes:
+                pipe.resize(size)
+                found += [pipe.train_step(X, target=Y, loss_fn=F.mse_loss).item() for _ in range(2)]
+            pipe.resize(2)
+        assert isinstance(subject.inner, Remembering)
+        return found, subject.inner
+
+    found, inner = losses([2, 3, 1])
+    expected, _ = losses([2, 2, 2])
+    assert found == expected
+    assert len(inner.seen) == 6 * COUNT
+    assert inner.scale == inner.seen[-1]
+
+
+class Locking(nn.Module):
+    """Leaves something that is of its process alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+        self.lock: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.lock = threading.Lock()
+        return self.inner(x)
+
+
+@pytest.mark.usefixtures("briefly")
+def test_what_cannot_be_brought_refuses_it() -> None:
+    with ps.Pipeline(around(Locking), (X,), devices=2, workers="processes", **QUIET) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        before = pipe.members
+        with pytest.raises(ps.InputError, match=r"'lock' of the module 'inner' \(Locking\)"):
+            pipe.resize(3)
+        assert pipe.members is before
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+
+
+class Shown:
+    """A hook that keeps what it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(output.detach().sum()))
+        return output + len(self.seen) / 8
+
+
+@pytest.mark.usefixtures("briefly")
+def test_what_hooks_remember_goes_on() -> None:
+    def losses(sizes: Sequence[int]) -> tuple[list[float], list[float]]:
+        subject, hook, found = around(lambda: nn.Linear(32, 32)), Shown(), list[float]()
+        subject.inner.register_forward_hook(hook)
+        with ps.Pipeline(subject, (X,), devices=2, workers="processes", **ALONE) as pipe:
+            for size in sizes:
+                pipe.resize(size)
+                found.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss).item())
+            pipe.resize(1)
+        return found, hook.seen
+
+    found, seen = losses([2, 3])
+    assert found == losses([2, 2])[0]
+    assert len(seen) >= 2 * COUNT
+
+
+class Counting:
+    """A loss that depends on how often it was called."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return F.mse_loss(output, target) * (1 + self.count / 8)
+
+
+@pytest.mark.usefixtures("briefly")
+def test_a_loss_that_remembers_keeps_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    original = planner.plans_on_any
+
+    def plans_on_any(costs: Sequence[ps.Profile], request: Any, *rest: Any, **more: Any) -> Any:
+        asked.append(request.replicas)
+        free = request.replicas == "auto"
+        as_many = replace(request, replicas=len(costs[0].devices)) if free else request
+        return original(costs, as_many, *rest, **more)
+
+    with ps.Pipeline(
+        model(), (X,), devices=2, workers="processes", plan=stages_plan(), audit=None
+    ) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=Counting())
+        monkeypatch.setattr(planner, "plans_on_any", plans_on_any)
+        assert pipe.resize(3)
+        assert asked == [1]
+        assert pipe.plan.replicas == 1
+        assert "the loss function" in pipe.plan.note
+        pipe.train_step(X, target=Y, loss_fn=Counting())
+
+
+def stages_plan(**options: Any) -> ps.Plan:
+    profile = ps.profile(ps.capture(model(), (X,)), devices=["cpu", "cpu"], seconds=0.2)
+    return ps.plan(profile, num_microbatches=COUNT, cuts=["layers.3"], replicas=1, **options)
+
+
+@pytest.mark.usefixtures("briefly")
+def test_what_only_the_plan_says_is_asked_again() -> None:
+    plan = replace_fields(
+        stages_plan(memory_limit="1GiB", recompute="all"), boundary_dtype="bfloat16"
+    )
+    with ps.Pipeline(model(), (X,), devices=2, plan=plan, audit=None) as pipe:
+        for size in (3, 2):
+            assert pipe.resize(size)
+            assert pipe.plan.boundary_dtype == "bfloat16"
+            assert pipe.plan.memory_limit == 1 << 30
+            assert all(stage.recompute for stage in pipe.plan.stages)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.usefixtures("briefly")
+@pytest.mark.parametrize("workers", KINDS)
+def test_without_gradients_it_is_built_and_resized_as_ever(
+    mode: Callable[[], Any], workers: ps.Kind
+) -> None:
+    subject = model()
+    with mode():
+        x = X.clone()
+        pipe = ps.Pipeline(subject, (x,), devices=2, num_microbatches=COUNT, workers=workers)
+        assert pipe.resize(3)
+    loss = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    assert loss.isfinite()
+    assert all(p.grad is not None for p in subject.parameters())
+    pipe.close()
+
+
+@pytest.mark.usefixtures("briefly")
+def test_step_times_are_of_the_plan_in_use(tmp_path: Path) -> None:
+    run = Run(replicas=1, run=tmp_path / "run")
+    run.steps(3)
+    assert run.pipe.resize(1)
+    run.steps(2)
+    history = run.pipe.history()
+    run.pipe.close()
+    for found in (history, read_run(tmp_path / "run")):
+        assert found.about.since == 3
+        assert sum(steps.steps for steps in found.steps) == 5
+        assert sum(steps.steps for steps in found.latest_steps) == 2
+        findings = Findings(found)
+        assert findings.num_steps == 2
+        assert "2 steps since the plan has changed after step 3" in findings.headline
+    chart = history_chart(Findings(history))
+    assert chart is not None
+    assert any("another plan after step 3" in mark.text for mark in chart.marks)
+
+
+@pytest.mark.usefixtures("briefly")
+def test_a_scaler_goes_to_the_last_stage() -> None:
+    scaler = PipelineScaler(torch.device("cpu"), Run(replicas=1).pipe._workers, init_scale=4.0)
+    scaler.begin()
+    scaler.go_on(torch.device("meta"), scaler.workers)
+    assert scaler._scale is not None
+    assert scaler._scale.device.type == scaler._home.type == "meta"
