@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex, TypeVar
@@ -29,19 +30,29 @@ from penstock.board.status import Status, status_of
 from penstock.capture import Program
 from penstock.capture.capturing import CaptureOptions
 from penstock.capture.dims import BatchDim, Dynamic
+from penstock.changing import (
+    Dividing,
+    Given,
+    Planning,
+    check_can_change,
+    completed,
+    plan_for_others,
+    with_one_replica,
+)
 from penstock.checkpoint.autosave import Autosave
 from penstock.checkpoint.saver import Save, Saver
 from penstock.devices.allocator import Allocator
-from penstock.devices.choice import Devices
+from penstock.devices.choice import Devices, existing_devices
 from penstock.devices.cores import cores
 from penstock.devices.machine import processor
+from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
-from penstock.errors import InputError, closed
+from penstock.errors import ClosedError, InputError
 from penstock.links.casting import in_words, name_of
 from penstock.observe.trace import RecordedTimeline
 from penstock.passes import Passes
@@ -54,66 +65,16 @@ from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
 from penstock.training.scaling import PipelineScaler, scale_of
-from penstock.weights import Weights, source_of
-from penstock.workers.backend import Backend, Kind, Workers
+from penstock.units import show_seconds
+from penstock.weights import source_of
+from penstock.workers.backend import Backend, Kind
 from penstock.workers.clipping import Clipped, Clipping
 from penstock.workers.described import description_of, listen
 from penstock.workers.kinds import WorkerOptions
-from penstock.workers.optimizer_parts import Groups, Parts
+from penstock.workers.members import Membership
 from penstock.workers.placement import place
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What a pipeline was asked for, as far as it is needed once more for another plan.
-
-    Attributes:
-        request: what was asked of the plan.
-        workers: who is to run it.
-        example: the example arguments, positional and keyword.
-        weights: where parameters that are on `meta` come from.
-        batchnorm, merge, audit: as in `Pipeline`.
-    """
-
-    request: Request
-    workers: WorkerOptions
-    example: tuple[Sequence[Any], Mapping[str, Any] | None]
-    weights: Weights | None
-    batchnorm: BatchNormMode
-    merge: Merge
-    audit: Setting
-
-
-class _Dividing:
-    """Makes the workers' parts of optimizers; it does not keep the pipeline alive.
-
-    Args:
-        model: whose parameters they update.
-
-    Attributes:
-        workers: that there are now.
-    """
-
-    workers: Workers
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(
-        self, kind: type[torch.optim.Optimizer], groups: Groups, options: Mapping[str, Any]
-    ) -> Parts:
-        """The parts of one optimizer."""
-        return self.workers.optimizer(kind, groups, options, self._owned())
-
-    def _owned(self) -> list[list[nn.Parameter]]:
-        """The parameters of every worker; the first also owns those that no stage uses."""
-        every = self.workers.ownership.owned()
-        owned = [[p for p in tensors if isinstance(p, nn.Parameter)] for tensors in every]
-        seen = {id(p) for own in owned for p in own}
-        owned[0] += [p for p in self._model.parameters() if id(p) not in seen]
-        return owned
 
 
 class Pipeline:
@@ -217,6 +178,8 @@ class Pipeline:
         allocator_kept: whether the process was told to keep freed memory.
         links: for every stage but the last, how values get to the next, in words.
         metrics: the address where the metrics are served; empty if they are not.
+        members: the present workers, each with its number, device, kind, process and since when it
+            is there; with a number that increases with every change.
 
     Raises:
         DeviceError: a device does not exist.
@@ -275,7 +238,7 @@ class Pipeline:
         self.model = model
         self._served_at = served
         self._autosave: Autosave | None = None
-        self._dividing = _Dividing(model)
+        self._dividing = Dividing(model)
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
         recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
@@ -290,9 +253,15 @@ class Pipeline:
                     program = recording.capture(model, args, kwargs)
             self.program = program
             source = source_of(model, weights)
-            self._given = _Given(request, chosen, (args, kwargs), source, batchnorm, merge, audit)
-            plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
-            self._start(backend, plan, stack)
+            self._given = Given(request, chosen, (args, kwargs), source, batchnorm, merge, audit)
+            is_given = plan is not None
+            with with_autograd():
+                plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
+                self._start(backend, plan, stack)
+            asked = completed(request, plan) if is_given else request
+            # Without weights, or buffers would begin once more.
+            self._given = replace(self._given, request=asked, weights=None)
+            self.members = Membership(0, 0, tuple(self._workers.members))
             if run is not None and self._workers.role.index == 0:
                 self._runner.steps.kept.write_to(RunFolder(run, self._about()))
             stack.pop_all()
@@ -348,47 +317,149 @@ class Pipeline:
                 way; or the script was started by torchrun: save, and start it again.
             ClosedError: the pipeline is closed.
         """
-        if self._runner.is_busy:
-            raise InputError(
-                "replan() replaces the workers, and results of pipe(x) or map() are still with "
-                "them: call backward(), or delete the results, and take all results of map() first"
-            )
-        if self._workers.role.name:
-            raise InputError(
-                "replan() cannot replace ranks, which torchrun has started: pipe.save(folder), and "
-                "start the script again; a new profile is measured if the old one is deleted"
-            )
-        if not self._workers.board.close.alive:
-            raise closed("close() was called")
-        before, args, kwargs = self._runner, *self._given.example
-        chosen = replace(self._given.workers, devices=[str(d) for d in self._workers.devices])
+        again = "start the script again; a new profile is measured if the old one is deleted"
+        check_can_change("replan()", self._runner, again)
+        now = self._given.as_they_are(self._workers, self.threads_per_worker)
         if self._given.workers.devices is not None:
-            chosen = self._given.workers
+            now = replace(now, devices=self._given.workers.devices)
+        return self._change(now, better_plan, progress)
+
+    def resize(
+        self, devices: Devices, *, progress: Progress | Literal["auto"] | None = "auto"
+    ) -> bool:
+        """Go on with workers on other devices: more, fewer, or others. See docs/elastic.md.
+
+        A plan is made for them, of the kind that is best there, as far as it was left open to
+        `Pipeline`. The number of micro-batches and the intra-op threads stay, so results do not
+        change by a bit. The model, its parameters and gradients, optimizers, random numbers, hooks
+        and counts go on. It takes some seconds, in which nothing is trained. If it fails, the
+        workers are what they were.
+
+        Args:
+            devices: as in `Pipeline`.
+            progress: as in `Pipeline`.
+
+        Returns:
+            whether the workers have changed; they do not for the devices that they have.
+
+        Raises:
+            InputError: results of `pipe(x)` still wait for their backward, or a `map` is under
+                way; the workers cannot use these devices; or the script was started by torchrun:
+                save, and start it again.
+            DeviceError: a device does not exist.
+            PlanError: no plan for these devices is as it was asked for.
+            CheckpointError: a save that was under way has failed.
+            WorkerError, WorkerTimeout: the new workers could not be started.
+            ClosedError: the pipeline is closed; or the old workers could not be started once more.
+        """
+        again = "start the script again with another number of ranks; penstock.load continues it"
+        check_can_change("resize()", self._runner, again)
+        now, before = existing_devices(devices), self._given.workers.devices
+        if now == (self._workers.devices if before is None else existing_devices(before)):
+            return False
+        others = self._given.on(now, self._workers, self.threads_per_worker)
+        return self._change(others, plan_for_others, progress)
+
+    def _change(
+        self, chosen: WorkerOptions, planning: Planning, progress: Progress | Literal["auto"] | None
+    ) -> bool:
+        """Have other workers, or another plan; if that fails, all is as it was.
+
+        Args:
+            chosen: who is to run the plan.
+            planning: finds it.
+            progress: as in `Pipeline`.
+
+        Returns:
+            whether there was another plan.
+        """
+        began, before, old = time.monotonic(), self.members, self.plan
+        self._saver.finish()  # a failed save is told while the old workers are there
         backend = chosen.backend(self.allocator_kept)
-        with showing(progress) as report, ExitStack() as stack:
+        with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)
-            request = self._given.request
-            plan = better_plan(self.plan, self.program, args, kwargs, backend, request, report)
+            left = self._workers.left()
+            request, note = with_one_replica(self._given.request, old, left)
+            plan = planning(old, self.program, *self._given.example, backend, request, report)
             if plan is None:
                 return False
-            said = f"another plan: {plan.summary}, instead of: {self.plan.summary}"
-            if self._metrics and self._served_at:
-                self._served_at = self._served_at._replace(port=self._metrics.port)
-            state = before.random_state()
-            for optimizer in self._optimizers:
-                optimizer.divide_again()
-            self._stop()
+            plan = replace_fields(plan, note=note or plan.note)
             backend.take(plan, is_given=False)
-            self._start(backend, backend.agree(self.program, plan), stack)
-            self._runner.load_random_state(state)
-            self._runner.steps.go_on(before.steps)
-            kept = self._runner.steps.kept
-            kept.go_on(self._about())
-            kept.happened(said)
-            for scaler in self._scalers:
-                scaler.workers = self._workers
+            plan = backend.agree(self.program, plan)
+            left.bring()
+            self._switch(backend, plan)
             stack.pop_all()
+        self._given = replace(self._given, workers=chosen)
+        self._runner.steps.kept.happened(
+            f"{self.members.news(before)}; another plan: {plan.summary}, instead of: "
+            f"{old.summary}; the change took {show_seconds(time.monotonic() - began)}"
+        )
         return True
+
+    def _switch(self, backend: Backend, plan: Plan) -> None:
+        """Stop the workers and start others; if that fails, start those again that were there.
+
+        Args:
+            backend: the other workers.
+            plan: what they run.
+
+        Raises:
+            ClosedError: nobody could be started.
+        """
+        runner, auditor, old = self._runner, self._auditor, self.plan
+        same = self._given.as_they_are(self._workers, self.threads_per_worker)
+        for optimizer in self._optimizers:
+            optimizer.divide_again()
+        if self._metrics and self._served_at:
+            self._served_at = self._served_at._replace(port=self._metrics.port)
+        self._stop()
+        try:
+            self._start_or_close(backend, plan)
+        except BaseException as error:
+            self._start_again(same, old, error)
+            self._go_on(runner, auditor)
+            raise
+        self._go_on(runner, auditor)
+
+    def _start_or_close(self, backend: Backend, plan: Plan) -> None:
+        """Start the workers on a plan; if that fails, none of them is left."""
+        with ExitStack() as stack:
+            stack.callback(backend.close)
+            self._start(backend, plan, stack)
+            stack.pop_all()
+
+    def _start_again(self, same: WorkerOptions, plan: Plan, why: BaseException) -> None:
+        """Start the workers once more that were there, as others could not be started.
+
+        Args:
+            same: who was there.
+            plan: that they had.
+            why: what has happened to the others.
+
+        Raises:
+            ClosedError: they cannot be started either.
+        """
+        try:
+            backend = same.backend(self.allocator_kept)
+            self._start_or_close(backend, backend.agree(self.program, plan))
+        except Exception as error:
+            raise ClosedError(
+                f"the new workers could not be started ({why}), nor the old ones once more "
+                f"({error}), so the pipeline is closed. The model has its weights and gradients, "
+                "and optimizers have their state: build another Pipeline of the same model, and "
+                "load optimizer.state_dict() and pipe.random_state() there"
+            ) from why
+        why.add_note("The pipeline goes on with the devices and the plan that it had before.")
+
+    def _go_on(self, runner: Runner, auditor: Auditor) -> None:
+        """Let what runs now go on where this has ended."""
+        self._runner.go_on(runner)
+        self._auditor.go_on(auditor)
+        self._runner.steps.kept.go_on(self._about())
+        steps = self._workers.board.counted().steps
+        self.members = self.members.changed(self._workers.members, steps)
+        for scaler in self._scalers:
+            scaler.go_on(self._runner.loss_device, self._workers)
 
     def _served(self, where: Address | None) -> Server | None:
         """A server of metrics at this address; ranks take one port after the other."""

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -61,6 +61,19 @@ class Counts:
             self.others = -step
 
 
+@dataclass
+class _Recording:
+    """A context in which timelines are recorded; it may go on with other workers.
+
+    Attributes:
+        is_profiled: whether torch.profiler looks on.
+        timelines: of the passes in it.
+    """
+
+    is_profiled: bool
+    timelines: list[RecordedTimeline] = field(default_factory=list)
+
+
 class Started(NamedTuple):
     """A pass that is under way.
 
@@ -110,8 +123,7 @@ class Runner:
         self._passes = 0
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
         self._plan = plan
-        self._timelines: list[RecordedTimeline] | None = None
-        self._profiled = False
+        self._recordings: list[_Recording] = []  # that are open
         self.loss_device = devices[plan.placement[-1]]
         self.workers = workers
         self.steps = Steps(workers.board, plan, len(devices), program.example_sizes)
@@ -225,11 +237,11 @@ class Runner:
         keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
         microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
         modes = ambient()._replace(grad=what != "infer")
-        recorded = self._timelines is not None or (batch.recorded and what != "infer")
+        recorded = bool(self._recordings) or (batch.recorded and what != "infer")
         return Order(
             *(what, ways.training, microbatches, modes, number, values, loss),
             recorded=recorded,
-            profiled=self._profiled,
+            profiled=any(recording.is_profiled for recording in self._recordings),
             tokens=batch.tokens,
         )
 
@@ -259,6 +271,12 @@ class Runner:
         self.counts = Counts(state["trained"], state.get("others", 0))
         current = user_seed()
         self._seed = state.get("seed", current), current
+
+    def go_on(self, before: Runner) -> None:
+        """Go on where another one of the same program has ended: counts, random numbers, hooks."""
+        self.load_random_state(before.random_state())
+        self.steps.go_on(before.steps)
+        self._recordings = before._recordings
 
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
@@ -335,11 +353,13 @@ class Runner:
             raise
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
-        if self._timelines is not None and any(outcome.logs.values()):
+        if self._recordings and any(outcome.logs.values()):
             found = timeline_of(outcome.logs, self._num_workers)
-            self._timelines.append(
-                RecordedTimeline(found.num_workers, found.events, found.phases, plan=self._plan)
+            timeline = RecordedTimeline(
+                found.num_workers, found.events, found.phases, plan=self._plan
             )
+            for recording in self._recordings:
+                recording.timelines.append(timeline)
         return outcome
 
     def _finished(self, ticket: object, begun: int) -> Outcome:
@@ -367,13 +387,13 @@ class Runner:
             InputError: torch.profiler cannot see the workers, or is running already; or its trace
                 cannot be written.
         """
-        timelines: list[RecordedTimeline] = []
+        recording = _Recording(profile is not None)
         with self._profiler(profile):
-            self._timelines, self._profiled = timelines, profile is not None
+            self._recordings.append(recording)
             try:
-                yield timelines
+                yield recording.timelines
             finally:
-                self._timelines, self._profiled = None, False
+                self._recordings[:] = [own for own in self._recordings if own is not recording]
 
     def _profiler(self, path: str | os.PathLike[str] | None) -> AbstractContextManager[None]:
         if path is None:

@@ -76,12 +76,14 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         description: of the pipeline and its workers.
         plan: by which it runs.
         environment: versions and machine, by name.
+        since: by this plan it runs since the end of this step; 0 if there was no other one.
         version: of the folder's format.
     """
 
     description: Description
     plan: Plan
     environment: Mapping[str, str]
+    since: int = 0
     version: int = _VERSION
 
 
@@ -101,6 +103,11 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     records: Sequence[StepRecord] = ()
     events: Sequence[Happened] = ()
     notes: Sequence[str] = ()
+
+    @property
+    def latest_steps(self) -> list[StepTime]:
+        """The times of the steps that were run by the plan in use."""
+        return [steps for steps in self.steps if steps.step > self.about.since]
 
 
 _FILES: Mapping[type, str] = {

@@ -8,6 +8,8 @@ import warnings
 import weakref
 from collections import deque
 
+from msgspec.structs import replace
+
 from penstock.account.attribution import Account, account
 from penstock.account.history import About, Happened, History, RunFolder, StepTime
 from penstock.account.record import StepRecord, usual
@@ -34,6 +36,7 @@ class Kept:
         self._events: deque[Happened] = deque(maxlen=_EVENTS)
         self._accounts: tuple[Plan | None, list[tuple[StepRecord, Account]]] = (None, [])
         self._steps = 0
+        self._changed_after = 0
         weakref.finalize(self, _flush_here, self._times, os.getpid())  # also at a Ctrl-C
 
     def write_to(self, folder: RunFolder) -> None:
@@ -54,8 +57,10 @@ class Kept:
 
     def go_on(self, about: About) -> None:
         """The run goes on with another plan; what was recorded is of the old one."""
+        self._times.flush()  # or steps of both plans would be noted together
         self.records = []
-        self._written.go_on(about)
+        self._changed_after = self._steps
+        self._written.go_on(replace(about, since=self._changed_after))
 
     def close(self) -> None:
         """Nothing more is written."""
@@ -108,7 +113,7 @@ class Kept:
             about: what was run.
         """
         return History(
-            about=about,
+            about=replace(about, since=self._changed_after),
             steps=self._times.all(),
             records=self.records,
             events=list(self._events),

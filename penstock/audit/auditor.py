@@ -145,6 +145,10 @@ class Auditor:
         yield
         self._pace.work(time.perf_counter() - begun)
 
+    def go_on(self, before: Auditor) -> None:
+        """Go on counting where that of another plan has ended; new stages are audited as new."""
+        self.found = replace(before.found, why_not=self.found.why_not)
+
     def expect_news(self) -> None:
         """Audit the next pass as soon as the pace allows, as after a state was loaded."""
         self._pace.expect_news()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -53,6 +55,13 @@ class Settings(NamedTuple):
             backend.fp32_precision = precision
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         torch.backends.mkldnn.set_flags(self.mkldnn)
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """While open, autograd works as outside of `torch.no_grad()` and `torch.inference_mode()`."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _precision() -> str:

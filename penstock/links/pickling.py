@@ -7,7 +7,7 @@ import io
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -55,6 +55,29 @@ def pack(obj: Any) -> Packed:
 def unpack(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """The object that `pack` made into these bytes and tensors."""
     return _Unpacker(io.BytesIO(data), tensors.__getitem__).load()
+
+
+def pack_apart(obj: Any, known: Mapping[int, int]) -> Packed:
+    """As `pack`, but what the other process has already is only referred to.
+
+    Args:
+        obj: the object.
+        known: numbers from 0 for tensors and modules that it has, by id.
+    """
+    tensors: list[torch.Tensor] = []
+    buffer = io.BytesIO()
+    _ReferringPacker(buffer, tensors, known).dump(obj)
+    return Packed(buffer.getvalue(), tensors)
+
+
+def unpack_with(data: bytes, find: Callable[[int], Any]) -> Any:
+    """The object that `pack_apart` made into these bytes.
+
+    Args:
+        data: the bytes.
+        find: gives the tensor of a number; for -1 - n, what has the number n in `known`.
+    """
+    return _Unpacker(io.BytesIO(data), find).load()
 
 
 def to_bytes(obj: Any) -> bytes:
@@ -197,6 +220,31 @@ class _LastingPacker(_Packer):
 
     def persistent_id(self, obj: Any) -> int | None:
         return self._number(obj) if isinstance(obj, torch.Tensor) else None
+
+
+class _ReferringPacker(_Packer):
+    """Numbers tensors, and what the other process knows."""
+
+    def __init__(
+        self, buffer: io.BytesIO, tensors: list[torch.Tensor], known: Mapping[int, int]
+    ) -> None:
+        super().__init__(buffer, self._number_of)
+        self._tensors = tensors
+        self._known = known
+        self._numbers: dict[int, int] = {}
+
+    def _number_of(self, found: torch.Tensor) -> int | None:
+        if not is_plain(found):
+            return None
+        if id(found) not in self._numbers:
+            self._numbers[id(found)] = len(self._tensors)
+            self._tensors.append(found)
+        return self._numbers[id(found)]
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.Tensor, nn.Module)) and id(obj) in self._known:
+            return _found, (-1 - self._known[id(obj)],)
+        return super().reducer_override(obj)
 
 
 def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:

@@ -98,6 +98,8 @@ def history_chart(findings: Findings) -> Chart | None:
         )
         for o in findings.outliers
     ]
+    if (changed := findings.history.about.since) > first:
+        marks.append(Mark(x(changed), y(usual), f"another plan after step {changed}", False))
     return Chart(
         _line(sorted(points)),
         f"step {steps[0].step - steps[0].steps + 1}",

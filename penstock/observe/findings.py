@@ -131,7 +131,8 @@ class Findings:
     @cached_property
     def step_seconds(self) -> float | None:
         """The median time of a step, from the end of the one before; `None` if there was none."""
-        steps = sorted((s.seconds / s.steps, s.steps) for s in self.history.steps if s.steps)
+        known = self.history.latest_steps
+        steps = sorted((s.seconds / s.steps, s.steps) for s in known if s.steps)
         if steps:
             return _weighted_median(steps)
         records = [record.seconds for record in self.history.records]
@@ -139,13 +140,14 @@ class Findings:
 
     @property
     def num_steps(self) -> int:
-        """How many steps are known."""
-        return sum(s.steps for s in self.history.steps) or len(self.history.records)
+        """How many steps are known, by the plan in use."""
+        return sum(s.steps for s in self.history.latest_steps) or len(self.history.records)
 
     @property
     def rows_per_second(self) -> float | None:
         """The median of the rows of a step over the time that it took; `None` if there was none."""
-        steps = sorted((s.rows / s.seconds, s.steps) for s in self.history.steps if s.seconds > 0)
+        known = self.history.latest_steps
+        steps = sorted((s.rows / s.seconds, s.steps) for s in known if s.seconds > 0)
         if steps:
             return _weighted_median(steps)
         records = [r.rows / r.seconds for r in self.history.records if r.seconds > 0]
@@ -155,7 +157,7 @@ class Findings:
     def as_planned(self) -> bool:
         """Whether all batches had the size for which the plan was made, as far as is known."""
         rows = self.plan.batch_size
-        return all(s.rows == s.steps * rows for s in self.history.steps) and all(
+        return all(s.rows == s.steps * rows for s in self.history.latest_steps) and all(
             record.as_planned for record in self.history.records
         )
 
@@ -163,7 +165,7 @@ class Findings:
     def outliers(self) -> list[Outlier]:
         """The steps that took much longer than the median, the latest first, at most a dozen."""
         usual = self.step_seconds or 0.0
-        slow = [s for s in self.history.steps if s.slowest_seconds > _UNUSUAL * usual]
+        slow = [s for s in self.history.latest_steps if s.slowest_seconds > _UNUSUAL * usual]
         worst = sorted(slow, key=lambda s: -s.slowest_seconds)[:_OUTLIERS]
         return [
             Outlier(s.slowest, s.at, s.slowest_seconds, self._why(s))
@@ -202,7 +204,8 @@ class Findings:
 
     def _between_or_within(self, steps: StepTime) -> str:
         """Whether one slow step was slow in its passes."""
-        passes = sorted((s.pass_seconds / s.steps, s.steps) for s in self.history.steps if s.steps)
+        known = self.history.latest_steps
+        passes = sorted((s.pass_seconds / s.steps, s.steps) for s in known if s.steps)
         usual = _weighted_median(passes)
         within = steps.pass_seconds - usual
         between = steps.seconds - (self.step_seconds or 0.0) - within
@@ -324,9 +327,11 @@ class Findings:
         if self.step_seconds is None:
             return "No step is known yet."
         rate = f"{self.rows_per_second:.3g} rows per second"
+        after = self.history.about.since
+        since = f" since the plan has changed after step {after}" if after else ""
         return (
             f"A step takes {show_seconds(self.step_seconds)}, the median of "
-            f"{_plural(self.num_steps, 'step')}; that is {rate}."
+            f"{_plural(self.num_steps, 'step')}{since}; that is {rate}."
         )
 
     @property

@@ -116,7 +116,7 @@ def better_plan(
     """A plan with the same micro-batches that is faster by a new profile; `None` if none is.
 
     Args:
-        plan: that is in use.
+        plan: that is in use, on the same devices.
         program, args, kwargs, progress: as of `plan_for`.
         backend: workers on the devices that there are, with which links are measured.
         request: what was asked of the plan.
@@ -133,6 +133,7 @@ def better_plan(
         limits=limits,
         seconds=PROMPT,
         fresh=True,
+        threads=backend.threads,
         where=backend.probe,
         progress=progress,
     )
@@ -142,6 +143,44 @@ def better_plan(
     ):
         return None
     return best if best.predicted_step_seconds < _WORTH * _now(plan, best, costs, same) else None
+
+
+def plan_on_others(
+    plan: Plan,
+    program: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    backend: Backend,
+    request: Request,
+    progress: Progress | None,
+) -> Plan:
+    """The best plan with the same micro-batches and intra-op threads, on other devices.
+
+    Args:
+        plan: that is in use.
+        program, args, kwargs, progress: as of `plan_for`.
+        backend: workers on the other devices.
+        request: what was asked of the plan in use, which is asked of this one as well.
+
+    Raises:
+        PlanError: there is none.
+        InputError: these workers cannot be so many replicas.
+    """
+    if request.replicas != "auto":
+        backend.check_replicas(request.replicas)
+    backend.wait(progress)
+    return plan_for(
+        program,
+        args,
+        kwargs,
+        choices=backend.choices,
+        request=replace(request, num_microbatches=plan.num_microbatches),
+        limits=limits_of(backend),
+        seconds=PROMPT,
+        threads=backend.threads,
+        where=backend.probe,
+        progress=progress,
+    )
 
 
 def _now(plan: Plan, best: Plan, costs: Sequence[Profile], request: Request) -> float:
@@ -186,6 +225,7 @@ def plan_for(
     tune: bool = False,
     seconds: float = SECONDS,
     fresh: bool = False,
+    threads: int = 0,
     where: LinkProbe | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -201,6 +241,7 @@ def plan_for(
         tune: whether the best few plans are measured, and the fastest is kept.
         seconds: about how long to measure; a profile that was measured for `SECONDS` does as well.
         fresh: whether to profile even if the same was profiled before.
+        threads: intra-op threads of each CPU worker; 0 for its share of the cores.
         where: the workers with which links are measured; threads by default.
         progress: as in `Pipeline`.
 
@@ -217,6 +258,7 @@ def plan_for(
         limits=limits,
         seconds=seconds,
         fresh=fresh,
+        threads=threads,
         where=where,
         progress=progress,
     )
@@ -236,6 +278,7 @@ def profiles_for(
     limits: Limits | None = None,
     seconds: float = SECONDS,
     fresh: bool = False,
+    threads: int = 0,
     where: LinkProbe | None = None,
     progress: Progress | None = None,
 ) -> list[Profile]:
@@ -244,8 +287,8 @@ def profiles_for(
     Several are measured in turns, together `TOGETHER` times as long as one.
 
     Args:
-        program, args, kwargs, choices, request, limits, seconds, fresh, where, progress: as of
-            `plan_for`.
+        program, args, kwargs, choices, request, limits, seconds, fresh, threads, where,
+            progress: as of `plan_for`.
 
     Raises:
         PlanError: there is none.
@@ -262,7 +305,9 @@ def profiles_for(
     if not possible:
         raise errors[0]
     each = 1.0 if len(possible) == 1 else TOGETHER / len(possible)
-    settings = [([str(device) for device in own], threads_per_worker(own)) for own in possible]
+    settings = [
+        ([str(device) for device in own], threads or threads_per_worker(own)) for own in possible
+    ]
     costs, _ = cached_profiles(
         program,
         args,

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import InputError
 from penstock.training.masters import MasterWeights, restore_float32
-from penstock.workers.optimizer_parts import Groups, Parts
+from penstock.workers.optimizer_parts import Groups, Parts, move_state
 
 _Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
@@ -102,6 +102,7 @@ class PipelineOptimizer(Optimizer):
             self._parts = None
         if self._parts is None:
             parts = self._divide(self._kind, self.param_groups, self._options)
+            move_state(self.param_groups, self.state)
             parts.load(self.state)
             self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
         self._parts.step(self.param_groups, self.state)

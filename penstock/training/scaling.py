@@ -48,6 +48,19 @@ class PipelineScaler(torch.amp.GradScaler):
             ) from error
         self.workers = workers
 
+    def go_on(self, device: torch.device, workers: Workers) -> None:
+        """Go on with other workers, and with the scale where their last stage is.
+
+        Args:
+            device: of the last stage.
+            workers: that there are now.
+        """
+        self._home, self.workers, self._device = device, workers, device.type
+        for name in ("_scale", "_growth_tracker"):
+            found = getattr(self, name, None)  # there are none if scaling is off
+            if found is not None:
+                setattr(self, name, found.to(device))
+
     def begin(self) -> float | None:
         """The scale of the next backward; `None` if scaling is off."""
         if not self._enabled:

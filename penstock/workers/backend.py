@@ -37,6 +37,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.clipping import Clipping
 from penstock.workers.members import Member
+from penstock.workers.memories import Left
 from penstock.workers.optimizer_parts import Groups, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.probe import LinkProbe
@@ -182,6 +183,7 @@ class DrivenBackend(Backend):
     Args:
         devices: of the workers, as the user gives them; `None` leaves them to the plan.
         least: so many workers are needed, if they are left to the plan.
+        threads: intra-op threads of each CPU worker; 0 for its share of the cores.
 
     Raises:
         DeviceError: one does not exist.
@@ -190,10 +192,10 @@ class DrivenBackend(Backend):
 
     all_devices = False
 
-    def __init__(self, devices: Devices | None, least: int = 1) -> None:
+    def __init__(self, devices: Devices | None, least: int = 1, threads: int = 0) -> None:
         self._are_given = devices is not None
         self._choices = device_choices(devices, least)
-        self._have(self._choices[-1])
+        self._have(self._choices[-1], threads)
 
     def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
         self._devices = devices
@@ -361,6 +363,14 @@ class Workers(ABC):
     @abstractmethod
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""
+
+    def left(self) -> Left:
+        """What forwards, losses and hooks have left with these workers, before others come.
+
+        Raises:
+            InputError: some of it cannot be brought from them.
+        """
+        return Left()
 
     # -- parameters -------------------------------------------------------------------------
 

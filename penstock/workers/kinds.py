@@ -29,6 +29,7 @@ class WorkerOptions:
         timeout: seconds that a step may take; `None` derives it from the plan.
         allocator: whether the process keeps freed memory.
         least: so many workers are needed, if they are left to the plan.
+        threads: intra-op threads of each CPU worker; 0 for its share of the cores.
 
     Raises:
         InputError: an option has no meaning.
@@ -39,6 +40,7 @@ class WorkerOptions:
     timeout: float | None
     allocator: Allocator
     least: int = 1
+    threads: int = 0
 
     def __post_init__(self) -> None:
         if self.workers not in KINDS:
@@ -72,13 +74,15 @@ class WorkerOptions:
             return RankBackend(self.devices)
         if self.workers == "auto":
             check_is_alone()
-        return _driven(self.workers, self.devices, self.least, allocator_kept)
+        return _driven(self.workers, self.devices, self.least, self.threads, allocator_kept)
 
 
-def _driven(kind: str, devices: Devices | None, least: int, allocator_kept: bool) -> DrivenBackend:
+def _driven(
+    kind: str, devices: Devices | None, least: int, threads: int, allocator_kept: bool
+) -> DrivenBackend:
     if kind == "processes":
-        return ProcessBackend(devices, least, allocator_kept=allocator_kept)
-    return ThreadBackend(devices, least)
+        return ProcessBackend(devices, least, threads, allocator_kept=allocator_kept)
+    return ThreadBackend(devices, least, threads)
 
 
 @contextmanager
@@ -94,7 +98,7 @@ def measuring(kind: str, devices: Devices | None, least: int = 1) -> Iterator[Dr
         DeviceError: a device does not exist.
         InputError: the workers cannot use these devices.
     """
-    workers = _driven(kind, devices, least, allocator_kept=False)
+    workers = _driven(kind, devices, least, threads=0, allocator_kept=False)
     try:
         workers.wait(None)
         yield workers

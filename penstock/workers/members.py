@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -15,12 +17,14 @@ class Member:
     """A worker's identity in a running pipeline.
 
     Attributes:
-        number: no other member has it or has had it.
+        number: no other member has it, as long as the same workers are there.
         device: its own, as its machine names it.
         place: which of its replica's workers it is, as the plan numbers them.
         replica: whose stages it runs.
         pid: the process that it is, or that it is a thread of.
         host: the name of its machine.
+        kind: what it is.
+        since: it is there since the end of this step; 0 for the first workers.
     """
 
     number: int
@@ -29,6 +33,8 @@ class Member:
     replica: int
     pid: int
     host: str
+    kind: Literal["thread", "process", "rank"] = "rank"
+    since: int = 0
 
 
 def members_here(
@@ -42,8 +48,56 @@ def members_here(
         per_replica: how many workers each replica has; all of them if it is 0.
     """
     host = socket.gethostname()
+    kind: Literal["thread", "process"] = "process" if pids else "thread"
     pids, count = pids or [os.getpid()] * len(devices), per_replica or len(devices)
     return [
-        Member(number, device, number % count, number // count, pid, host)
+        Member(number, device, number % count, number // count, pid, host, kind)
         for number, (device, pid) in enumerate(zip(devices, pids, strict=True))
     ]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The workers of a pipeline from one change to the next; iterating over it gives the members.
+
+    Attributes:
+        number: how many changes there were before.
+        since: these workers are there since the end of this step; 0 for the first ones.
+        members: who they are, by number.
+    """
+
+    number: int
+    since: int
+    members: tuple[Member, ...]
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, number: int) -> Member:
+        return self.members[number]
+
+    def changed(self, members: Sequence[Member], step: int) -> Membership:
+        """The next membership.
+
+        Args:
+            members: who are its workers.
+            step: after which they have taken over.
+        """
+        return Membership(self.number + 1, step, tuple(replace(m, since=step) for m in members))
+
+    def news(self, before: Membership) -> str:
+        """What is different from an earlier one, in words: who has joined, and who has left."""
+        now, then = (Counter(str(m.device) for m in own) for own in (self, before))
+        said = [
+            f"{', '.join(sorted(found.elements()))} {what}"
+            for found, what in ((now - then, "joined"), (then - now, "left"))
+            if found
+        ]
+        numbers = f"{len(self)} workers" if len(self) != 1 else "1 worker"
+        instead = f" instead of {len(before)}" if len(self) != len(before) else ""
+        return (
+            f"membership {self.number}, {numbers}{instead}{': ' if said else ''}{'; '.join(said)}"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
@@ -21,11 +22,48 @@ from penstock.capture.equality import same_tensor
 from penstock.capture.preserve import own_generators
 from penstock.engine.ends import Loss
 from penstock.engine.span import Span
+from penstock.engine.user_functions import may_have_effects
 from penstock.errors import InputError
 from penstock.links.pickling import pack
 from penstock.workers.ways import modules_of
 
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What forwards, losses and hooks have left with workers that are about to go.
+
+    Attributes:
+        remembers: what remembers something from micro-batch to micro-batch, so that replicas in
+            processes of their own cannot run it, in words; empty if nothing does.
+        bring: lets this process have it, for the next workers.
+    """
+
+    remembers: str = ""
+    bring: Callable[[], None] = nothing
+
+
 _HOOKS_OF_PARAMETERS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # or None
+
+
+class Losses:
+    """The loss and metrics functions that were called, as far as their code differs."""
+
+    def __init__(self) -> None:
+        self._called: dict[object, object] = {}
+
+    def note(self, loss: Loss | None) -> None:
+        """A pass has this loss; called at every step."""
+        for function in (loss.function, loss.metrics) if loss else ():
+            if function is not None:
+                self._called[getattr(function, "__code__", type(function))] = function
+
+    def may_remember(self) -> bool:
+        """Whether one of them may do more than return something, as far as their code shows."""
+        return any(map(may_have_effects, self._called.values()))
 
 
 def check_memories(spans: Iterable[Span], replicas: int, model: nn.Module) -> None:

@@ -97,6 +97,25 @@ def use_settings(part: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None
         own.update(shared)
 
 
+def move_state(groups: Groups, state: State) -> None:
+    """Bring what is remembered of parameters to the devices where these are by now.
+
+    As `Optimizer.load_state_dict` has it, counts of steps stay unless a kernel uses them.
+
+    Args:
+        groups: of the optimizer.
+        state: what is remembered, which is changed.
+    """
+    for group in groups:
+        counts_move = group.get("capturable") or group.get("fused")
+        for parameter in group["params"]:
+            own = state.get(parameter, {})
+            for name, value in own.items():
+                moves = isinstance(value, torch.Tensor) and (name != "step" or counts_move)
+                if moves and value.device != parameter.device:
+                    own[name] = value.to(parameter.device)
+
+
 def warn_of_no_gradients(groups: Groups) -> None:
     """Say so if a step would do nothing, because somebody has cleared what `train_step` left."""
     parameters = [p for group in groups for p in group["params"] if p.requires_grad]

@@ -37,6 +37,7 @@ LAYERS = [
     ["checkpoint"],
     ["passes"],
     ["planning"],
+    ["changing"],
     ["pipeline"],
     ["verification"],
     ["bench"],

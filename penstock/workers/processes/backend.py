@@ -30,7 +30,7 @@ class ProcessBackend(DrivenBackend):
     """Processes of this machine, on its CPU.
 
     Args:
-        devices, least: as of `DrivenBackend`.
+        devices, least, threads: as of `DrivenBackend`.
         allocator_kept: whether the processes keep freed memory.
 
     Raises:
@@ -38,8 +38,15 @@ class ProcessBackend(DrivenBackend):
         InputError: a device is no CPU.
     """
 
-    def __init__(self, devices: Devices | None, least: int = 1, *, allocator_kept: bool) -> None:
-        super().__init__(devices, least)
+    def __init__(
+        self,
+        devices: Devices | None,
+        least: int = 1,
+        threads: int = 0,
+        *,
+        allocator_kept: bool,
+    ) -> None:
+        super().__init__(devices, least, threads)
         self._allocator_kept = allocator_kept
         most = len(self.devices)  # if they are left to the plan, links are measured between two
         self._pool = ProcessPool(most if self._are_given else min(2, most), lambda: None)

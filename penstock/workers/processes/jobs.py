@@ -36,6 +36,7 @@ from penstock.workers.members import Member
 from penstock.workers.memories import unchanged
 from penstock.workers.optimizer_parts import use_settings
 from penstock.workers.processes.following import News, follow
+from penstock.workers.processes.remembering import Found, Key
 from penstock.workers.processes.shared_model import Gradients, Package
 from penstock.workers.processes.turns import Turnstile
 from penstock.workers.processes.worker_state import CPU, WorkerState, loading
@@ -172,6 +173,7 @@ class AddWay:
             way, modules = own.inbox.unpack(self.way), own.inbox.unpack(self.modules)
         own.modules += modules
         own.watch(modules)
+        own.memory.note_new()
         own.assemblies[way.training].add(way)
         if self.turns and own.turnstile:
             own.turnstile.extend(own.segment(*self.turns).integers())
@@ -238,6 +240,7 @@ class RunPass:
             for module, training in zip(own.modules, self.training, strict=True):
                 module.training = training
         follow(own.modules, attributes)
+        own.memory.note(attributes)
         if self.gradients is not None:
             own.begin(self.gradients)
         assembly = own.assemblies[self.order.training]
@@ -379,6 +382,15 @@ class LoadState:
         part.state.clear()
         for number, values in self.state.items():
             part.state[own.tensors[number]] = {k: _owned(v) for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class FetchMemory:
+    """What this worker's forwards have left in its modules and hooks."""
+
+    def __call__(self, own: WorkerState) -> dict[Key, Found]:
+        """Give what is something else than when it came."""
+        return own.memory.found()
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,10 @@ class SharedModel:
         owner, number = self._owners.get(id(tensor), (None, None))
         return number if owner == place else None
 
+    def tensors(self, place: int) -> Sequence[torch.Tensor]:
+        """Those of the workers at a place, by number."""
+        return self._parts[place].tensors
+
     def numbers(self, place: int, tensors: Sequence[torch.Tensor] | None) -> list[int] | None:
         """The numbers by which they know their tensors; `None` stays."""
         if tensors is None:

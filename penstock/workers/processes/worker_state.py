@@ -25,6 +25,7 @@ from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sin
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.workers.assembly import Assembly
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
+from penstock.workers.processes.remembering import Memory
 from penstock.workers.processes.shared_model import Gradients
 from penstock.workers.processes.turns import Bells, Turnstile
 
@@ -71,6 +72,7 @@ class WorkerState:
         links: its ends of them, by the stage before.
         slots: for the gradients of all parameters, by number.
         modules: the user's, in the order in which they came.
+        memory: what these and their hooks held then.
         optimizers: its parts of them, by number.
         inbox: unpacks stages; modules that several have in common are the same objects.
     """
@@ -101,6 +103,7 @@ class WorkerState:
         self.links: dict[int, Any] = {}
         self.slots: dict[int, Slot] = {}
         self.modules: list[nn.Module] = []
+        self.memory = Memory(self.modules, self.tensors)
         self.optimizers: dict[int, Optimizer] = {}
         self.inbox = Inbox(self.tensors.__getitem__)
         self._slot = -1

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.capture.attributes import named_tensors
 from penstock.capture.trees import flatten
 from penstock.devices.settings import Settings
 from penstock.engine.ends import Loss
@@ -31,7 +33,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.backend import Role, Workers
 from penstock.workers.members import members_here
-from penstock.workers.memories import check_memories
+from penstock.workers.memories import Left, Losses, check_memories
 from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
@@ -48,6 +50,7 @@ from penstock.workers.processes.jobs import (
     Build,
     Common,
     End,
+    FetchMemory,
     FetchState,
     LoadState,
     MakePart,
@@ -57,6 +60,14 @@ from penstock.workers.processes.jobs import (
     WritePart,
 )
 from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.remembering import (
+    Finder,
+    Found,
+    Key,
+    changes,
+    check_apart,
+    make_all,
+)
 from penstock.workers.processes.shared_model import SharedModel
 from penstock.workers.processes.turns import INTEGER
 from penstock.workers.saving import TIMEOUT, Portion, SaveOrder
@@ -113,6 +124,7 @@ class ProcessWorkers(Workers):
         self._backups = Backups()
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
+        self._losses = Losses()
         self._lock = threading.RLock()  # a signal's handler may close, too
         self._starter: int | None = None  # the thread that gave the last jobs
         self._closer: int | None = None  # the one that closes
@@ -224,6 +236,7 @@ class ProcessWorkers(Workers):
     def start(self, order: Order) -> tuple[Order, Dispatch]:
         """Tell all workers to run a pass."""
         self._pool.check_open()
+        self._losses.note(order.loss)
         loss = None if order.loss is None else _packed_loss(order.loss, order.what == "train")
         replicas, count = self._plan.replicas, len(order.microbatches)
         order = replace(order, before=self._ran) if replicas > 1 else order
@@ -321,6 +334,22 @@ class ProcessWorkers(Workers):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch, with the next pass."""
         self._forgotten.append((training, number))
+
+    # -- what they remember ---------------------------------------------------------------
+
+    def left(self) -> Left:
+        """What forwards have left in the processes, and what losses may remember."""
+        found: list[dict[Key, Found]] = self._run([FetchMemory()] * len(self.members))
+        every = []
+        for place, remote in enumerate(self._remotes):
+            finder = Finder(remote.modules, self._shared.tensors(place))
+            name = partial(_name_of, self._model, finder)
+            every.append((changes([found[k] for k in self._at(place)], finder, name), name))
+        check_apart([made for made, _ in every], [remote.modules for remote in self._remotes])
+        said = [name(change.key) for made, name in every for change in made]
+        said += ["the loss function or the metrics"] if self._losses.may_remember() else []
+        all_made = [change for made, _ in every for change in made]
+        return Left(", ".join(said), partial(make_all, all_made))
 
     # -- optimizers -----------------------------------------------------------------------
 
@@ -514,6 +543,20 @@ def _divided(
     ]
     rest = parts[len(found)] if len(parts) > len(found) else None
     return jobs, rest, left, len(parts)
+
+
+def _name_of(model: nn.Module, finder: Finder, key: Key) -> str:
+    """A place in a model, in words."""
+    if key.kind == "tensor":
+        tensor = finder.tensors[key.number]
+        names = (name for name, own in named_tensors(model) if own is tensor)
+        return f"what a hook of {next(names, 'a tensor')!r} remembers"
+    module = finder.modules[key.number]
+    path = next((path for path, own in model.named_modules() if own is module), "")
+    where = f"{path!r} ({type(module).__name__})" if path else f"the {type(module).__name__}"
+    if key.registry:
+        return f"what a hook of the module {where} remembers"
+    return f"the attribute {key.name!r} of the module {where}"
 
 
 def _packed(what: str, obj: Any) -> Packed:

@@ -25,11 +25,11 @@ class ThreadBackend(DrivenBackend):
     """Threads of this process, which start when there is a plan.
 
     Args:
-        devices, least: as of `DrivenBackend`.
+        devices, least, threads: as of `DrivenBackend`.
     """
 
-    def __init__(self, devices: Devices | None, least: int = 1) -> None:
-        super().__init__(devices, least)
+    def __init__(self, devices: Devices | None, least: int = 1, threads: int = 0) -> None:
+        super().__init__(devices, least, threads)
         self.probe = ThreadProbe()
 
     def check_replicas(self, replicas: int) -> None:

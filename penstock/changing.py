@@ -1,0 +1,217 @@
+"""Changing the workers of a pipeline between two steps: what is asked for, checked and planned.
+
+`Pipeline.replan` and `Pipeline.resize` are one mechanism. Both keep the number of micro-batches and
+the intra-op threads, on which bits depend, and differ in the devices and in how a plan is found.
+The old workers are there until the new plan is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.audit.pace import Setting
+from penstock.capture import Program
+from penstock.devices.choice import Devices
+from penstock.display.terminal import Progress
+from penstock.engine.batchnorm import BatchNormMode
+from penstock.engine.microbatch import Merge
+from penstock.errors import InputError, PlanError, closed
+from penstock.plan import Plan
+from penstock.plan.plan import StagePlan
+from penstock.plan.request import Request
+from penstock.planning.planner import plan_on_others
+from penstock.runner import Runner
+from penstock.weights import Weights
+from penstock.workers.backend import Backend, Workers
+from penstock.workers.kinds import WorkerOptions
+from penstock.workers.memories import Left
+from penstock.workers.optimizer_parts import Groups, Parts
+
+Planning = Callable[
+    [
+        Plan,
+        Program,
+        Sequence[Any],
+        Mapping[str, Any] | None,
+        Backend,
+        Request,
+        Progress | None,
+    ],
+    Plan | None,
+]
+"""Finds another plan; see `better_plan`, which is one. `None` if the old one stays."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a pipeline was asked for, as far as it is needed once more for another plan.
+
+    Attributes:
+        request: what was asked of the plan.
+        workers: who is to run it.
+        example: the example arguments, positional and keyword.
+        weights: where parameters that are on `meta` come from; `None` when they have come.
+        batchnorm, merge, audit: as in `Pipeline`.
+    """
+
+    request: Request
+    workers: WorkerOptions
+    example: tuple[Sequence[Any], Mapping[str, Any] | None]
+    weights: Weights | None
+    batchnorm: BatchNormMode
+    merge: Merge
+    audit: Setting
+
+    def on(self, devices: Devices, now: Workers, threads: int) -> WorkerOptions:
+        """The same workers on these devices; those on CPUs with as many threads as now.
+
+        Args:
+            devices: of the workers.
+            now: the present ones.
+            threads: what each of them has, if it is on a CPU.
+        """
+        has_cpu = any(device.type == "cpu" for device in now.devices)
+        return replace(self.workers, devices=devices, threads=threads if has_cpu else 0)
+
+    def as_they_are(self, now: Workers, threads: int) -> WorkerOptions:
+        """The present workers and no others; `now` and `threads` as of `on`."""
+        return self.on([str(device) for device in now.devices], now, threads)
+
+
+def completed(request: Request, plan: Plan) -> Request:
+    """What was asked for, with what only a given plan says: the next plan has to be like it.
+
+    Bits depend on the dtype in which values cross from stage to stage, and under autocast on what
+    is recomputed; what workers may hold depends on the limit, and on what is recomputed.
+
+    Args:
+        request: what was asked of `Pipeline` besides the plan.
+        plan: that was given.
+    """
+    recomputed = request.recompute
+    if recomputed == "auto" and all(_is_recomputed(stage) for stage in plan.stages):
+        pieces = max(len(stage.recompute) for stage in plan.stages)
+        recomputed = "all" if pieces == 1 else "boundaries"
+    limit = plan.memory_limit if request.memory_limit is None else request.memory_limit
+    dtype = request.boundary_dtype or plan.boundary_dtype
+    return replace(request, recompute=recomputed, memory_limit=limit, boundary_dtype=dtype)
+
+
+def _is_recomputed(stage: StagePlan) -> bool:
+    return sum(end - first for first, end in stage.recompute) == stage.calls[1] - stage.calls[0]
+
+
+def with_one_replica(request: Request, plan: Plan, left: Left) -> tuple[Request, str]:
+    """What is asked of the next plan, and a sentence if that has to have one replica as well.
+
+    Args:
+        request: what was asked for.
+        plan: that is in use.
+        left: what its workers remember.
+    """
+    if not left.remembers or plan.replicas > 1 or request.replicas == 1:
+        return request, ""
+    why = (
+        f"There is one replica, as {left.remembers} may remember something from micro-batch to "
+        "micro-batch, which other processes would not see."
+    )
+    return replace(request, replicas=1), why
+
+
+class Dividing:
+    """Makes the workers' parts of optimizers; it does not keep the pipeline alive.
+
+    Args:
+        model: whose parameters they update.
+
+    Attributes:
+        workers: that there are now.
+    """
+
+    workers: Workers
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(
+        self, kind: type[torch.optim.Optimizer], groups: Groups, options: Mapping[str, Any]
+    ) -> Parts:
+        """The parts of one optimizer."""
+        return self.workers.optimizer(kind, groups, options, self._owned())
+
+    def _owned(self) -> list[list[nn.Parameter]]:
+        """The parameters of every worker; the first also owns those that no stage uses."""
+        every = self.workers.ownership.owned()
+        owned = [[p for p in tensors if isinstance(p, nn.Parameter)] for tensors in every]
+        seen = {id(p) for own in owned for p in own}
+        owned[0] += [p for p in self._model.parameters() if id(p) not in seen]
+        return owned
+
+
+def check_can_change(what: str, runner: Runner, instead: str) -> None:
+    """Raise unless the workers can be replaced now.
+
+    Args:
+        what: the method that would do it.
+        runner: that runs the passes.
+        instead: what works under torchrun.
+
+    Raises:
+        InputError: results are still with the workers, or they are ranks.
+        ClosedError: the pipeline is closed.
+    """
+    if runner.is_busy:
+        raise InputError(
+            f"{what} replaces the workers, and results of pipe(x) or map() are still with "
+            "them: call backward(), or delete the results, and take all results of map() first"
+        )
+    if runner.workers.role.name:
+        raise InputError(
+            f"{what} cannot replace ranks, which torchrun has started: pipe.save(folder), and "
+            f"{instead}"
+        )
+    if not runner.workers.board.close.alive:
+        raise closed("close() was called")
+
+
+def plan_for_others(
+    plan: Plan,
+    program: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    backend: Backend,
+    request: Request,
+    progress: Progress | None,
+) -> Plan:
+    """As `plan_on_others`, and the error says what was asked of the pipeline.
+
+    Raises:
+        PlanError: no plan for these devices is as it was asked for.
+        InputError: these workers cannot be so many replicas.
+    """
+    try:
+        return plan_on_others(plan, program, args, kwargs, backend, request, progress)
+    except PlanError as error:
+        raise PlanError(
+            f"there is no plan for {', '.join(map(str, backend.devices))} with "
+            f"{_asked(plan, request)}: {error}. The workers stay as they are; give other devices, "
+            "or build the pipeline with fewer options"
+        ) from error
+
+
+def _asked(plan: Plan, request: Request) -> str:
+    """What the new plan had to be like, in words."""
+    free = Request()
+    names = (
+        *("schedule", "cuts", "recompute", "memory_limit", "boundary_dtype"),
+        *("stages_per_worker", "replicas"),
+    )
+    asked = {name: getattr(request, name) for name in names}
+    said = [f"{name}={value!r}" for name, value in asked.items() if value != getattr(free, name)]
+    count = f"{plan.num_microbatches} micro-batches, which stay so that results do"
+    return ", ".join([*said, count])
