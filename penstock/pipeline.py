@@ -391,8 +391,9 @@ class Pipeline:
             stack.pop_all()
         self._given = replace(self._given, workers=chosen)
         self._runner.steps.kept.happened(
-            f"{self.members.news(before)}; another plan: {plan.summary}, instead of: "
-            f"{old.summary}; the change took {show_seconds(time.monotonic() - began)}"
+            f"{self.members.news(before)}; the change took "
+            f"{show_seconds(time.monotonic() - began)}; another plan: {plan.summary}, instead of: "
+            f"{old.summary}"
         )
         return True
 
