@@ -122,7 +122,8 @@ class Remote:
         self._state: State | None = None
         self._by: int | None = None
         self._first, self._is_closed = threading.Event(), threading.Event()
-        threading.Thread(target=self._ask, name="penstock-remote", daemon=True).start()
+        self._thread = threading.Thread(target=self._ask, name="penstock-remote", daemon=True)
+        self._thread.start()
 
     @property
     def board(self) -> Remote:
@@ -170,8 +171,9 @@ class Remote:
             raise InputError(self.problem)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Ask no more, once what was asked has been answered."""
         self._is_closed.set()
+        self._thread.join(_PATIENCE + 1)
 
     def _ask(self) -> None:
         failed = 0

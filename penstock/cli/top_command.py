@@ -141,6 +141,7 @@ def _watch(which: str | None) -> Watch:
             "nor a folder that Pipeline(run=...) writes"
         )
     served = Served(which)
+    click.get_current_context().call_on_close(served.close)
     served.wait_for_others()
     watch = Watch(source=served.find)
     watch.nothing = lambda: served.nothing

@@ -51,6 +51,11 @@ class Served:
         ):
             time.sleep(0.02)
 
+    def close(self) -> None:
+        """Ask no more."""
+        for each in (self._first, *self._others.values()):
+            each.close()
+
     def _look_for_others(self) -> None:
         if self._tried and time.monotonic() - self._tried < _OFTEN:
             return
