@@ -108,6 +108,7 @@ def test_one_that_goes_away_is_gone() -> None:
         watch.find()
     assert "the pipeline is gone" in served.nothing
     assert "nobody listens there" in served.nothing
+    served.close()
 
 
 HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
