@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import tempfile
 import threading
@@ -14,6 +16,8 @@ from penstock.errors import InputError
 
 _MARKS = {"plan": "stages", "profile": "kinds"}  # what only they have
 _NESTED = (list, tuple, dict)
+_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF}
+"""What `flock` says of a folder where it cannot lock; NFS takes it for a file that is only read."""
 _SHORT = 180  # characters; an entry of a list gets a line if it is no longer
 
 
@@ -35,6 +39,30 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def lock_folder(path: str | os.PathLike[str]) -> tuple[int, str]:
+    """Have a folder for oneself, until what is returned is closed or the process has ended.
+
+    Args:
+        path: of the folder.
+
+    Returns:
+        a file descriptor; and why nobody is kept out, if the file system has no locks, else "".
+
+    Raises:
+        BlockingIOError: somebody else has it.
+        OSError: there is no such folder.
+    """
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return lock, str(error.strerror)
+        os.close(lock)
+        raise
+    return lock, ""
 
 
 def save_whole(path: str | os.PathLike[str], content: bytes, what: str) -> None:

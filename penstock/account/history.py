@@ -20,7 +20,7 @@ import msgspec
 from penstock.account.record import StepRecord
 from penstock.board.runs import Description
 from penstock.errors import InputError
-from penstock.files import save_whole, write_whole
+from penstock.files import lock_folder, save_whole, write_whole
 from penstock.plan.plan import Plan
 
 ABOUT = "run.json"
@@ -175,17 +175,15 @@ class RunFolder:
         Raises:
             InputError: somebody does.
         """
-        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock, _ = lock_folder(self.path)
         except BlockingIOError:
-            os.close(lock)
             raise InputError(
                 f"run={str(self.path)!r} is being written by a pipeline that is not closed"
                 f"{self._by_whom()}: close() it, or give every run a folder of its own"
             ) from None
-        except OSError:  # a file system without locks
-            pass
+        except OSError as error:
+            raise InputError(f"run={str(self.path)!r} cannot be a folder: {error}") from error
         return lock
 
     def _by_whom(self) -> str:

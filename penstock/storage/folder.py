@@ -20,7 +20,6 @@ the next save knows that they are its own to remove.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -36,7 +35,7 @@ from typing import NamedTuple, TypedDict
 import msgspec
 
 from penstock.errors import CheckpointError
-from penstock.files import readable
+from penstock.files import lock_folder, readable
 
 INDEX = "model.safetensors.index.json"
 VERSION = 1
@@ -44,8 +43,6 @@ SAVING = ".penstock-saving.json"
 """Lists the files that saves may have written, while one is under way or after one has failed."""
 _NEW_INDEX = ".penstock-index.json"  # not yet in its place
 _NEW_LIST = ".penstock-saving.new.json"
-_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF}
-"""What `flock` says of a folder where it cannot lock; NFS takes it for a file that is only read."""
 _MALFORMED = (
     msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, RecursionError,
 )  # fmt: skip
@@ -178,21 +175,16 @@ class Folder:
             ) from error
 
     def _take_lock(self) -> None:
-        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock, without = lock_folder(self.path)
         except BlockingIOError:
-            os.close(lock)
             raise CheckpointError(
                 f"another save to {self.path} is under way, from here or from another process; "
                 "wait for it, or give every run a folder of its own"
             ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(lock)
-                raise
+        if without:
             warnings.warn(
-                f"{self.path} is on a file system without locks ({error.strerror}): if another "
+                f"{self.path} is on a file system without locks ({without}): if another "
                 "process saves there at the same time, this cannot be detected, and the "
                 "checkpoint may be lost. Give every run a folder of its own",
                 stacklevel=2,
