@@ -65,9 +65,9 @@ _HOMES = {
     "capture": "penstock.capture",
     "empty_weights": "penstock.weights",
     "load": "penstock.checkpoint.checkpoint",
-    "resume": "penstock.checkpoint.autosave",
     "plan": "penstock.plan",
     "profile": "penstock.profile.measure",
+    "resume": "penstock.checkpoint.autosave",
     "verify": "penstock.verification",
 }
 

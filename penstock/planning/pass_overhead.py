@@ -33,12 +33,17 @@ _WARM_UPS, _PASSES = 3, 11
 _PAUSE = 0.01  # seconds between two: as when others work, what is needed is not in the caches
 
 
+def _ones(*shape: int) -> torch.Tensor:
+    """Of this device and type, whatever the script's defaults are."""
+    return torch.ones(shape, device=_CPU, dtype=torch.float32)
+
+
 class _Scaled(nn.Module):
     """One call, with one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(_ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows (n, 1), of the same size as those that enter."""
@@ -54,7 +59,7 @@ def pass_overhead(workers: int) -> float:
     """
     with _passes(workers) as passes:
         objective = Objective(None, _mean, "rows", None, None, False)
-        inputs = Whole((torch.ones(workers, 1),), {})
+        inputs = Whole((_ones(workers, 1),), {})
         taken = []
         for _ in range(_WARM_UPS + _PASSES):
             time.sleep(_PAUSE)
@@ -74,7 +79,7 @@ def _passes(workers: int) -> Iterator[Passes]:
     with generators_kept([torch.device(_CPU)]), ExitStack() as stack:
         model = _Scaled()
         options = CaptureOptions(0, None, ())
-        program = options.capture(model, (torch.ones(workers, 1),), {})
+        program = options.capture(model, (_ones(workers, 1),), {})
         backend = WorkerOptions("threads", [_CPU] * workers, _TIMEOUT, "system").backend(False)
         stack.callback(backend.close)
         whole = StagePlan(

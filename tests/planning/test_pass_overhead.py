@@ -29,6 +29,16 @@ def test_it_is_measured_once_and_leaves_nothing_behind() -> None:
     assert threading.active_count() == threads
 
 
+def test_whatever_the_defaults_of_the_script_are() -> None:
+    pass_overhead.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert pass_overhead(1) > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("replicas", ["auto", 1, 2])
 def test_all_that_is_predicted_takes_as_much_longer(replicas: object) -> None:
     less = profile(2)
