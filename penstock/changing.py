@@ -15,35 +15,22 @@ import torch
 from torch import nn
 
 from penstock.audit.pace import Setting
-from penstock.capture import Program
 from penstock.devices.choice import Devices
-from penstock.display.terminal import Progress
 from penstock.engine.batchnorm import BatchNormMode
 from penstock.engine.microbatch import Merge
 from penstock.errors import InputError, PlanError, closed
 from penstock.plan import Plan
 from penstock.plan.plan import StagePlan
 from penstock.plan.request import Request
-from penstock.planning.planner import plan_on_others
+from penstock.planning.planner import Replanning, plan_on_others
 from penstock.runner import Runner
 from penstock.weights import Weights
-from penstock.workers.backend import Backend, Workers
+from penstock.workers.backend import Workers
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.memories import Left
 from penstock.workers.optimizer_parts import Groups, Parts
 
-Planning = Callable[
-    [
-        Plan,
-        Program,
-        Sequence[Any],
-        Mapping[str, Any] | None,
-        Backend,
-        Request,
-        Progress | None,
-    ],
-    Plan | None,
-]
+Planning = Callable[[Replanning], Plan | None]
 """Finds another plan; see `better_plan`, which is one. `None` if the old one stays."""
 
 
@@ -179,15 +166,7 @@ def check_can_change(what: str, runner: Runner, instead: str) -> None:
         raise closed("close() was called")
 
 
-def plan_for_others(
-    plan: Plan,
-    program: Program,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    backend: Backend,
-    request: Request,
-    progress: Progress | None,
-) -> Plan:
+def plan_for_others(of: Replanning) -> Plan:
     """As `plan_on_others`, and the error says what was asked of the pipeline.
 
     Raises:
@@ -195,12 +174,12 @@ def plan_for_others(
         InputError: these workers cannot be so many replicas.
     """
     try:
-        return plan_on_others(plan, program, args, kwargs, backend, request, progress)
+        return plan_on_others(of)
     except PlanError as error:
         raise PlanError(
-            f"there is no plan for {', '.join(map(str, backend.devices))} with "
-            f"{_asked(plan, request)}: {error}. The workers stay as they are; give other devices, "
-            "or build the pipeline with fewer options"
+            f"there is no plan for {', '.join(map(str, of.backend.devices))} with "
+            f"{_asked(of.plan, of.request)}: {error}. The workers stay as they are; give other "
+            "devices, or build the pipeline with fewer options"
         ) from error
 
 

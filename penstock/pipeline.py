@@ -58,7 +58,7 @@ from penstock.observe.trace import RecordedTimeline
 from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute, Request
-from penstock.planning.planner import better_plan, decide_plan
+from penstock.planning.planner import Replanning, better_plan, decide_plan
 from penstock.runner import Runner
 from penstock.steps import Loading, StepHook, answers, note_optimizers
 from penstock.training.hints import explaining, no_attribute, optimizer_class
@@ -380,7 +380,8 @@ class Pipeline:
             stack.callback(backend.close)
             left = self._workers.left()
             request, note = with_one_replica(self._given.request, old, left)
-            plan = planning(old, self.program, *self._given.example, backend, request, report)
+            example = self._given.example
+            plan = planning(Replanning(old, self.program, *example, backend, request, report))
             if plan is None:
                 return False
             plan = replace_fields(plan, note=note or plan.note)

@@ -6,7 +6,7 @@ import logging
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,40 +104,62 @@ def decide_plan(
     return decided
 
 
-def better_plan(
-    plan: Plan,
-    program: Program,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    backend: Backend,
-    request: Request,
-    progress: Progress | None,
-) -> Plan | None:
-    """A plan with the same micro-batches that is faster by a new profile; `None` if none is.
+@dataclass(frozen=True)
+class Replanning:
+    """What another plan of a running pipeline is made from. The number of micro-batches stays.
 
-    Args:
-        plan: that is in use, on the same devices.
-        program, args, kwargs, progress: as of `plan_for`.
-        backend: workers on the devices that there are, with which links are measured.
-        request: what was asked of the plan.
+    Attributes:
+        plan: that is in use.
+        program: what is run.
+        args, kwargs: of the example batch, as of `plan_for`.
+        backend: the workers that are to run the new plan, with which links are measured.
+        request: what was asked of the plan in use, which is asked of the new one as well.
+        progress: as in `Pipeline`.
     """
-    same = replace(request, num_microbatches=plan.num_microbatches)
-    limits = limits_of(backend)
-    backend.wait(progress)
-    costs = profiles_for(
-        program,
-        args,
-        kwargs,
-        choices=backend.choices,
-        request=same,
-        limits=limits,
-        seconds=PROMPT,
-        fresh=True,
-        threads=backend.threads,
-        where=backend.probe,
-        progress=progress,
-    )
-    best = plans_on_any(costs, same, limits=limits)[0]
+
+    plan: Plan
+    program: Program
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    backend: Backend
+    request: Request
+    progress: Progress | None
+
+    @property
+    def same(self) -> Request:
+        """The request, for the same number of micro-batches."""
+        return replace(self.request, num_microbatches=self.plan.num_microbatches)
+
+    def costs(self, fresh: bool) -> list[Profile]:
+        """Profiles for the workers, with as many intra-op threads as they have.
+
+        Args:
+            fresh: whether to profile even if the same was profiled before.
+
+        Raises:
+            PlanError: no plan of these workers is possible.
+        """
+        backend = self.backend
+        backend.wait(self.progress)
+        return profiles_for(
+            self.program,
+            self.args,
+            self.kwargs,
+            choices=backend.choices,
+            request=self.same,
+            limits=limits_of(backend),
+            seconds=PROMPT,
+            fresh=fresh,
+            threads=backend.threads,
+            where=backend.probe,
+            progress=self.progress,
+        )
+
+
+def better_plan(of: Replanning) -> Plan | None:
+    """A plan on the same devices that is faster by a new profile; `None` if none is."""
+    plan, same, costs = of.plan, of.same, of.costs(fresh=True)
+    best = plans_on_any(costs, same, limits=limits_of(of.backend))[0]
     if (best.cuts, best.placement, best.schedule, best.devices, best.shares) == (
         *(plan.cuts, plan.placement, plan.schedule, plan.devices, plan.shares),
     ):
@@ -145,42 +167,16 @@ def better_plan(
     return best if best.predicted_step_seconds < _WORTH * _now(plan, best, costs, same) else None
 
 
-def plan_on_others(
-    plan: Plan,
-    program: Program,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    backend: Backend,
-    request: Request,
-    progress: Progress | None,
-) -> Plan:
-    """The best plan with the same micro-batches and intra-op threads, on other devices.
-
-    Args:
-        plan: that is in use.
-        program, args, kwargs, progress: as of `plan_for`.
-        backend: workers on the other devices.
-        request: what was asked of the plan in use, which is asked of this one as well.
+def plan_on_others(of: Replanning) -> Plan:
+    """The best plan on other devices.
 
     Raises:
         PlanError: there is none.
         InputError: these workers cannot be so many replicas.
     """
-    if request.replicas != "auto":
-        backend.check_replicas(request.replicas)
-    backend.wait(progress)
-    return plan_for(
-        program,
-        args,
-        kwargs,
-        choices=backend.choices,
-        request=replace(request, num_microbatches=plan.num_microbatches),
-        limits=limits_of(backend),
-        seconds=PROMPT,
-        threads=backend.threads,
-        where=backend.probe,
-        progress=progress,
-    )
+    if of.request.replicas != "auto":
+        of.backend.check_replicas(of.request.replicas)
+    return plans_on_any(of.costs(fresh=False), of.same, limits=limits_of(of.backend))[0]
 
 
 def _now(plan: Plan, best: Plan, costs: Sequence[Profile], request: Request) -> float:
