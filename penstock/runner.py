@@ -103,6 +103,7 @@ class Runner:
     Attributes:
         recover: called if workers have died, with the error and how often that has happened to the
             same work; `use` is called by it, or it raises.
+        relieve: called between two passes if workers leave.
         plan: that is run.
         loss_device: where the last stage is.
         workers: who does it.
@@ -129,6 +130,7 @@ class Runner:
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
         self._recordings: list[_Recording] = []  # that are open
         self.recover: Callable[[WorkerDied, int], None] = _raise
+        self.relieve: Callable[[], None] = _nothing
         self.steps = Steps(program.example_sizes)
         self._user = _User(workers.ownership)
         self._under_way: list[Started] = []
@@ -360,6 +362,8 @@ class Runner:
         self._user.enter(*self._effects(order))
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
+        if self.workers.are_leaving and not self._under_way:
+            self.relieve()
         started = Started(order, self.steps.begin())
         self._under_way.append(started)
         try:
@@ -490,6 +494,10 @@ class Runner:
             self.workers.close()
         finally:
             self._user.drop()
+
+
+def _nothing() -> None:
+    """Have nobody take over for workers that leave."""
 
 
 def _raise(death: WorkerDied, deaths: int) -> None:

@@ -372,8 +372,13 @@ class Workers(ABC):
         """
         return Left()
 
+    @property
+    def are_leaving(self) -> bool:
+        """Whether some were asked to end, and others are to take over between two passes."""
+        return False
+
     def survivors(self) -> Any:
-        """Those of them that can go on among others, as one has died; these end.
+        """Those of them that can go on among others, as some have died or leave; these end.
 
         Returns:
             what `WorkerOptions.backend` takes.
