@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +180,21 @@ def test_every_is_a_number_of_steps(tmp_path: Path, every: Any) -> None:
 
 
 def test_it_can_be_ended(tmp_path: Path) -> None:
-    saved: list[Path] = []
-
-    def save(path: Path, _: object) -> None:
-        saved.append(path)
-
+    run = Run(tmp_path)
+    saved: list[int] = []
     auto = Autosave(tmp_path, 3, {}, trained=4)
-    for trained in range(4, 13):
-        auto.before_step(trained, (), save)
-        if trained == 10:
-            auto.remove()
-    assert len(saved) == 2  # before the steps 6 and 9
+    with run.pipe:
+        for trained in range(4, 13):
+            save = partial(_noted, saved, trained)
+            auto.before_step(trained, run.pipe.model, run.pipe._workers, save)
+            if trained == 10:
+                auto.remove()
+    assert saved == [6, 9]
+
+
+def _noted(saved: list[int], trained: int, folder: Path, background: bool) -> None:
+    assert background
+    saved.append(trained)
 
 
 def test_mistakes_with_batches() -> None:

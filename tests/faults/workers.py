@@ -190,7 +190,7 @@ def to_a_worker(number: signal.Signals) -> None:
     KINDS[f"{number.name} to a worker"] = Kind(f"{number.name} to a worker", script)
 
 
-for _number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP):
+for _number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
     to_a_worker(_number)
 
 

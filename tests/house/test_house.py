@@ -14,7 +14,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "display", "units", "files", "names", "devices", "loading", "oracle"],
+    ["errors", "display", "units", "forks", "files", "names", "devices", "loading", "oracle"],
     ["capture"],
     ["weights"],
     ["profile"],

@@ -12,6 +12,7 @@ import threading
 
 COMMAND = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); "  # its driver decides; it ends with that one
     "signal.signal(signal.SIGUSR1, signal.SIG_IGN); sys.path[:] = {path!r}; "
     "from penstock.workers.processes.child import main; main(*{arguments!r})"
 )
