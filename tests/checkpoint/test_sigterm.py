@@ -133,7 +133,8 @@ def test_a_process_that_ignores_it_goes_on_ignoring_it(tmp_path: Path) -> None:
 def test_mistakes(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.pipe:
-        for grace in (0, -1.0, True, "5"):
+        wrong: list[Any] = [0, -1.0, True, "5"]
+        for grace in wrong:
             with pytest.raises(ps.InputError, match="must be a positive number of seconds"):
                 run.pipe.autosave(tmp_path, every=1, grace=grace)
         found: list[str] = []

@@ -69,7 +69,7 @@ class Job:
     def __init__(self, folder: Path, arguments: Sequence[str] = (), restarts: int = 100) -> None:
         self.folder = folder
         self.agents: list[subprocess.Popen[bytes]] = []
-        self._arguments, self._restarts = arguments, restarts
+        self._arguments, self._restarts, self._job = arguments, restarts, 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def __enter__(self) -> Job:
@@ -81,11 +81,23 @@ class Job:
     # -- agents ---------------------------------------------------------------------------
 
     def start(self, ranks: int) -> subprocess.Popen[bytes]:
-        """Start one more agent, with so many ranks; at most two can be there."""
+        """Start one more agent, with so many ranks; at most two can be there.
+
+        torchrun lets nobody join a job any more of which an agent has ended well. So where none is
+        left, there is another job, as a scheduler would have it.
+        """
+        self._job += not self.running
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._store.port}"]
         conf = ",".join(f"{name}={value}" for name, value in _RENDEZVOUS.items())
-        command += ["--rdzv-id", "job", "--rdzv-conf", conf, "--monitor-interval", "0.1"]
+        command += [
+            "--rdzv-id",
+            f"job-{self._job}",
+            "--rdzv-conf",
+            conf,
+            "--monitor-interval",
+            "0.1",
+        ]
         command += ["--max-restarts", str(self._restarts), "--nproc-per-node", str(ranks)]
         command += [str(ROOT / "tests/elastic/script.py"), str(self.folder), *self._arguments]
         own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PENSTOCK_CACHE": str(self.folder.parent)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,9 @@ def note(folder: Path, what: str) -> None:
     os.close(descriptor)
 
 
-def train(folder: Path, model_name: str, steps: int, every: int, **options: Any) -> None:
+def train(
+    folder: Path, model_name: str, steps: int, every: int, pause: float, **options: Any
+) -> None:
     """Train what is left to train.
 
     Args:
@@ -38,6 +39,7 @@ def train(folder: Path, model_name: str, steps: int, every: int, **options: Any)
         model_name: one of `TASKS`.
         steps: of the whole run.
         every: steps between two saves.
+        pause: seconds that loading a batch takes.
         **options: of the pipeline.
     """
     task = TASKS[model_name]
@@ -48,12 +50,13 @@ def train(folder: Path, model_name: str, steps: int, every: int, **options: Any)
         model, example, num_microbatches=MICROBATCHES, threads_per_worker=1, **options
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.Adam, lr=RATE)
-        things = {"optimizer": optimizer, "batches": batches}
+        things: dict[str, Any] = {"optimizer": optimizer, "batches": batches}
         ps.resume(folder / "run", pipe, **things)
         pipe.autosave(folder / "run", every=every, **things)
         note(folder, f"from {batches.batch}")
         for _ in batches.epochs(1):
             for x, target in batches:
+                time.sleep(pause)
                 note(folder, f"step {batches.batch - 1}")
                 pipe.train_step(x, target=target, loss_fn=task.loss)
                 optimizer.step()
@@ -72,17 +75,18 @@ def main() -> None:
     parser.add_argument("--model", choices=TASKS, default="gpt")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before every step")
     parser.add_argument("--workers", default="auto")
     parser.add_argument("--devices", type=int, help="CPU workers, where they are not ranks")
     given = parser.parse_args()
     note(given.folder, "start")
     devices = ["cpu"] * given.devices if given.devices else None
     train(
-        *(given.folder, given.model, given.steps, given.every),
+        *(given.folder, given.model, given.steps, given.every, given.pause),
         workers=given.workers,
         devices=devices,
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.elastic.job import Job, Line, send
 from tests.elastic.training import STEPS, TASKS, reference
 
 EVENTS = 20
+PAUSE = 0.1  # seconds between two steps, for events to come at many of them
 
 
 @dataclass
@@ -55,6 +57,11 @@ class Event:
     def is_pause(self) -> bool:
         """Whether ranks may go on without being started again."""
         return self.what.startswith("SIGSTOP")
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether ranks cannot go on."""
+        return not self.is_pause and "joins" not in self.what
 
 
 @dataclass
@@ -103,7 +110,7 @@ def run(model: str, seed: int, folder: Path, steps: int = STEPS, events: int = E
         events: how many.
     """
     outcome, began = Outcome(model, seed, steps), time.monotonic()
-    arguments = ["--model", model, "--steps", str(steps)]
+    arguments = ["--model", model, "--steps", str(steps), "--pause", str(PAUSE)]
     with Job(folder, arguments) as job:
         try:
             _Happening(job, outcome, random.Random(f"{model} {seed}")).all(events)
@@ -139,13 +146,15 @@ class _Happening:
         moments = sorted(rng.sample(range(2, steps - 2), count))
         job.start(rng.choice([1, 2]))
         for number, moment in enumerate(moments):
-            at_once = number > 0 and rng.random() < 0.25
-            if at_once:  # whatever the ranks are doing
-                time.sleep(rng.uniform(0.0, 8.0))
+            if number and self._outcome.events[-1].ends_ranks and rng.random() < 0.25:
+                time.sleep(rng.uniform(0.0, 8.0))  # others start meanwhile
             else:
-                self._train_on(lambda moment=moment: job.step >= moment and self._trains_again())
-            time.sleep(rng.uniform(0.0, 0.1))
+                self._train_on(partial(self._is_at, moment))
+            time.sleep(rng.uniform(0.0, 2 * PAUSE))
             self._close_last()
+            if job.is_done:
+                self._outcome.problems.append(f"it has ended before its event {number + 1}")
+                break
             self._happens()
         self._train_on(lambda: job.is_done)
         self._close_last()
@@ -174,6 +183,9 @@ class _Happening:
         steps = [line for line in lines if line.step >= 0 and line.time > self._since]
         steps = [line for line in steps if line.pid in pids or not starts]
         return start, steps[0] if steps else None
+
+    def _is_at(self, step: int) -> bool:
+        return self._job.step >= step and self._trains_again()
 
     def _trains_again(self) -> bool:
         """Whether the last event is over: all of them but a pause have ranks start again."""
