@@ -32,11 +32,12 @@ def _put_back() -> Iterator[None]:
 
 
 def asked_at(step: int) -> Any:
-    """What sends SIGTERM to this process as a step is about to begin."""
+    """What sends SIGTERM to this process and all workers, as a step is about to begin."""
 
     def before(run: Run) -> None:
         if len(run.seen) == step:
-            os.kill(os.getpid(), SIGTERM)
+            for pid in {os.getpid(), *(member.pid for member in run.pipe.members)}:
+                os.kill(pid, SIGTERM)
 
     return before
 

@@ -194,6 +194,16 @@ for _number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
     to_a_worker(_number)
 
 
+@kind("SIGTERM to a worker")
+def _(session: Session) -> None:
+    """Its driver decides when it ends."""
+    session.build()
+    victim = session.rng.choice(session.pids)
+    session.later(A_WHILE, lambda: os.kill(victim, signal.SIGTERM))
+    session.go(ROUNDS)
+    session.closes()
+
+
 @kind("SIGKILL to an idle worker")
 def _(session: Session) -> None:
     session.build()
