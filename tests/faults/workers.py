@@ -200,7 +200,9 @@ def _(session: Session) -> None:
     session.build()
     victim = session.rng.choice(session.pids)
     session.later(A_WHILE, lambda: os.kill(victim, signal.SIGTERM))
-    session.go(ROUNDS)
+    session.go(4)
+    time.sleep(A_WHILE)
+    session.go(5, 32)
     session.closes()
 
 
