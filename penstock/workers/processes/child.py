@@ -12,8 +12,8 @@ import threading
 
 COMMAND = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN); "  # its driver decides; it ends with that one
-    "signal.signal(signal.SIGUSR1, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {path!r}; "
     "from penstock.workers.processes.child import main; main(*{arguments!r})"
 )
 """What the interpreter of a worker is told to run."""
