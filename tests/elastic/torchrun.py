@@ -30,7 +30,7 @@ from tests.elastic.job import Job, Line, send
 from tests.elastic.training import STEPS, TASKS, reference
 
 EVENTS = 20
-PAUSE = 0.1  # seconds between two steps, for events to come at many of them
+PAUSE = 0.2  # seconds between two steps, for events to come at many of them
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Event:
         return self.what.startswith("SIGSTOP")
 
     @property
-    def ends_ranks(self) -> bool:
-        """Whether ranks cannot go on."""
-        return not self.is_pause and "joins" not in self.what
+    def is_join(self) -> bool:
+        """Whether ranks go on until others are there."""
+        return "joins" in self.what
 
 
 @dataclass
@@ -142,18 +142,20 @@ class _Happening:
 
     def all(self, count: int) -> None:
         """That many events, then the end of the run."""
-        job, rng, steps = self._job, self._rng, self._outcome.steps
-        moments = sorted(rng.sample(range(2, steps - 2), count))
+        job, rng = self._job, self._rng
         job.start(rng.choice([1, 2]))
-        for number, moment in enumerate(moments):
-            if number and self._outcome.events[-1].ends_ranks and rng.random() < 0.25:
+        for left in range(count, 0, -1):
+            if self._ends_ranks and rng.random() < 0.25:
                 time.sleep(rng.uniform(0.0, 8.0))  # others start meanwhile
             else:
-                self._train_on(partial(self._is_at, moment))
+                self._train_on(partial(self._is_over, left, patient=rng.random() < 0.4))
+                most = (self._outcome.steps - job.step) // (left + 1)
+                moment = job.step + rng.randint(1, max(1, most))
+                self._train_on(partial(self._has_begun, moment))
             time.sleep(rng.uniform(0.0, 2 * PAUSE))
             self._close_last()
             if job.is_done:
-                self._outcome.problems.append(f"it has ended before its event {number + 1}")
+                self._outcome.problems.append(f"it has ended {left} events too early")
                 break
             self._happens()
         self._train_on(lambda: job.is_done)
@@ -184,15 +186,32 @@ class _Happening:
         steps = [line for line in steps if line.pid in pids or not starts]
         return start, steps[0] if steps else None
 
-    def _is_at(self, step: int) -> bool:
-        return self._job.step >= step and self._trains_again()
+    def _has_begun(self, step: int) -> bool:
+        return self._job.step >= step
 
-    def _trains_again(self) -> bool:
-        """Whether the last event is over: all of them but a pause have ranks start again."""
+    @property
+    def _ends_ranks(self) -> bool:
+        """Whether the last event is one after which ranks cannot go on."""
+        events = self._outcome.events
+        return bool(events) and not events[-1].is_pause and not events[-1].is_join
+
+    def _is_over(self, left: int, patient: bool) -> bool:
+        """Whether ranks train again after the last event.
+
+        They also train until one more has joined, which takes as long as a new start, and is not
+        always waited for.
+
+        Args:
+            left: events that are to come.
+            patient: whether to wait for those that join, if there are steps enough.
+        """
         if not self._outcome.events:
             return True
         start, step = self._since_last()
-        return step is not None and (start is not None or self._outcome.events[-1].is_pause)
+        last = self._outcome.events[-1]
+        if last.is_join and not (patient and self._outcome.steps - self._job.step > 4 * left):
+            return True
+        return step is not None and (start is not None or last.is_pause)
 
     def _close_last(self) -> None:
         """Note what the last event has cost."""
