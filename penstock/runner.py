@@ -46,10 +46,13 @@ class Counts:
         trained: passes that have trained: those of `train_step` with gradients, and calls in
             training mode with gradients.
         others: all other passes.
+        completed: passes that have trained, as of the latest that has not failed. All ranks know
+            the same of it, while one of them may have counted a pass that has failed on another.
     """
 
     trained: int = 0
     others: int = 0
+    completed: int = 0
 
     def next(self, trains: bool) -> int:
         """The step of the next pass: from 0 upward if it trains, from -1 downward if not."""
@@ -152,8 +155,11 @@ class Runner:
         training = evaluation = make(True)
         if not self._program.same_in_eval:
             evaluation = make(False)
+        before = self.workers if self._ways else workers
         self._ways = {True: training, False: evaluation}
         self.plan, self.workers = plan, workers
+        if before.is_stopping:
+            workers.request_stop()
         self.loss_device = workers.devices[plan.placement[-1]]
         self.steps.use(workers.board, plan, len(workers.devices))
         self._user.ownership = workers.ownership
@@ -306,7 +312,8 @@ class Runner:
                 f"{state!r} is not a state of random numbers: give what random_state() returned, "
                 "a dictionary of the integers 'seed', 'trained' and 'others'"
             )
-        self.counts = Counts(state["trained"], state.get("others", 0))
+        trained = state["trained"]
+        self.counts = Counts(trained, state.get("others", 0), trained)
         current = user_seed()
         self._seed = state.get("seed", current), current
 
@@ -429,6 +436,7 @@ class Runner:
             self._held[order.number] = order
         elif order.what == "backward":
             self._held.pop(order.number, None)
+        self.counts.completed = max(self.counts.completed, order.microbatches[0].key.step + 1)
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
         if self._recordings and any(outcome.logs.values()):

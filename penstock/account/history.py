@@ -6,12 +6,10 @@ It is in the memory of a pipeline, and with `Pipeline(run=...)` in a folder as w
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ import msgspec
 from penstock.account.record import StepRecord
 from penstock.board.runs import Description
 from penstock.errors import InputError
-from penstock.files import lock_folder, save_whole, write_whole
+from penstock.files import FolderLock, save_whole, write_whole
 from penstock.plan.plan import Plan
 
 ABOUT = "run.json"
@@ -149,7 +147,7 @@ class RunFolder:
                 f"run={str(path)!r} is a folder with other files, such as {sorted(others)[0]}; "
                 "give a new folder, or that of an earlier run"
             )
-        self.close = weakref.finalize(self, _unlock, self._lock())
+        self.close = weakref.finalize(self, self._lock().release)
         try:
             self._put_aside(_FILES)
             self._write(about)
@@ -169,14 +167,14 @@ class RunFolder:
         self._put_aside([StepRecord])
         self._write(about)
 
-    def _lock(self) -> int:
-        """A file descriptor by which nobody else writes here.
+    def _lock(self) -> FolderLock:
+        """A lock by which nobody else writes here.
 
         Raises:
             InputError: somebody does.
         """
         try:
-            lock, _ = lock_folder(self.path)
+            return FolderLock(self.path)
         except BlockingIOError:
             raise InputError(
                 f"run={str(self.path)!r} is being written by a pipeline that is not closed"
@@ -184,7 +182,6 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise InputError(f"run={str(self.path)!r} cannot be a folder: {error}") from error
-        return lock
 
     def _by_whom(self) -> str:
         try:
@@ -223,12 +220,6 @@ class RunFolder:
         """
         with (self.path / _FILES[type(item)]).open("ab") as file:
             file.write(msgspec.json.encode(item) + b"\n")
-
-
-def _unlock(lock: int) -> None:
-    with suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_UN)  # forks have it as well
-    os.close(lock)
 
 
 def _takes(folder: Path, content: bytes, names: Sequence[str]) -> bool:

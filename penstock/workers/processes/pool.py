@@ -23,11 +23,11 @@ from penstock.board.activity import STARTING, Activity
 from penstock.board.memory import Board
 from penstock.board.runs import new_board
 from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
+from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
 from penstock.links.pickling import pack, unpack
 from penstock.links.shared_memory import Borrower, Lender
 from penstock.links.wire import Gone, Wire, interrupts_wait, polling
-from penstock.workers.forks import disown_in_forks
 from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 from penstock.workers.processes.child import COMMAND

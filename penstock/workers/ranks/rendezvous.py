@@ -55,6 +55,7 @@ class Entry(NamedTuple):
         cores: that its process may use.
         secret: that it proposes.
         started: when its process did.
+        group: the number of torchrun's agent that has started it; empty without one.
     """
 
     machine: str
@@ -64,6 +65,7 @@ class Entry(NamedTuple):
     cores: int
     secret: str
     started: int
+    group: str = ""
 
 
 class Others(NamedTuple):
@@ -160,7 +162,8 @@ def rendezvous(devices: Devices | None) -> Launch:
     device = existing_devices([_own_device() if devices is None else devices[rank]])[0]
     cores = len(os.sched_getaffinity(0))
     me = this_machine(), socket.gethostname(), os.getpid(), str(device), cores
-    mine = Entry(*me, new_secret(), started_at())
+    group = os.environ.get("GROUP_RANK", "")
+    mine = Entry(*me, new_secret(), started_at(), group)
     try:
         return _found(rank, count, mine)
     except (RuntimeError, OSError) as error:

@@ -251,6 +251,24 @@ class RankWorkers(Workers):
         if self._ring is not None:
             self._several[way.training] = used_by_several(assembly.stages.values())
 
+    # -- requests to stop -----------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """This rank is asked to stop; the others hear of it when it next reports."""
+        self._ranks.stops = True
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a rank was asked to stop, as far as all of them know by the last operation."""
+        return bool(self._ranks.stopping)
+
+    @property
+    def was_asked_to_stop(self) -> bool:
+        """Whether this rank was, or another one of the same agent, which asks all that it has."""
+        entries = self._launch.entries
+        asked = {entries[rank].group for rank in self._ranks.stopping}
+        return self._ranks.stops or entries[self._ranks.rank].group in asked
+
     # -- passes ---------------------------------------------------------------------------
 
     @property

@@ -31,6 +31,7 @@ from penstock.links.process_group import Have, Signal
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import heartbeat
 from penstock.workers.ranks import clocks, operations, rendezvous
+from tests.checkpoint import autosaving_ranks
 from tests.checkpoint.steps import Run
 from tests.pipeline.subjects import run, sampled
 from tests.support import precision
@@ -645,3 +646,8 @@ def checkpoints(rank: int) -> Any:
         found["missing"] = raised(lambda: ps.load(folder / "ranks").restore(run.pipe))
         run.save(folder / "at the end", background=True)
     return found
+
+
+def autosaves(rank: int, what: str, *arguments: str) -> Any:
+    """One of `tests.checkpoint.autosaving_ranks`."""
+    return getattr(autosaving_ranks, what)(rank, *arguments)
