@@ -264,7 +264,7 @@ def _checked(state: State) -> State:
             raise ValueError(f"{str(value)[:20]} is no number that a state has")
         if isinstance(value, dict):
             return {key: clean(each) for key, each in value.items()}
-        return [clean(each) for each in value] if isinstance(value, list) else value
+        return [clean(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     return msgspec.convert(clean(msgspec.to_builtins(state)), State)
 
