@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import penstock as ps
 from penstock.links.handshake import Listener
 from penstock.workers.ranks import rendezvous
+from penstock.workers.ranks.process_groups import on_loopback
 from penstock.workers.ranks.rendezvous import Entry
 from tests.workers.ranks.launching import Launcher
 
@@ -106,3 +108,25 @@ def test_what_ranks_listen_on(launcher: Launcher, tmp_path: Path, scenario: str)
         expected = [] if scenario == "listening" else ["127.0.0.1"]
         assert while_connecting == expected
         assert afterwards == []
+
+
+def test_gloo_listens_to_this_machine_only_if_all_ranks_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what torchrun says, and unless the user has chosen an interface."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # others are elsewhere
+    with on_loopback():
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # nobody knows
+    with on_loopback():
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # the user knows better
+    with on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
