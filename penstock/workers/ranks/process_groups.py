@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -173,6 +173,18 @@ class LinkGroups:
                 memory = devices[rank] if backend == "nccl" else torch.device("cpu")
                 out, into = (there, back) if rank == one else (back, there)
                 self.peers[k] = Peer(other if rank == one else one, out, into, memory)
+
+    def close(self) -> None:
+        """Close this rank's groups of gloo, which listen and are connected as long as they are.
+
+        Those of other backends do not listen, and stay until the process ends: what is awaited
+        ahead in a group of NCCL cannot be given up.
+        """
+        for k, peer in self.peers.items():
+            for group in (peer.out, peer.back) if self.backends[k] == "gloo" else ():
+                with suppress(ValueError):  # the script has destroyed all groups
+                    dist.destroy_process_group(group)
+        self.peers = {}
 
 
 def backend_for(one: torch.device, other: torch.device) -> str:

@@ -103,11 +103,15 @@ def test_an_address_that_a_machine_has_not(monkeypatch: pytest.MonkeyPatch, rout
 
 @pytest.mark.parametrize("scenario", ["listening", "listening_apart"])
 def test_what_ranks_listen_on(launcher: Launcher, tmp_path: Path, scenario: str) -> None:
-    """Besides torch's own sockets: nothing on one machine, one address between machines."""
-    for while_connecting, afterwards in launcher.run(scenario, tmp_path):
+    """Besides torch's own sockets: nothing on one machine, one address between machines.
+
+    A pipeline that is closed leaves no socket, of torch's neither.
+    """
+    for while_connecting, afterwards, left in launcher.run(scenario, tmp_path):
         expected = [] if scenario == "listening" else ["127.0.0.1"]
         assert while_connecting == expected
         assert afterwards == []
+        assert left == 0
 
 
 def test_gloo_listens_to_this_machine_only_if_all_ranks_are_here(
