@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +83,6 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="a line for each job")
     parser.add_argument("--output", type=Path, help="a file for the page")
     options = parser.parse_args()
-    os.nice(19)  # so that strangers take no time of the job's cores
     outcomes = []
     for kind in options.only or KINDS:
         outcome = run(
