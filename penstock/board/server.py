@@ -19,11 +19,11 @@ from collections.abc import Callable
 from penstock.board.process import is_of_this_user
 
 _MOST = 64  # connections at once; the oldest goes
-_AT_ONCE = 16  # that are accepted before those that are there are looked at
+_AT_ONCE = 32  # that are accepted before those that are there are looked at
 _LONGEST = 1 << 13  # bytes of a request
 _PATIENCE = 5.0  # seconds for a request to come, and for a response to be read
 _REST = 9.0  # seconds of rest for a second of work
-_PAUSE, _LONG_PAUSE = 0.01, 0.5  # seconds of rest at least, and at most
+_PAUSE, _LONG_PAUSE = 0.05, 0.5  # seconds of rest at least, and at most
 _LOOK = 1.0  # seconds after which it looks whether it is closed, if nothing wakes it
 
 Asked = Callable[[bytes], str | None]

@@ -197,12 +197,22 @@ def run(
         job = _Job(kind, folder, secret)
         hostile = Hostile(str(folder / "marks" / "unpickled"), secret)
         attack = Attack(job.process.pid, folder, hostile, seed, rate, job.name)
+        decoy = subprocess.Popen(
+            [sys.executable, "-m", "tests.fuzz.decoy"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        elsewhere = Attack(decoy.pid, folder, hostile, seed, rate, lambda one: "decoy")
         try:
             wanted = OWN[kind] | ({GLOO, STORE} if torchs and kind != "processes" else set())
-            _turns(job, attack, outcome, dict.fromkeys(wanted, -(-messages // len(wanted))), steps)
+            each = dict.fromkeys(wanted, -(-messages // len(wanted)))
+            _turns(job, attack, elsewhere, outcome, each, steps)
         finally:
             attack.end()
+            elsewhere.end()
             job.end()
+            decoy.communicate()
         outcome.sent, outcome.kinds = dict(+attack.sent), dict(attack.kinds)
         outcome.unpickled = len(list(folder.glob("marks/*")))
         screen = job.screen()
@@ -212,9 +222,17 @@ def run(
 
 
 def _turns(
-    job: _Job, attack: Attack, outcome: Outcome, wanted: Mapping[str, int], steps: int
+    job: _Job,
+    attack: Attack,
+    elsewhere: Attack,
+    outcome: Outcome,
+    wanted: Mapping[str, int],
+    steps: int,
 ) -> None:
-    """Let the job take turns until as many messages as wanted are sent to each kind of socket."""
+    """Let the job take turns until as many messages as wanted are sent to each kind of socket.
+
+    In the other turns as many are sent elsewhere, since strangers cost the machine something, too.
+    """
 
     def enough(name: str) -> bool:
         return attack.sent[name] >= wanted.get(name, 0)
@@ -230,10 +248,13 @@ def _turns(
         def is_over(number: int = number, end: float = end) -> bool:
             return job.is_done(number) or job.process.poll() is not None or time.monotonic() > end
 
-        if is_hostile:
-            with ThreadPoolExecutor(1, initializer=_let_others_go_first) as pool:
+        with ThreadPoolExecutor(1, initializer=_let_others_go_first) as pool:
+            if is_hostile:
                 pool.submit(attack.go_on, is_over, enough).result()
-            attack.end()
+            else:
+                pool.submit(elsewhere.go_on, is_over, lambda name: False).result()
+        attack.end()
+        elsewhere.end()
         while not is_over():
             time.sleep(0.02)
         if not job.is_done(number):
