@@ -271,7 +271,7 @@ def _turns(
 
 def _let_others_go_first() -> None:
     """Strangers take no time of the cores that the job wants; Linux has this for a thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
 
 def as_json(outcome: Outcome) -> Mapping[str, Any]:

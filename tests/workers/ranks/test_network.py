@@ -111,7 +111,7 @@ def test_what_ranks_listen_on(launcher: Launcher, tmp_path: Path, scenario: str)
         expected = [] if scenario == "listening" else ["127.0.0.1"]
         assert while_connecting == expected
         assert afterwards == []
-        assert left == 0
+        assert left <= 0
 
 
 def test_gloo_listens_to_this_machine_only_if_all_ranks_are_here(
