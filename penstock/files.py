@@ -7,7 +7,7 @@ import fcntl
 import os
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,6 +122,20 @@ def read_whole(path: str | os.PathLike[str], what: str) -> bytes:
 def profile_beside(path: Path) -> Path:
     """Where the profile is that a plan was made from: `plan.profile.json` for `plan.json`."""
     return path.with_name(f"{path.stem}.profile.json")
+
+
+def is_inside(folder: Path, name: str, others: Sequence[Path] = ()) -> bool:
+    """Whether a file of this name is in a folder, or in one below, wherever links lead.
+
+    Args:
+        folder: where the index is that names the file, if one does.
+        name: of the file, seen from there.
+        others: folders to which links may lead as well.
+    """
+    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        return False
+    file = (folder / name).resolve()
+    return any(file.is_relative_to(root.resolve()) for root in (folder, *others))
 
 
 class _Versioned(msgspec.Struct):

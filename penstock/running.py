@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock.account.history import About
 from penstock.audit.auditor import Auditor
-from penstock.board.metrics import Address, Server
+from penstock.board.metrics import Address, MetricsServer
 from penstock.board.runs import Run, publish
 from penstock.capture import Program
 from penstock.changing import Dividing, Fallbacks, Given, Planning, completed, with_one_replica
@@ -161,7 +161,7 @@ class Running:
         publish(workers.board, self.description)
         listen(workers, answers(self.runner.steps, self.about()))
 
-    def _served(self, where: Address | None) -> Server | None:
+    def _served(self, where: Address | None) -> MetricsServer | None:
         """A server of metrics at this address; ranks take one port after the other."""
         if where is None:
             return None
@@ -169,7 +169,7 @@ class Running:
         run = Run(self.description, board, board.path)  # which does not hold the pipeline
         port = where.port + self.description.rank if where.port else 0
         try:
-            return Server(where.host, port, run)
+            return MetricsServer(where.host, port, run)
         except InputError as error:
             if where.is_asked_for:
                 raise

@@ -18,7 +18,7 @@ import msgspec
 from penstock.account.record import StepRecord
 from penstock.board.runs import Description
 from penstock.errors import InputError
-from penstock.files import FolderLock, save_whole, write_whole
+from penstock.files import FolderLock, is_inside, save_whole, write_whole
 from penstock.plan.plan import Plan
 
 ABOUT = "run.json"
@@ -240,9 +240,16 @@ def read_run(path: str | os.PathLike[str]) -> History:
         path: of the folder.
 
     Raises:
-        InputError: it is none, or one of another version.
+        InputError: it is none, or one of another version, or a file in it is a link that leads
+            elsewhere.
     """
     folder = Path(path)
+    for name in (ABOUT, *_FILES.values()):
+        if not is_inside(folder, name):
+            raise InputError(
+                f"{folder / name} is a link to {(folder / name).resolve()}, outside of the run. "
+                "Pipeline(run=...) makes no such links; if you trust it, copy the file there"
+            )
     about = _about(folder)
     files = steps, records, events = [_items(folder, kind) for kind in _FILES]
     if _about(folder) != about:  # another plan, or another run, has come meanwhile

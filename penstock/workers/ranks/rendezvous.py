@@ -19,7 +19,7 @@ from penstock.links.handshake import Address, Listener, call, new_secret, route_
 from penstock.links.wire import Wire
 from penstock.workers.heartbeat import Beats, HasStopped, Pulse
 from penstock.workers.ranks.operations import Ranks
-from penstock.workers.ranks.process_groups import init_process_group
+from penstock.workers.ranks.process_groups import init_process_group, on_loopback
 
 _TIMEOUT = 120.0  # seconds in which all ranks have to be there
 _MANY = 1 << 20  # more than there are ranks
@@ -198,9 +198,11 @@ def _found(rank: int, count: int, mine: Entry) -> Launch:
 
 def _introduced(rank: int, mine: Entry) -> Others:
     """Tell all ranks who this one is and where it can be reached, and hear the same of them."""
-    everybody: dist.ProcessGroup = dist.new_group(
-        backend="gloo" if dist.is_gloo_available() else None, timeout=timedelta(seconds=_TIMEOUT)
-    )
+    backend = "gloo" if dist.is_gloo_available() else None
+    with on_loopback():
+        everybody: dist.ProcessGroup = dist.new_group(
+            backend=backend, timeout=timedelta(seconds=_TIMEOUT)
+        )
     try:
         entries = _gathered(mine, everybody)
         master = [os.environ.get("MASTER_ADDR", "localhost"), entries[0].host]

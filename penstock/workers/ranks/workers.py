@@ -138,6 +138,7 @@ class RankWorkers(Workers):
         self.board = new_board(1)
         self._record = self.board.records[0]
         self._lines: list[Line] = []
+        self._groups: LinkGroups | None = None
         self._wires: list[Wire] = []
         self._writer: Thread | None = None
         self._ends: dict[int, Any] = {}
@@ -186,7 +187,7 @@ class RankWorkers(Workers):
         self._launch.others.listener.close()  # nobody else is to come
         far = {k: pair for k, pair in pairs.items() if not near(*pair)}
         names = [torch.device(entry.device) for entry in self._launch.entries]
-        groups = LinkGroups(far, names, me)
+        groups = self._groups = LinkGroups(far, names, me)
         stages = len(self._plan.stages) - 1  # links between them
         first = self._replica * stages
         self.links = tuple(_in_words(pairs[k], near, groups.backends.get(k)) for k in range(stages))
@@ -561,6 +562,8 @@ class RankWorkers(Workers):
         self._launch.others.listener.close()
         for wire in self._wires:
             wire.close()
+        if self._groups is not None:
+            self._groups.close()
         self.board.close()
 
 
