@@ -220,7 +220,7 @@ def test_whatever_a_worker_does_as_it_ends_another_completes_it(tmp_path: Path) 
     said = [event.what for event in pipe.history().events]
     assert [" in the forward of micro-batch 0 in stage" in what for what in said[:2]] == [1, 0]
     assert "in the backward of micro-batch 0" in said[1]
-    assert "during the optimizer step" in said[2]
+    assert "during optimizer step" in said[2]
     assert all("2 workers; others have taken over within" in what for what in said)
 
 
