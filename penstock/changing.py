@@ -7,7 +7,8 @@ The old workers are there until the new plan is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from penstock.plan.plan import StagePlan
 from penstock.plan.request import Request
 from penstock.plan.search import plans_on_any
 from penstock.planning.planner import Replanning, limits_of, plan_on_others
+from penstock.profile import Profile
 from penstock.runner import Runner
 from penstock.weights import Weights
 from penstock.workers.backend import Workers
@@ -175,11 +177,14 @@ class Fallbacks:
 
     (Jang et al. 2023, Oobleck, arXiv:2309.08125: pipelines are planned for the failures to come.)
 
+    They are as it was asked for. What depends on the number of workers (replicas, cuts, stages per
+    worker, the schedule) is left open where that is not possible.
+
     Args:
         of: what plans are made from; the profile of the present workers is used for fewer.
 
     Raises:
-        PlanError: there is no plan for fewer workers that is as it was asked for.
+        PlanError: there is no plan for fewer workers.
     """
 
     def __init__(self, of: Replanning) -> None:
@@ -206,8 +211,8 @@ class Fallbacks:
         if best is None:
             raise PlanError(
                 f'on_failure="continue" needs a plan for fewer workers, and there is none for '
-                f"{most} or fewer that is as it was asked for. Leave out cuts=, replicas=, "
-                'stages_per_worker= or memory_limit=, or use on_failure="replace"'
+                f"{most} or fewer. Leave out memory_limit= or recompute=, or use "
+                'on_failure="replace"'
             )
         return best
 
@@ -215,12 +220,17 @@ class Fallbacks:
         key = count, one_replica
         if key not in self._plans:
             costs = replace_fields(self._costs, devices=self._costs.devices[:count])
-            request = replace(self._request, replicas=1) if one_replica else self._request
-            try:
-                self._plans[key] = plans_on_any([costs], request, limits=self._limits)[0]
-            except (PlanError, InputError):
-                self._plans[key] = None
+            self._plans[key] = next(self._found(costs, one_replica), None)
         return self._plans[key]
+
+    def _found(self, costs: Profile, one_replica: bool) -> Iterator[Plan]:
+        """The best plan as it was asked for, and the best without what depends on the number."""
+        asked = self._request
+        free = replace(asked, replicas="auto", cuts=None, stages_per_worker="auto", schedule="auto")
+        for request in (asked, free):
+            wanted = replace(request, replicas=1) if one_replica else request
+            with suppress(PlanError, InputError):
+                yield plans_on_any([costs], wanted, limits=self._limits)[0]
 
 
 def plan_for_others(of: Replanning) -> Plan:
