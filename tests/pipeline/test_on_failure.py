@@ -336,13 +336,15 @@ def test_work_that_ends_every_worker_is_given_up(tmp_path: Path) -> None:
         num_microbatches=COUNT,
         audit=None,
     ) as pipe:
-        run, before = pipe._runner.recover, {k: v.clone() for k, v in model.state_dict().items()}
+        run = pipe._runner.recover
 
         def again(death: Any, deaths: int) -> None:
             (tmp_path / "forward").touch()
             run(death, deaths)
 
         pipe._runner.recover = again
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)  # this process runs a forward, too
+        before = {k: v.clone() for k, v in model.state_dict().items()}
         set_trap("forward")(pipe)
         with pytest.raises(ps.WorkerDied, match="in the forward of micro-batch 0") as raised:
             pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
