@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.profile.measure import profile
     from penstock.verification import verify
     from penstock.weights import SeededWeights, empty_weights
+    from penstock.workers.ray.options import Ray
 
 _HOMES = {
     "AuditError": "penstock.errors",
@@ -54,6 +55,7 @@ _HOMES = {
     "PlanError": "penstock.errors",
     "Profile": "penstock.profile",
     "Program": "penstock.capture",
+    "Ray": "penstock.workers.ray.options",
     "RowsWarning": "penstock.errors",
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
@@ -86,6 +88,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "Program",
+    "Ray",
     "RowsWarning",
     "ScheduleError",
     "SeededWeights",

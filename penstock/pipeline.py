@@ -73,6 +73,7 @@ from penstock.workers.described import description_of, listen
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.members import Membership
 from penstock.workers.placement import place
+from penstock.workers.ray.options import Ray
 
 T = TypeVar("T")
 
@@ -197,7 +198,7 @@ class Pipeline:
         devices: Devices | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
-        workers: Kind = "auto",
+        workers: Kind | Ray = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
         recompute: Recompute = "auto",
@@ -730,7 +731,7 @@ class Pipeline:
             parameters: as in `clip_grad_norm_`. A rank has only the gradients of its own stages.
         """
         with self._runner.steps.during("clipping"):
-            nn.utils.clip_grad_value_(self._clipped(parameters), clip_value, foreach)
+            self._workers.clip_value(self._clipped(parameters), clip_value, foreach)
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
         """The parameters to clip; by default all of the model, each once."""

@@ -12,6 +12,8 @@ from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.workers.backend import Backend, DrivenBackend, Kind
 from penstock.workers.processes.backend import ProcessBackend
+from penstock.workers.ray.backend import RayBackend
+from penstock.workers.ray.options import Ray
 from penstock.workers.ranks.backend import RankBackend
 from penstock.workers.ranks.rendezvous import check_is_alone, is_torchrun
 from penstock.workers.threads.backend import ThreadBackend
@@ -24,7 +26,7 @@ class WorkerOptions:
     """Who is to run the stages, see `penstock.Pipeline`.
 
     Attributes:
-        workers: their kind.
+        workers: their kind, or `Ray`, which also says what is wanted of the cluster.
         devices: of the workers; `None` leaves them to the plan.
         timeout: seconds that a step may take; `None` derives it from the plan.
         allocator: whether the process keeps freed memory.
@@ -35,7 +37,7 @@ class WorkerOptions:
         InputError: an option has no meaning.
     """
 
-    workers: Kind
+    workers: Kind | Ray
     devices: Devices | None
     timeout: float | None
     allocator: Allocator
@@ -43,9 +45,10 @@ class WorkerOptions:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        if self.workers not in KINDS:
+        if not isinstance(self.workers, Ray) and self.workers not in KINDS:
             raise InputError(
-                f"workers={self.workers!r} is unknown; choose one of {', '.join(KINDS)}"
+                f"workers={self.workers!r} is unknown; choose one of {', '.join(KINDS)}, or "
+                "penstock.Ray(...)"
             )
         timeout: Any = self.timeout
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
@@ -74,6 +77,15 @@ class WorkerOptions:
             return RankBackend(self.devices)
         if self.workers == "auto":
             check_is_alone()
+        if self.workers == "ray" or isinstance(self.workers, Ray):
+            options = self.workers if isinstance(self.workers, Ray) else Ray()
+            return RayBackend(
+                self.devices,
+                self.least,
+                self.threads,
+                options=options,
+                allocator_kept=allocator_kept,
+            )
         return _driven(self.workers, self.devices, self.least, self.threads, allocator_kept)
 
 

@@ -202,7 +202,7 @@ class SharedModel:
         for tensor, spot, memory in zip(new, places, segment.tensors(places), strict=True):
             fill(memory, tensor)
             number = len(part.tensors)
-            shared.append(_described(number, tensor, spot))
+            shared.append(described(number, tensor, spot))
             tensor.data = memory
             part.tensors.append(tensor)
             part.addresses.append(memory.data_ptr())
@@ -349,7 +349,8 @@ def _hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return list(chain.from_iterable(filter(None, registries)))
 
 
-def _described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
+def described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
+    """A tensor for a worker, under this number, at this place."""
     is_parameter = isinstance(tensor, nn.Parameter)
     hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     seen, added = (list(found.values()) if found else [] for found in hooks)

@@ -162,7 +162,7 @@ def rendezvous(devices: Devices | None) -> Launch:
     me = this_machine(), socket.gethostname(), os.getpid(), str(device), cores
     mine = Entry(*me, new_secret(), started_at())
     try:
-        return _found(rank, count, mine)
+        return launched(_introduced(rank, mine))
     except (RuntimeError, OSError) as error:
         raise WorkerError(None, None, "rendezvous", error) from error
 
@@ -174,8 +174,16 @@ class _Listens(NamedTuple):
     problem: str
 
 
-def _found(rank: int, count: int, mine: Entry) -> Launch:
-    others = _introduced(rank, mine)
+def launched(others: Others) -> Launch:
+    """Connect a rank to rank 0, and rank 0 to all others, who all do the same.
+
+    Args:
+        others: how it gets to them; its listener is closed if that fails.
+
+    Raises:
+        TimeoutError: one cannot be reached.
+    """
+    rank, count = others.rank, len(others.entries)
     try:
         star = {(k or rank): k for k in (range(1, count) if rank == 0 else [0])}
         far = {number: peer for number, peer in star.items() if not others.near(rank, peer)}
