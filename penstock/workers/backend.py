@@ -404,6 +404,10 @@ class Workers(ABC):
         """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are; returns the norm."""
         return clipping.clip(parameters)
 
+    def gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of these parameters; copies, if they are in other processes."""
+        return [parameter.grad for parameter in parameters]
+
     def clip_value(
         self, parameters: Sequence[torch.Tensor], clip_value: float, foreach: bool | None
     ) -> None:

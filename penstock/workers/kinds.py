@@ -12,10 +12,10 @@ from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.workers.backend import Backend, DrivenBackend, Kind
 from penstock.workers.processes.backend import ProcessBackend
-from penstock.workers.ray.backend import RayBackend
-from penstock.workers.ray.options import Ray
 from penstock.workers.ranks.backend import RankBackend
 from penstock.workers.ranks.rendezvous import check_is_alone, is_torchrun
+from penstock.workers.ray.backend import RayBackend
+from penstock.workers.ray.options import Ray
 from penstock.workers.threads.backend import ThreadBackend
 
 KINDS: tuple[str, ...] = get_args(Kind)

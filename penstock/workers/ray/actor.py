@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from penstock.board.memory import Reading
 from penstock.errors import InputError, PenstockError, WorkerError
+from penstock.links.handshake import Listener
 from penstock.links.local import Aborted
 from penstock.links.pickling import Inbox, portable
 from penstock.links.wire import SPIN
 from penstock.workers.processes.remembering import Memory
 from penstock.workers.processes.worker_state import loading
-from penstock.links.handshake import Listener
 from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
 from penstock.workers.ray.rank import ActorRank
 

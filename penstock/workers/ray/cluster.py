@@ -113,7 +113,7 @@ class Cluster:
             if each["Alive"]
         ]
 
-    def needed(self, cpus: int) -> dict[str, float]:
+    def needed(self, cpus: float) -> dict[str, float]:
         """What a worker needs that has so many CPUs."""
         return {"CPU": cpus, **self.options.resources}
 
@@ -135,7 +135,7 @@ class Cluster:
         need = self.needed(cpus)
         return sum(node.room(need) for node in self.nodes() if not node.leaves)
 
-    def reserve(self, workers: int, cpus: int) -> Any:
+    def reserve(self, workers: int, cpus: float) -> Any:
         """Reserve what so many workers need: a placement group.
 
         Raises:
@@ -166,7 +166,7 @@ class Cluster:
             ) from None
         return group
 
-    def start(self, group: Any, workers: int, cpus: int, kind: type) -> list[Any]:
+    def start(self, group: Any, workers: int, cpus: float, kind: type) -> list[Any]:
         """Start actors of this class on what was reserved; their constructors get their numbers."""
         package = ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -221,16 +221,16 @@ def _said(need: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in need.items())
 
 
-def kill(actors: Sequence[Any], group: Any) -> None:
-    """End actors at once, and let go of what was reserved for them."""
+def kill(actors: Sequence[Any], reserved: Sequence[Any]) -> None:
+    """End actors at once, and let go of the placement groups that were reserved for them."""
     package = ray()
     if not package.is_initialized():
         return
     from ray.util.placement_group import remove_placement_group
 
-    steps: list[Callable[[], Any]] = [lambda a=a: package.kill(a) for a in actors]  # type: ignore[misc]
-    if group is not None:
-        steps.append(lambda: remove_placement_group(group))
-    for step in steps:
+    for actor in actors:
         with suppress(Exception):
-            step()
+            package.kill(actor)
+    for group in reserved:
+        with suppress(Exception):
+            remove_placement_group(group)

@@ -40,7 +40,7 @@ class GradientElsewhere(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -69,7 +69,7 @@ class GradientElsewhere(torch.Tensor):
             'which work where the gradients are; or workers="processes", whose gradients are here'
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """In words: there is nothing to show."""
         return f"GradientElsewhere(shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.optim import Optimizer
 
 from penstock.board.process import started_at
 from penstock.devices.settings import Settings
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
-from penstock.links.handshake import Address, Listener, this_machine
+from penstock.links.handshake import Address, Listener, interface_of, this_machine
 from penstock.links.local import Aborted
 from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
@@ -33,7 +33,6 @@ from penstock.workers.processes.following import follow
 from penstock.workers.processes.shared_model import Shared
 from penstock.workers.processes.worker_state import loading
 from penstock.workers.ranks.rendezvous import LISTEN, Entry, Others, launched
-from penstock.links.handshake import interface_of
 from penstock.workers.ray.actor import ActorState, step_failed
 from penstock.workers.ray.rank import ActorRank
 
@@ -83,9 +82,7 @@ class Listen:
         address = own.listener.address._replace(host=self.host or "")
         if not self.has_store:
             return address, 0
-        own.store = dist.TCPStore(
-            self.host or "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
+        own.store = TCPStore(self.host or "127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return address, own.store.port
 
 
@@ -132,7 +129,7 @@ class Join:
             if name:
                 os.environ[_INTERFACE] = name
         host, timeout = self.addresses[0].host, timedelta(seconds=_TIMEOUT)
-        store = own.store or dist.TCPStore(host, self.port, is_master=False, timeout=timeout)
+        store = own.store or TCPStore(host, self.port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "gloo",
             store=PrefixStore("penstock", store),

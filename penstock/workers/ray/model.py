@@ -74,6 +74,10 @@ class DriverModel:
         """The numbers of tensors whose values the workers at a place have."""
         return [number for number, own in enumerate(self._places) if own == place]
 
+    def stale_at(self, place: int) -> list[int]:
+        """Those of them that the workers have changed since they were fetched."""
+        return [number for number in self.at(place) if number in self.stale]
+
     def names(self, names: Mapping[int, str]) -> dict[int, str]:
         """The names of tensors by their numbers, out of those by their ids."""
         return {n: names[id(t)] for n, t in enumerate(self.tensors) if id(t) in names}
@@ -143,7 +147,7 @@ class DriverModel:
             InputError: see `check`.
         """
         self.check()
-        drafts = [self._again.pop(place, None) or _Draft() for place in range(places)]
+        drafts = [self._again.pop(place, _Draft()) for place in range(places)]
         for number in sorted(self._changed()):
             tensor = self.tensors[number]
             drafts[self._places[number] or 0].values[number] = tensor.detach()

@@ -60,19 +60,17 @@ class ActorPool(Pool):
 
     _can_be_killed = False
 
-    def __init__(self, cluster: Cluster, count: int, cpus: int) -> None:
+    def __init__(self, cluster: Cluster, count: int, cpus: float) -> None:
         super().__init__(count, _GRACE, lambda: None)
         self.nodes = ["an actor that is starting"] * count
         self._deaths: dict[int, WorkerDied] = {}
         self._actors: list[Any] = []
-        self._group: Any = None
         self.board: Board = new_board(count)
-        self._end = weakref.finalize(self, _end, self._actors, [self._group], cluster)
+        self._reserved: list[Any] = []  # one placement group
+        self._end = weakref.finalize(self, _end, self._actors, self._reserved, cluster)
         try:
-            self._group = cluster.reserve(count, cpus)
-            self._end.detach()
-            self._end = weakref.finalize(self, _end, self._actors, [self._group], cluster)
-            self._actors += cluster.start(self._group, count, cpus, Actor)
+            self._reserved.append(cluster.reserve(count, cpus))
+            self._actors += cluster.start(self._reserved[0], count, cpus, Actor)
         except BaseException:
             self.close("its workers could not be started")
             self.board.close()
@@ -245,7 +243,7 @@ def _is_of(error: BaseException, worker: int) -> bool:
     return getattr(error, "worker", None) == worker
 
 
-def _end(actors: Sequence[Any], groups: Sequence[Any], cluster: Cluster) -> None:
+def _end(actors: Sequence[Any], reserved: Sequence[Any], cluster: Cluster) -> None:
     """End the actors, and leave the cluster."""
-    kill(actors, groups[0])
+    kill(actors, reserved)
     cluster.leave()

@@ -23,7 +23,7 @@ from penstock.workers.ranks.rendezvous import Launch
 from penstock.workers.ranks.workers import RankWorkers
 
 
-class GivenUp(PenstockError):
+class GivenUp(PenstockError):  # noqa: N818 - never reaches a user
     """The script does not want this pass any more; it never reaches the user."""
 
 

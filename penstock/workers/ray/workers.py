@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from penstock.board.memory import Reading, moved
 from penstock.devices.settings import Settings
 from penstock.engine.orders import Order, Outcome
-from penstock.engine.replicas import Replica
 from penstock.errors import InputError, PenstockError, closed
 from penstock.links.handshake import new_secret, this_machine
 from penstock.links.pickling import Outbox, Packed, pack
 from penstock.plan import Plan
+from penstock.plan.shares import blocks
 from penstock.storage.part import Part
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping
@@ -280,7 +280,7 @@ class RayWorkers(Workers):
         place, placement = member.place, self._plan.placement
         is_first, is_last = placement[0] == place, placement[-1] == place
         part = order.part(is_first, is_last)
-        share = Replica(member.replica, self._plan.weights).share(len(order.microbatches))
+        share = blocks(len(order.microbatches), self._plan.weights)[member.replica]
         if len(share) < len(order.microbatches):
             values = [v if k in share else () for k, v in enumerate(part.values)]
             part = replace(part, values=values)
@@ -451,6 +451,13 @@ class RayWorkers(Workers):
         )
         return found[0]
 
+    def gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Copies of the workers' gradients."""
+        numbers = self._known(parameters)
+        found = self._fetched(lambda place: [], self._model.with_gradients)
+        every = {number: gradient for _, own in found for number, gradient in own.items()}
+        return [every.get(number) for number in numbers]
+
     def clip_value(
         self, parameters: Sequence[torch.Tensor], clip_value: float, foreach: bool | None
     ) -> None:
@@ -475,21 +482,32 @@ class RayWorkers(Workers):
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of the model, which is brought up to date; or of a copy that is here."""
         if of is model and self._pool.why_closed is None:
-            self._fetch(with_gradients=False)
+            self._fetch()
         return of.state_dict()
 
-    def _fetch(self, with_gradients: bool, timeout: float | None = None) -> None:
-        """Have what the workers have changed."""
-        stale, jobs = self._model.stale, []
-        for place, news in enumerate(self._model.news(len(self._places))):
-            tensors = [number for number in self._model.at(place) if number in stale]
-            gradients = self._model.with_gradients(place) if with_gradients else []
-            jobs.append(Fetch(tensors, gradients, news))
+    def _fetch(self) -> None:
+        """Have the values that the workers have changed."""
+        for values, _ in self._fetched(self._model.stale_at, lambda place: []):
+            self._model.have(values)
+
+    def _fetched(
+        self,
+        tensors: Callable[[int], Sequence[int]],
+        gradients: Callable[[int], Sequence[int]],
+        timeout: float | None = None,
+    ) -> list[tuple[dict[int, torch.Tensor], dict[int, Any]]]:
+        """Values and gradients from the workers of the first replica, by number.
+
+        Args:
+            tensors: for every place the numbers of those whose values are wanted.
+            gradients: and of those whose gradients are.
+            timeout: seconds.
+        """
+        news = self._model.news(len(self._places))
+        jobs = [Fetch(tensors(place), gradients(place), news[place]) for place in self._places]
         silent = [replace(job, tensors=(), gradients=()) for job in jobs]
         every = [(silent if m.replica else jobs)[m.place] for m in self.members]
-        for values, found in self._run(every, timeout=timeout):
-            self._model.have(values)
-            self._model.have_real_gradients(found)
+        return self._run(every, timeout=timeout)
 
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
@@ -562,7 +580,10 @@ class RayWorkers(Workers):
             with suppress(PenstockError):  # if they are gone already, so is what they have
                 for parts in self._parts:
                     parts.keep()
-                self._fetch(with_gradients=True, timeout=_LEAVE)
+                model = self._model
+                for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
+                    model.have(values)
+                    model.have_real_gradients(found)
                 self._pool.run([Leave()] * len(self.members), _LEAVE)
         self._model.close()
         self._pool.close()
