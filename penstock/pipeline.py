@@ -698,6 +698,25 @@ class Pipeline:
         """
         return self._workers.state(self.model, self.model if of is None else of)
 
+    def fetch(self) -> None:
+        """Bring the weights that workers have changed to this process's model.
+
+        Threads and worker processes use the model's own, so there is nothing to do. Workers in a
+        Ray cluster have weights of their own: between two calls the model has those of the last
+        one. Under torchrun it does what `state_dict` does, so all ranks have to call it.
+        """
+        self._workers.state(self.model, self.model)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients of the parameters that have one, by their names.
+
+        They are the parameters' own `.grad`; of workers in a Ray cluster, where `.grad` can only be
+        dropped or set to zero, they are copies. A rank has those of its own stages.
+        """
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        found = zip(names, self._workers.gradients(parameters), strict=True)
+        return {name: gradient for name, gradient in found if gradient is not None}
+
     def clip_grad_norm_(
         self,
         max_norm: float,

@@ -30,8 +30,9 @@ def have_ray() -> None:
     """Have a Ray cluster of one node for the rest of this process; skip the test without Ray."""
     ray = pytest.importorskip("ray")
     if not ray.is_initialized():
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("ignore")
+            patch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
             ray.init(num_cpus=CPUS, include_dashboard=False, logging_level="ERROR")
         atexit.register(ray.shutdown)
 
@@ -79,10 +80,10 @@ POOL: list[Lent] = []
 
 
 def lend(cluster: Cluster, count: int, cpus: float) -> ActorPool:
-    """Actors that were given back, or new ones."""
-    for actors in [each for each in POOL if len(each) == count]:
-        POOL.remove(actors)
-        if actors.renew():
+    """Actors that were given back, or new ones; others make room for these."""
+    while POOL:
+        actors = POOL.pop()
+        if len(actors) == count and actors.renew():
             cluster.leave()
             return actors
         actors.really_close()
