@@ -13,6 +13,7 @@ from penstock.devices.cores import cores
 from penstock.errors import InputError, PenstockError
 from penstock.workers.ray.options import Ray
 
+_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _CONTROL = {"control": 2}  # threads of an actor that answer beside its jobs
 
 
@@ -194,11 +195,15 @@ class Cluster:
 def _join(package: Any, options: Ray, workers: int) -> None:
     """Connect this process to a cluster, and start one if there is none."""
     given: dict[str, Any] = {"address": options.address}
-    if options.address is None and not os.environ.get("RAY_ADDRESS"):
+    is_new = options.address is None and not os.environ.get("RAY_ADDRESS")
+    if is_new:
         given = {"num_cpus": max(cores(), workers), "include_dashboard": False}
         if options.resources:
             given["resources"] = {n: v * workers for n, v in options.resources.items()}
+    level = os.environ.get(_LEVEL)
     try:
+        if is_new and level is None:
+            os.environ[_LEVEL] = "fatal"  # or each process says that there is no dashboard
         with _quiet():
             package.init(logging_level="ERROR", **given)
     except Exception as error:
@@ -206,6 +211,9 @@ def _join(package: Any, options: Ray, workers: int) -> None:
         raise PenstockError(
             f"Ray{where} cannot be used: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        if level is None:
+            os.environ.pop(_LEVEL, None)
 
 
 class _quiet(warnings.catch_warnings):  # noqa: N801 - it is used like a function

@@ -240,15 +240,21 @@ class DriverModel:
         finally:
             self._is_sending = False
 
-    def check_read(self, module: nn.Module) -> None:
+    def check_read(self, module: nn.Module, is_part: bool = False) -> None:
         """Raise if workers have newer values than this model, of which the state is read.
 
         After `close()` it is a warning.
+
+        Args:
+            module: that is read.
+            is_part: whether it is, as a part of another one.
 
         Raises:
             InputError: they have.
         """
         if not self.stale or self._is_sending or module not in self._watched:
+            return
+        if self._is_closed and is_part:  # it was said of the whole
             return
         text = (
             "the workers in the Ray cluster have trained since the script's model was last "
@@ -317,7 +323,7 @@ class _Hook:
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Called by `state_dict()`; with `keep_vars` the live tensors are wanted, not a state."""
         if self._watch is not None and not keep_vars:
-            self._watch.check_read(module)
+            self._watch.check_read(module, is_part=bool(prefix))
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _nothing

@@ -23,7 +23,8 @@ _GRACE = 15.0  # seconds that workers have to notice that a pass was given up
 _LEAVE = 5.0  # seconds that they have to leave each other by themselves
 _LOOK = 2.0  # seconds that a worker has to say what it is doing
 _LARGE = 1 << 16  # bytes of a job that Ray keeps once for all workers
-_CAUSE = re.compile(r"(The actor (?:is dead|died) because .*)", re.DOTALL)
+_CAUSE = re.compile(r"(?:is dead|died) because (.*)")
+_EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: There are some |$)")
 
 
 class _Sent(Dispatch):
@@ -161,10 +162,7 @@ class ActorPool(Pool):
 
     def _lost(self, worker: int, error: Exception) -> WorkerDied:
         """The error for an actor of which Ray says that it is gone."""
-        said = " ".join(str(error).split())
-        cause = _CAUSE.search(said)
-        short = cause[1] if cause else said
-        died = self._died(worker, f"died, by what Ray says: {short[:300].rstrip('. ')}")
+        died = self._died(worker, f"died: {cause_of(error)}")
         died.add_note(f"Ray says: {error}")
         return died
 
@@ -236,6 +234,15 @@ class ActorPool(Pool):
 
     def _dismiss(self) -> None:
         self._end()
+
+
+def cause_of(error: Exception) -> str:
+    """Why an actor died, out of what Ray says of it."""
+    said = " ".join(str(error).split())
+    if found := _EXIT.search(said):
+        return f"{found[1]}, {found[2].rstrip('. ')}"
+    cause = _CAUSE.search(said)
+    return (cause[1] if cause else said).split(". ")[0].rstrip(".")
 
 
 def _is_of(error: BaseException, worker: int) -> bool:
