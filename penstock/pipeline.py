@@ -52,7 +52,7 @@ from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
-from penstock.errors import ClosedError, InputError
+from penstock.errors import ClosedError, InputError, PlanError, WorkerError, WorkerTimeout
 from penstock.links.casting import in_words, name_of
 from penstock.observe.trace import RecordedTimeline
 from penstock.passes import Passes
@@ -239,6 +239,7 @@ class Pipeline:
         self.model = model
         self._served_at = served
         self._autosave: Autosave | None = None
+        self._refused: set[int] = set()  # numbers of workers that could not be had
         self._dividing = Dividing(model)
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
@@ -531,7 +532,7 @@ class Pipeline:
                 Gradients and buffers are as before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
-        self._save_if_due()
+        self._between_steps()
         scale = scale_of(scaler)
         objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs, scale)
         with explaining(self.model, args, kwargs, target):
@@ -570,7 +571,7 @@ class Pipeline:
         Raises:
             InputError, AuditError, WorkerError, ClosedError: as `train_step` does.
         """
-        self._save_if_due()
+        self._between_steps()
         scale, by_hand = scale_of(scaler), True
         objective = Objective(
             targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale, by_hand
@@ -627,7 +628,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         if self.model.training and torch.is_grad_enabled():
-            self._save_if_due()
+            self._between_steps()
         return self._passes.call(args, kwargs)
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
@@ -946,6 +947,24 @@ class Pipeline:
         """
         self._autosave = Autosave(Path(path), every, things, self._runner.counts.trained)
         return self._autosave
+
+    def _between_steps(self) -> None:
+        """Before a pass that trains: save, or change the workers, if that was asked for."""
+        self._save_if_due()
+        self._resize_if_due()
+
+    def _resize_if_due(self) -> None:
+        """Have as many workers as there should be by the user's policy, if there is a plan."""
+        wanted = self._workers.wanted()
+        if wanted is None or wanted == len(self.members) or wanted in self._refused:
+            return
+        if self._runner.is_busy:  # with results whose backward may come; later
+            return
+        try:
+            self.resize(["cpu"] * wanted, progress=None)
+        except (PlanError, InputError, WorkerError, WorkerTimeout) as error:
+            self._refused.add(wanted)
+            self._runner.steps.kept.happened(f"there should be {wanted} workers, but: {error}")
 
     def _save_if_due(self) -> None:
         """Save before a pass that trains, if that was asked for."""

@@ -57,7 +57,7 @@ class RayBackend(DrivenBackend):
         self._cluster = Cluster(options, _number_of(devices) or options.max or least)
         try:
             if devices is None and options.max is not None:
-                devices = ["cpu"] * self._room(max(options.min, least), options.max)
+                devices = ["cpu"] * self._room(options.min, options.max)
             if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
                 devices = ["cpu"] * devices
             super().__init__(devices, least, threads)

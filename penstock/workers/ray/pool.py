@@ -18,6 +18,7 @@ from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 from penstock.workers.ray.actor import Actor
 from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
+from penstock.workers.ray.watch import Watch
 
 _GRACE = 15.0  # seconds that workers have to notice that a pass was given up
 _LEAVE = 5.0  # seconds that they have to leave each other by themselves
@@ -66,6 +67,7 @@ class ActorPool(Pool):
         self.nodes = ["an actor that is starting"] * count
         self._deaths: dict[int, WorkerDied] = {}
         self._actors: list[Any] = []
+        self._cluster, self._cpus = cluster, cpus
         self.board: Board = new_board(count)
         self._reserved: list[Any] = []  # one placement group
         self._end = weakref.finalize(self, _end, self._actors, self._reserved, cluster)
@@ -76,6 +78,16 @@ class ActorPool(Pool):
             self.close("its workers could not be started")
             self.board.close()
             raise
+
+    def watch(self, nodes: Sequence[str]) -> Watch | None:
+        """Watch the cluster, if there are to be as many workers as it has room for.
+
+        Args:
+            nodes: of the workers, as Ray calls them.
+        """
+        if self._cluster.options.max is None:
+            return None
+        return Watch(self._cluster, nodes, self._cpus)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Number the workers anew.

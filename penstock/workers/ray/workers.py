@@ -71,6 +71,7 @@ from penstock.workers.ray.jobs import (
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.parts import ActorParts
 from penstock.workers.ray.pool import ActorPool
+from penstock.workers.ray.watch import Watch
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
@@ -128,6 +129,7 @@ class RayWorkers(Workers):
         self._optimizers = 0
         self._parts: weakref.WeakSet[ActorParts] = weakref.WeakSet()
         self._losses = Losses()
+        self._watch: Watch | None = None
         self._ahead = Apart()  # of this clock: that of the first worker
         self._lock = threading.RLock()  # a signal's handler may close, too
         self._starter: int | None = None  # the thread that gave the last jobs
@@ -191,6 +193,7 @@ class RayWorkers(Workers):
             machine=this_machine(),
         )
         self._prepare([join] * count)
+        self._watch = self._pool.watch([node for _, node in places])
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         return pairwise(self._plan.placement)
@@ -555,6 +558,10 @@ class RayWorkers(Workers):
         """Whether no actor has ended, as far as Ray has said."""
         return self._pool.all_alive()
 
+    def wanted(self) -> int | None:
+        """How many workers there should be now, by `Ray.min` and `Ray.max`."""
+        return self._watch.wanted() if self._watch is not None else None
+
     # -- the end --------------------------------------------------------------------------
 
     @contextmanager
@@ -575,6 +582,8 @@ class RayWorkers(Workers):
         me = threading.get_ident()
         with self._lock:
             self._closer = me
+            if self._watch is not None:
+                self._watch.close()
             is_used = self._pool.under_way and self._starter != me  # that thread hears of it
         if not is_used and self._pool.why_closed is None:
             with suppress(PenstockError):  # if they are gone already, so is what they have
