@@ -13,7 +13,7 @@ from penstock.errors import InputError
 from penstock.workers.backend import Backend, DrivenBackend, Kind
 from penstock.workers.processes.backend import ProcessBackend
 from penstock.workers.ranks.backend import RankBackend
-from penstock.workers.ranks.rendezvous import check_is_alone, is_torchrun
+from penstock.workers.ranks.rendezvous import check_is_alone, is_ray_train, is_torchrun
 from penstock.workers.ray.backend import RayBackend
 from penstock.workers.ray.options import Ray
 from penstock.workers.threads.backend import ThreadBackend
@@ -73,7 +73,8 @@ class WorkerOptions:
             DeviceError: a device does not exist.
             WorkerError: not all ranks are there.
         """
-        if self.workers == "torchrun" or (self.workers == "auto" and is_torchrun()):
+        are_ranks = is_torchrun() or is_ray_train()
+        if self.workers == "torchrun" or (self.workers == "auto" and are_ranks):
             return RankBackend(self.devices)
         if self.workers == "auto":
             check_is_alone()

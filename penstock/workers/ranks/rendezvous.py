@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -315,6 +316,15 @@ def is_torchrun() -> bool:
     """Whether this process is one of several that torchrun has started."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return several and "RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_ray_train() -> bool:
+    """Whether this process is one of several workers of Ray Train, with a process group."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    package = sys.modules.get("ray")  # which a worker of Ray has imported
+    if not several or package is None or not (dist.is_available() and dist.is_initialized()):
+        return False
+    return package.is_initialized() and bool(package.get_runtime_context().get_actor_id())
 
 
 def check_is_alone() -> None:
