@@ -83,7 +83,8 @@ def lend(cluster: Cluster, count: int, cpus: float) -> ActorPool:
     """Actors that were given back, or new ones; others make room for these."""
     while POOL:
         actors = POOL.pop()
-        if len(actors) == count and actors.renew():
+        fits = len(actors) == count and not cluster.options.resources
+        if fits and actors.renew():
             cluster.leave()
             return actors
         actors.really_close()

@@ -61,7 +61,7 @@ class ActorState:
         self.optimizers: dict[int, Optimizer] = {}
         self.tickets: deque[Any] = deque()
         self._rank: ActorRank | None = None
-        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._buffers: list[tuple[dict[str, Any], str, int]] = []
 
     @property
     def rank(self) -> ActorRank:
@@ -101,23 +101,27 @@ class ActorState:
 
     def watch(self, modules: list[nn.Module]) -> None:
         """Note where these modules have buffers that the script knows."""
-        known = {id(tensor) for tensor in self.tensors.values()}
+        known = {id(tensor): number for number, tensor in self.tensors.items()}
         self._buffers += [
-            (module._buffers, name, buffer)
+            (module._buffers, name, known[id(buffer)])
             for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None and id(buffer) in known
         ]
 
     @torch.no_grad()
-    def put_buffers_back(self) -> None:
+    def put_buffers_back(self) -> list[int]:
         """What a forward has assigned to a buffer goes into the one that the script knows.
 
+        Returns:
+            the numbers of these buffers.
+
         Raises:
-            InputError: it has another shape or dtype.
+            InputError: it has another shape or dtype; or other replicas needed it meanwhile.
         """
-        for registry, name, known in self._buffers:
-            found = registry[name]
+        changed = []
+        for registry, name, number in self._buffers:
+            found, known = registry[name], self.tensors[number]
             if found is known or found is None:
                 continue
             if found.shape != known.shape or found.dtype != known.dtype:
@@ -126,8 +130,16 @@ class ActorState:
                     f"one of shape {tuple(found.shape)}, {found.dtype}, which the script does not "
                     'see; use workers="threads"'
                 )
+            if self.rank.has_replicas:
+                raise InputError(
+                    f"a forward has replaced the buffer {name!r}, which replicas in other "
+                    "processes do not see; change it in place (copy_), or use "
+                    'workers="threads"'
+                )
             known.copy_(found)
             registry[name] = known
+            changed.append(number)
+        return changed
 
 
 class Actor:

@@ -219,7 +219,7 @@ def _join(package: Any, options: Ray, workers: int) -> None:
 class _quiet(warnings.catch_warnings):  # noqa: N801 - it is used like a function
     """While open, Ray gives no advice about its future versions."""
 
-    def __enter__(self) -> None:  # type: ignore[override]
+    def __enter__(self) -> None:
         super().__enter__()
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", ResourceWarning)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,13 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Introduce:
-    """Say who the worker is; when that is answered, the process has imported what it needs."""
+    """Say who the worker is; when that is answered, the process has imported what it needs.
+
+    Attributes:
+        path: where the script imports modules from; they are looked for there, too, but last.
+    """
+
+    path: Sequence[str]
 
     def __call__(self, own: ActorState) -> tuple[Entry, str, str]:
         """Give what all know of it, to which the script adds the secret; its node and its address.
@@ -55,6 +62,7 @@ class Introduce:
         """
         import ray
 
+        sys.path += [entry for entry in self.path if entry not in sys.path]
         cores = len(os.sched_getaffinity(0))
         me = this_machine(), socket.gethostname(), os.getpid(), _CPU, cores
         node: str = ray.get_runtime_context().get_node_id()
@@ -286,24 +294,41 @@ class StartPass:
         self.news.apply(own)
 
 
+class Done(NamedTuple):
+    """What has come of a worker's part of a pass.
+
+    Attributes:
+        outcome: of this part alone.
+        present: the numbers of parameters that have a gradient now; `None` if that is as before.
+        replaced: the numbers of buffers in whose places forwards have put others.
+        now: by this worker's clock.
+    """
+
+    outcome: Outcome
+    present: Sequence[int] | None
+    replaced: Sequence[int]
+    now: int
+
+
 @dataclass(frozen=True)
 class FinishPass:
     """Wait for this worker's part of the oldest pass that is under way."""
 
-    def __call__(self, own: ActorState) -> tuple[Outcome, list[int] | None, int]:
-        """Give it, the numbers of parameters that have a gradient now, and this clock's time."""
+    def __call__(self, own: ActorState) -> Done:
+        """Give what has come of it."""
         if not own.tickets:
             raise Aborted
         order, ticket = own.tickets.popleft()
         outcome = own.rank.finish(ticket)
         if order.loss is not None:
             outcome.buffers = order.loss.buffers
+        replaced = []
         if order.what != "forward":  # whose graph may still need what there was before
-            own.put_buffers_back()
+            replaced = own.put_buffers_back()
         present = None
         if order.goes_back:
             present = [n for n, p in own.own_parameters().items() if p.grad is not None]
-        return outcome, present, monotonic_ns()
+        return Done(outcome, present, replaced, monotonic_ns())
 
 
 @dataclass(frozen=True)

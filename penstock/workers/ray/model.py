@@ -13,7 +13,7 @@ from torch import nn
 from penstock.capture.attributes import named_tensors
 from penstock.errors import InputError
 from penstock.links.segment import place_of
-from penstock.workers.processes.shared_model import Shared, described
+from penstock.workers.processes.shared_model import Shared, described, hooks_of_tensors
 from penstock.workers.ray.gradients import GradientElsewhere
 from penstock.workers.ray.jobs import Delivery, News
 
@@ -39,7 +39,9 @@ class DriverModel:
         self._numbers: dict[int, int] = {}
         self._places: list[int | None] = []  # where each of them is, as a value
         self._versions: list[tuple[int, int]] = []  # as workers know them: and the address
+        self._kinds: list[tuple[Any, ...]] = []  # their shapes and dtypes
         self._requires_grad: list[bool] = []
+        self._hooks: list[Any] = []  # of them all
         self._stand_ins: dict[int, GradientElsewhere] = {}
         self._unsure: dict[int, _Draft] = {}  # by place: sent, but perhaps lost
         self._again: dict[int, _Draft] = {}  # lost, perhaps, and not yet sent again
@@ -97,6 +99,8 @@ class DriverModel:
                 self.tensors.append(tensor)
                 self._places.append(None)
                 self._versions.append(_state(tensor))
+                self._kinds.append((tensor.shape, tensor.dtype))
+                self._hooks += hooks_of_tensors([tensor])
                 self._requires_grad.append(tensor.requires_grad)
         new = range(first, len(self.tensors))
         found = []
@@ -120,9 +124,24 @@ class DriverModel:
         """Raise if tensors are others than the workers can have.
 
         Raises:
-            InputError: one was changed here while it was stale, or has another shape or dtype now.
+            InputError: one was changed here while it was stale, or has another shape or dtype now,
+                or other hooks.
         """
+        if hooks_of_tensors(self.tensors) != self._hooks:
+            raise InputError(
+                "hooks of a parameter were registered or removed after the pipeline was built, "
+                "which its worker does not see; register them before, or use "
+                'workers="threads"'
+            )
         changed = self._changed()
+        for number in changed:
+            tensor, (shape, dtype) = self.tensors[number], self._kinds[number]
+            if (tensor.shape, tensor.dtype) != (shape, dtype):
+                raise InputError(
+                    f"a tensor of shape {tuple(shape)}, {dtype}, has another shape or dtype since "
+                    f"the pipeline was built: {tuple(tensor.shape)}, {tensor.dtype}. Its worker "
+                    "cannot follow that; build a new pipeline"
+                )
         if self.stale and changed & self.stale and not self.stale <= changed:
             tensor = self.tensors[min(changed & self.stale)]
             raise InputError(

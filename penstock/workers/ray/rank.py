@@ -64,6 +64,11 @@ class ActorRank(RankWorkers):
         board = new_board(1)
         return board, board.records[0]
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there are others that run the same stages."""
+        return self._ring is not None
+
     def start_after(self, before: Callable[[], None], order: Order) -> Any:
         """As `start`; the rank's thread does something else right before the pass."""
         with self.operation("the start of a pass"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -55,6 +57,7 @@ from penstock.workers.ray.jobs import (
     AddWay,
     Clip,
     ClipValue,
+    Done,
     DropPasses,
     Fetch,
     FinishPass,
@@ -149,7 +152,7 @@ class RayWorkers(Workers):
     def _build(self, modes: Modes) -> None:
         """Have the actors find each other; neighbours are on one node, as far as can be."""
         count = len(self._plan.devices)
-        found = self._prepare([Introduce()] * count)
+        found = self._prepare([Introduce([os.path.abspath(entry) for entry in sys.path])] * count)
         nodes = list(dict.fromkeys(node for _, node, _ in found))
         order = sorted(range(count), key=lambda k: nodes.index(found[k][1]))
         self._pool.reorder(order)
@@ -317,18 +320,19 @@ class RayWorkers(Workers):
             with self._starting():
                 current = self._pool.start([FinishPass()] * len(self.members), self._timeout)
             self._pool.finish(started, self._timeout + _MORE)
-            found = self._pool.finish(current, self._timeout + _MORE)
+            found: list[Done] = self._pool.finish(current, self._timeout + _MORE)
         except BaseException as error:
             self.give_up(error)
             raise
-        outcome = Outcome.of([each for each, _, _ in found])
-        self._ahead.note(found[0][2], monotonic_ns())
+        outcome = Outcome.of([done.outcome for done in found])
+        self._ahead.note(found[0].now, monotonic_ns())
         if not self._is_near[0]:
             outcome.logs = moved(outcome.logs, self._ahead.least or 0)
         bring(outcome.buffers, order.loss)
         for place in self._places:
-            if found[place][1] is not None:
-                self._model.have_gradients(place, found[place][1])
+            if (present := found[place].present) is not None:
+                self._model.have_gradients(place, present)
+            self._model.stale.update(found[place].replaced)
         if order.what != "backward" and not order.trial:
             self._model.has_changed(self._changing[order.training].values())
         self._confirm()
