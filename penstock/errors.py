@@ -218,12 +218,16 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
         self._how = how
         super().__init__(stage, microbatch, action, None, worker)
 
-    def _text(self) -> str:
+    @property
+    def what(self) -> str:
+        """What has happened, without what came of it."""
         where = f"during {self.action}" if self.action else "between two passes"
         if self.stage is not None:
             where = f"in the {self.action} of micro-batch {self.microbatch} in stage {self.stage}"
-        ending = f"; the pipeline is closed{_torn(self.action)}"
-        return f"worker {self.worker} {self._how} {where}{ending}"
+        return f"worker {self.worker} {self._how} {where}"
+
+    def _text(self) -> str:
+        return f"{self.what}; the pipeline is closed{_torn(self.action)}"
 
     def _arguments(self) -> tuple[object, ...]:
         return self.worker, self._how, self.stage, self.microbatch, self.action

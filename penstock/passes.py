@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,31 +78,31 @@ class Passes:
         runner: routes batches, makes orders and runs them.
         auditor: runs a micro-batch of some passes by the model itself as well.
         program: the captured program.
-        plan: how it is cut.
         merge: how the results of micro-batches become that of the batch, see `Pipeline`.
 
     Attributes:
         num_microbatches: into how many a batch is split.
     """
 
-    def __init__(
-        self, runner: Runner, auditor: Auditor, program: Program, plan: Plan, merge: Merge
-    ) -> None:
+    def __init__(self, runner: Runner, auditor: Auditor, program: Program, merge: Merge) -> None:
         self._runner = runner
-        self._workers = runner.workers
         self._auditor = auditor
         self._program = program
         self._model = program.model
-        self.num_microbatches = plan.num_microbatches
-        self._num_stages = len(plan.stages)
+        self.num_microbatches = runner.plan.num_microbatches
         self._merge = merge
         self._mixing = Mixing()
         self._opened = Opened(program)
-        calls_loss = runner.workers.role.calls_loss
+        self.begin()
+
+    def begin(self) -> None:
+        """Note where losses are called, and what they can read there, by the runner's plan."""
+        program, plan, workers = self._program, self._runner.plan, self._runner.workers
+        calls_loss = workers.role.calls_loss
         self._left = _left_elsewhere(program.left, program, plan, calls_loss)
         self._changed = _left_elsewhere(program.train.changed, program, plan, calls_loss)
         self._reads_no_buffers: set[tuple[Any, ...]] = set()  # identities of losses
-        apart = Apart(program.model, runner.workers.ownership.apart, plan.splits_backward)
+        apart = Apart(program.model, workers.ownership.apart, plan.splits_backward)
         self._apart = apart if calls_loss else None
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -118,8 +119,8 @@ class Passes:
             return result(outcome.parts)
         passage = Passage(self._runner, order, outcome.differentiable)
         self._runner.forget_with(passage, order)
-        unfed = () if self._workers.role.has_inputs else _differentiable((args, kwargs))
-        parameters = self._workers.parameters
+        unfed = () if self._runner.workers.role.has_inputs else _differentiable((args, kwargs))
+        parameters = self._runner.workers.parameters
         return result(deliver(passage, order.values, outcome.parts, parameters, unfed))
 
     def map(self, batches: Iterable[Any], ahead: int | None) -> Iterator[Any]:
@@ -128,7 +129,7 @@ class Passes:
         Raises:
             InputError: `ahead` is less than 1.
         """
-        enough = 1 + -(-self._num_stages // self.num_microbatches)
+        enough = 1 + -(-len(self._runner.plan.stages) // self.num_microbatches)
         most = enough if ahead is None else ahead
         if most < 1:
             raise InputError(f"ahead={ahead} must be at least 1")
@@ -204,7 +205,7 @@ class Passes:
 
     def _loss(self, objective: Objective, batch: Batch) -> Loss | None:
         """The loss for the last stage; `None` in a process that does not have it."""
-        if not self._workers.role.has_loss:
+        if not self._runner.workers.role.has_loss:
             return None
         self._check_reads(objective, self._left)
         if objective.identity not in self._reads_no_buffers and self._runner.changes_buffers():
@@ -231,7 +232,7 @@ class Passes:
         """An operation of all that run the script; models in other modes are in another one."""
         name = what if self._model.training else f"{what} in evaluation mode"
         steps = self._runner.steps
-        with steps.during(CALL), steps.failing(), self._workers.operation(name):
+        with steps.during(CALL), steps.failing(), self._runner.workers.operation(name):
             yield
 
     def _batch(self, inputs: Whole | ByHand, trains: bool) -> Batch:
@@ -242,13 +243,14 @@ class Passes:
             trains: whether it counts as a step of training.
         """
         self._opened.check()
-        training, role = self._model.training, self._workers.role
+        training, role = self._model.training, self._runner.workers.role
         if not role.has_inputs:
             return self._runner.share(None, training)
         try:
             batch = inputs.batch(self._program, self.num_microbatches)
             if role.routes:
-                batch = self._runner.route(batch, training, trains)
+                routed = partial(self._runner.route, batch, training, trains)
+                batch = self._runner.surviving(routed)
         except InputError as error:
             if role.name:
                 error.add_note(f"{role.name} has the first stage, so this rank needs the inputs.")

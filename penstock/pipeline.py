@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import os
-import platform
-import time
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex, TypeVar
 
 import torch
-from msgspec.structs import replace as replace_fields
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.account.attribution import Account
 from penstock.account.drift import drift
-from penstock.account.history import About, History, RunFolder
-from penstock.audit.auditor import Audited, Auditor
+from penstock.account.history import History, RunFolder
+from penstock.audit.auditor import Audited
 from penstock.audit.pace import Setting
-from penstock.board.metrics import Address, Server, address
-from penstock.board.runs import Run, publish
+from penstock.board.metrics import address
 from penstock.board.status import Status, status_of
 from penstock.capture import Program
 from penstock.capture.capturing import CaptureOptions
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.changing import (
-    Dividing,
     Given,
-    Planning,
     check_can_change,
     completed,
     plan_for_others,
-    with_one_replica,
 )
 from penstock.checkpoint.autosave import Autosave
-from penstock.checkpoint.saver import Save, Saver
+from penstock.checkpoint.saver import Save
 from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices, existing_devices
-from penstock.devices.cores import cores
-from penstock.devices.machine import processor
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
@@ -52,27 +40,23 @@ from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
-from penstock.errors import ClosedError, InputError, PlanError, WorkerError, WorkerTimeout
-from penstock.links.casting import in_words, name_of
+from penstock.errors import InputError, PlanError, WorkerError, WorkerTimeout
+from penstock.links.casting import name_of
 from penstock.observe.trace import RecordedTimeline
-from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute, Request
-from penstock.planning.planner import Replanning, better_plan, decide_plan
-from penstock.runner import Runner
-from penstock.steps import Loading, StepHook, answers, note_optimizers
+from penstock.planning.planner import better_plan, decide_plan
+from penstock.running import Running
+from penstock.steps import Loading, StepHook
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
 from penstock.training.scaling import PipelineScaler, scale_of
-from penstock.units import show_seconds
 from penstock.weights import source_of
-from penstock.workers.backend import Backend, Kind
+from penstock.workers.backend import Kind, Workers
 from penstock.workers.clipping import Clipped, Clipping
-from penstock.workers.described import description_of, listen
-from penstock.workers.kinds import WorkerOptions
+from penstock.workers.kinds import OnFailure, WorkerOptions
 from penstock.workers.members import Membership
-from penstock.workers.placement import place
 from penstock.workers.ray.options import Ray
 
 T = TypeVar("T")
@@ -153,6 +137,10 @@ class Pipeline:
             other ranks, and `None` means at least ten minutes.
         allocator: `"keep"` makes the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` does not change the C library's settings.
+        on_failure: what happens if a worker process ends by itself. `"raise"`: a `WorkerDied`, and
+            the pipeline is closed. `"replace"`: another process takes its place. `"continue"`: the
+            others go on without it, by another plan. In both the work at which it ended is done
+            again, with the same bits; see docs/elastic.md.
         audit: when one micro-batch of a pass also runs through the model's own forward and backward
             on one device, to be compared bit for bit. `"auto"`: often in the first twenty passes,
             then for less than 0.5 % of the time. An integer n: before every n-th pass. `None`:
@@ -216,6 +204,7 @@ class Pipeline:
         weights: Any = None,
         timeout: float | None = None,
         allocator: Allocator = "keep",
+        on_failure: OnFailure = "raise",
         audit: Setting = "auto",
         progress: Progress | Literal["auto"] | None = "auto",
         metrics: int | str | None = None,
@@ -235,14 +224,12 @@ class Pipeline:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         check_merge(merge)
         served = address(metrics)
-        chosen = WorkerOptions(workers, devices, timeout, allocator, request.least_workers)
+        chosen = WorkerOptions(
+            *(workers, devices, timeout, allocator, request.least_workers), on_failure=on_failure
+        )
         self.model = model
-        self._served_at = served
         self._autosave: Autosave | None = None
         self._refused: set[int] = set()  # numbers of workers that could not be had
-        self._dividing = Dividing(model)
-        self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
-        self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
         recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
         self.allocator_kept = chosen.keep_freed_memory()
         backend = chosen.backend(self.allocator_kept)
@@ -255,49 +242,50 @@ class Pipeline:
                     program = recording.capture(model, args, kwargs)
             self.program = program
             source = source_of(model, weights)
-            self._given = Given(request, chosen, (args, kwargs), source, batchnorm, merge, audit)
+            given = Given(request, chosen, (args, kwargs), source, batchnorm, merge, audit)
             is_given = plan is not None
             with with_autograd():
                 plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
-                self._start(backend, plan, stack)
+                running = self._running = Running(
+                    *(model, program, given, self.allocator_kept, served, backend, plan, stack)
+                )
+            self._runner, self._passes = running.runner, running.passes
+            self._auditor, self._saver = running.auditor, running.saver
             asked = completed(request, plan) if is_given else request
             # Without weights, or buffers would begin once more.
-            self._given = replace(self._given, request=asked, weights=None)
-            self.members = Membership(0, 0, tuple(self._workers.members))
+            running.given = replace(given, request=asked, weights=None)
             if run is not None and self._workers.role.index == 0:
-                self._runner.steps.kept.write_to(RunFolder(run, self._about()))
+                self._runner.steps.kept.write_to(RunFolder(run, running.about()))
             stack.pop_all()
 
-    def _start(self, backend: Backend, plan: Plan, stack: ExitStack) -> None:
-        """Start the workers on a plan, and make everything that runs passes on them.
+    @property
+    def _workers(self) -> Workers:
+        return self._running.workers
 
-        Args:
-            backend: workers without a plan.
-            plan: what they get.
-            stack: what is to be undone if it fails.
-        """
-        given, program, model = self._given, self.program, self.model
-        self.plan = plan
-        self.threads_per_worker = backend.threads
-        running = self._workers = backend.start(plan, model, given.workers.timeout)
-        stack.callback(running.close)
-        place(program, plan.cuts, running.homes, given.weights, running.hold)
-        program.recordings.rebind()
-        self.links = in_words(running.links, plan.boundary_dtype)
-        self._dividing.workers = running
-        self._runner = Runner(program, plan, running, deferred=given.batchnorm == "deferred")
-        self._auditor = Auditor(given.audit, program, plan, self._runner, self.threads_per_worker)
-        self._passes = Passes(self._runner, self._auditor, program, plan, given.merge)
-        self._saver = Saver(model, plan, self._runner)
-        self._description = description_of(model, plan, running)
-        self._forget_optimizers = note_optimizers(self._runner.steps)
-        self._metrics = self._served(self._served_at)
-        for end in [self._forget_optimizers, *([self._metrics.close] if self._metrics else [])]:
-            stack.callback(end)
-            weakref.finalize(self, end).atexit = False
-        self.metrics = self._metrics.url if self._metrics else ""
-        publish(running.board, self._description)
-        listen(running, answers(self._runner.steps, self._about()))
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self._running.plan
+
+    @property
+    def members(self) -> Membership:
+        """The present workers, with a number that increases with every change."""
+        return self._running.members
+
+    @property
+    def threads_per_worker(self) -> int:
+        """Intra-op threads of each CPU worker; bits depend on it."""
+        return self._running.threads
+
+    @property
+    def links(self) -> Sequence[str]:
+        """For every stage but the last, how values get to the next, in words."""
+        return self._running.links
+
+    @property
+    def metrics(self) -> str:
+        """The address where the metrics are served; empty if they are not."""
+        return self._running.metrics.url if self._running.metrics else ""
 
     def replan(self, *, progress: Progress | Literal["auto"] | None = "auto") -> bool:
         """Measure the model again, and take a better plan if there is one now.
@@ -321,10 +309,11 @@ class Pipeline:
         """
         again = "start the script again; a new profile is measured if the old one is deleted"
         check_can_change("replan()", self._runner, again)
-        now = self._given.as_they_are(self._workers, self.threads_per_worker)
-        if self._given.workers.devices is not None:
-            now = replace(now, devices=self._given.workers.devices)
-        return self._change(now, better_plan, progress)
+        given = self._running.given
+        now = given.as_they_are(self._workers, self.threads_per_worker)
+        if given.workers.devices is not None:
+            now = replace(now, devices=given.workers.devices)
+        return self._running.change(now, better_plan, progress)
 
     def resize(
         self, devices: Devices, *, progress: Progress | Literal["auto"] | None = "auto"
@@ -356,129 +345,12 @@ class Pipeline:
         """
         again = "start the script again with another number of ranks; penstock.load continues it"
         check_can_change("resize()", self._runner, again)
-        now, before = existing_devices(devices), self._given.workers.devices
+        given = self._running.given
+        now, before = existing_devices(devices), given.workers.devices
         if now == (self._workers.devices if before is None else existing_devices(before)):
             return False
-        others = self._given.on(now, self._workers, self.threads_per_worker)
-        return self._change(others, plan_for_others, progress)
-
-    def _change(
-        self, chosen: WorkerOptions, planning: Planning, progress: Progress | Literal["auto"] | None
-    ) -> bool:
-        """Have other workers, or another plan; if that fails, all is as it was.
-
-        Args:
-            chosen: who is to run the plan.
-            planning: finds it.
-            progress: as in `Pipeline`.
-
-        Returns:
-            whether there was another plan.
-        """
-        began, before, old = time.monotonic(), self.members, self.plan
-        self._saver.finish()  # a failed save is told while the old workers are there
-        backend = chosen.backend(self.allocator_kept)
-        with showing(progress) as report, with_autograd(), ExitStack() as stack:
-            stack.callback(backend.close)
-            left = self._workers.left()
-            request, note = with_one_replica(self._given.request, old, left)
-            example = self._given.example
-            plan = planning(Replanning(old, self.program, *example, backend, request, report))
-            if plan is None:
-                return False
-            plan = replace_fields(plan, note=note or plan.note)
-            backend.take(plan, is_given=False)
-            plan = backend.agree(self.program, plan)
-            left.bring()
-            self._switch(backend, plan)
-            stack.pop_all()
-        self._given = replace(self._given, workers=chosen)
-        self._runner.steps.kept.happened(
-            f"{self.members.news(before)}; the change took "
-            f"{show_seconds(time.monotonic() - began)}; another plan: {plan.summary}, instead of: "
-            f"{old.summary}"
-        )
-        return True
-
-    def _switch(self, backend: Backend, plan: Plan) -> None:
-        """Stop the workers and start others; if that fails, start those again that were there.
-
-        Args:
-            backend: the other workers.
-            plan: what they run.
-
-        Raises:
-            ClosedError: nobody could be started.
-        """
-        runner, auditor, old = self._runner, self._auditor, self.plan
-        same = self._given.as_they_are(self._workers, self.threads_per_worker)
-        for optimizer in self._optimizers:
-            optimizer.divide_again()
-        if self._metrics and self._served_at:
-            self._served_at = self._served_at._replace(port=self._metrics.port)
-        self._stop()
-        try:
-            self._start_or_close(backend, plan)
-        except BaseException as error:
-            self._start_again(same, old, error)
-            self._go_on(runner, auditor)
-            raise
-        self._go_on(runner, auditor)
-
-    def _start_or_close(self, backend: Backend, plan: Plan) -> None:
-        """Start the workers on a plan; if that fails, none of them is left."""
-        with ExitStack() as stack:
-            stack.callback(backend.close)
-            self._start(backend, plan, stack)
-            stack.pop_all()
-
-    def _start_again(self, same: WorkerOptions, plan: Plan, why: BaseException) -> None:
-        """Start the workers once more that were there, as others could not be started.
-
-        Args:
-            same: who was there.
-            plan: that they had.
-            why: what has happened to the others.
-
-        Raises:
-            ClosedError: they cannot be started either.
-        """
-        try:
-            backend = same.backend(self.allocator_kept)
-            self._start_or_close(backend, backend.agree(self.program, plan))
-        except Exception as error:
-            raise ClosedError(
-                f"the new workers could not be started ({why}), nor the old ones once more "
-                f"({error}), so the pipeline is closed. The model has its weights and gradients, "
-                "and optimizers have their state: build another Pipeline of the same model, and "
-                "load optimizer.state_dict() and pipe.random_state() there"
-            ) from why
-        why.add_note("The pipeline goes on with the devices and the plan that it had before.")
-
-    def _go_on(self, runner: Runner, auditor: Auditor) -> None:
-        """Let what runs now go on where this has ended."""
-        self._runner.go_on(runner)
-        self._auditor.go_on(auditor)
-        self._runner.steps.kept.go_on(self._about())
-        steps = self._workers.board.counted().steps
-        self.members = self.members.changed(self._workers.members, steps)
-        for scaler in self._scalers:
-            scaler.go_on(self._runner.loss_device, self._workers)
-
-    def _served(self, where: Address | None) -> Server | None:
-        """A server of metrics at this address; ranks take one port after the other."""
-        if where is None:
-            return None
-        board = self._workers.board
-        run = Run(self._description, board, board.path)  # which does not hold the pipeline
-        port = where.port + self._description.rank if where.port else 0
-        try:
-            return Server(where.host, port, run)
-        except InputError as error:
-            if where.is_asked_for:
-                raise
-            warnings.warn(str(error), stacklevel=3)  # another pipeline of this process, say
-            return None
+        others = given.on(now, self._workers, self.threads_per_worker)
+        return self._running.change(others, plan_for_others, progress)
 
     # -- training -------------------------------------------------------------------------
 
@@ -672,8 +544,8 @@ class Pipeline:
         """
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
-        optimizer = PipelineOptimizer(kind, chosen, self._dividing, **options)
-        self._optimizers.add(optimizer)
+        optimizer = PipelineOptimizer(kind, chosen, self._running.dividing, **options)
+        self._running.add(optimizer)
         return optimizer
 
     def scaler(self, **options: Any) -> PipelineScaler:
@@ -686,7 +558,7 @@ class Pipeline:
             **options: arguments of `torch.amp.GradScaler`, such as `init_scale`.
         """
         scaler = PipelineScaler(self._runner.loss_device, self._workers, **options)
-        self._scalers.add(scaler)
+        self._running.add(scaler)
         return scaler
 
     def state_dict(self, of: nn.Module | None = None) -> dict[str, Any]:
@@ -799,7 +671,7 @@ class Pipeline:
             `to_dict()` gives plain data. `penstock top` shows the same from another terminal.
         """
         workers = self._workers
-        status = status_of(self._description, workers.status(), workers.board.counted())
+        status = status_of(self._running.description, workers.status(), workers.board.counted())
         found = drift(self.accounts(), self.plan)
         notes = [str(found)] if found is not None and found.is_notable else []
         return replace(status, notes=(*notes, *self._runner.steps.kept.latest()))
@@ -843,7 +715,7 @@ class Pipeline:
         Up to twelve of the steps are kept in detail: those of the 3rd to 6th batch, of the 9th,
         17th, 33rd, and so on, and those that `penstock top` has asked for.
         """
-        return self._runner.steps.kept.history(self._about())
+        return self._runner.steps.kept.history(self._running.about())
 
     def accounts(self) -> list[Account]:
         """Where the time of these steps went, for every worker, and what it was lost to.
@@ -871,22 +743,6 @@ class Pipeline:
         from penstock.observe.report import save_report
 
         save_report(self.history(), path)
-
-    def _about(self) -> About:
-        """What is run, and where."""
-        return About(
-            description=self._description,
-            plan=self.plan,
-            environment={
-                "penstock": version("penstock"),
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-                "processor": f"{processor()}, {cores()} cores",
-                "links": ", ".join(sorted(set(self.links))) or "none",
-                "threads per worker": str(self.threads_per_worker),
-                "allocator": "keeps freed memory" if self.allocator_kept else "system",
-            },
-        )
 
     @property
     def audit(self) -> Audited:
@@ -1005,11 +861,6 @@ class Pipeline:
         """
         self._runner.load_random_state(state)
 
-    def _split_into(self, num_microbatches: int) -> None:
-        """Split batches into so many micro-batches from now on; stages and schedule stay."""
-        self.plan = replace_fields(self.plan, num_microbatches=num_microbatches)
-        self._passes.num_microbatches = num_microbatches
-
     # -- what the model offers, by its own names --------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
@@ -1069,18 +920,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the workers. The model keeps its weights."""
-        self._runner.steps.kept.close()
-        self._stop()
-
-    def _stop(self) -> None:
-        """Stop the workers, after a save that is under way."""
-        if self._metrics:
-            self._metrics.close()
-        self._forget_optimizers()
-        try:
-            self._saver.finish()
-        finally:
-            self._runner.close()
+        self._running.close()
 
     def __enter__(self) -> Pipeline:
         return self

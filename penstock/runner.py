@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from penstock.engine.batch import Batch, digest, tokens_of
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
-from penstock.errors import InputError, WorkerError
+from penstock.errors import InputError, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
@@ -30,6 +30,8 @@ from penstock.steps import Steps
 from penstock.workers.backend import Workers
 from penstock.workers.ownership import Ownership
 from penstock.workers.ways import Ways
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -74,18 +76,19 @@ class _Recording:
     timelines: list[RecordedTimeline] = field(default_factory=list)
 
 
-class Started(NamedTuple):
+@dataclass(eq=False)
+class Started:
     """A pass that is under way.
 
     Attributes:
         order: the pass.
-        ticket: for `Workers.finish`.
         begun: when, in nanoseconds of `time.monotonic_ns()`.
+        ticket: for `Workers.finish`; `None` as long as the workers have not been told.
     """
 
     order: Order
-    ticket: object
     begun: int
+    ticket: Any = None
 
 
 class Runner:
@@ -98,11 +101,18 @@ class Runner:
         deferred: whether BatchNorms are moved once per batch.
 
     Attributes:
+        recover: called if workers have died, with the error and how often that has happened to the
+            same work; `use` is called by it, or it raises.
+        plan: that is run.
         loss_device: where the last stage is.
         workers: who does it.
         counts: of passes that were ordered.
         steps: counts them on the board.
     """
+
+    plan: Plan
+    workers: Workers
+    loss_device: torch.device
 
     def __init__(
         self,
@@ -111,35 +121,60 @@ class Runner:
         workers: Workers,
         deferred: bool = False,
     ) -> None:
-        devices = workers.devices
-        training = evaluation = Ways(program, plan, devices, True, workers.add, deferred)
-        if not program.same_in_eval:
-            evaluation = Ways(program, plan, devices, False, workers.add, deferred)
         self._program = program
-        self._has_replicas = plan.replicas > 1
-        self._ways = {True: training, False: evaluation}
-        self._num_workers = len(devices)
+        self._deferred = deferred
+        self._ways: dict[bool, Ways] = {}
         self.counts = Counts()
         self._passes = 0
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
-        self._plan = plan
         self._recordings: list[_Recording] = []  # that are open
-        self.loss_device = devices[plan.placement[-1]]
-        self.workers = workers
-        self.steps = Steps(workers.board, plan, len(devices), program.example_sizes)
+        self.recover: Callable[[WorkerDied, int], None] = _raise
+        self.steps = Steps(program.example_sizes)
         self._user = _User(workers.ownership)
+        self._under_way: list[Started] = []
+        self._held: dict[int, Order] = {}  # forwards whose backward may come
+        self._lost: set[int] = set()  # numbers of those that the workers have lost
+        self.use(plan, workers)
+
+    def use(self, plan: Plan, workers: Workers) -> None:
+        """Have these workers run this plan from now on; all counts go on.
+
+        Args:
+            plan: how the program is run.
+            workers: who does it, and knows no way through the model yet.
+
+        Raises:
+            InputError: the workers cannot run it.
+        """
+        make = partial(self._ways_of, plan, workers)
+        training = evaluation = make(True)
+        if not self._program.same_in_eval:
+            evaluation = make(False)
+        self._ways = {True: training, False: evaluation}
+        self.plan, self.workers = plan, workers
+        self.loss_device = workers.devices[plan.placement[-1]]
+        self.steps.use(workers.board, plan, len(workers.devices))
+        self._user.ownership = workers.ownership
+        self._lost = set(self._held)
+        for started in self._under_way:
+            started.ticket = None
+
+    def _ways_of(self, plan: Plan, workers: Workers, training: bool) -> Ways:
+        before, devices = self._ways.get(training), workers.devices
+        return Ways(
+            *(self._program, plan, devices, training, workers.add, self._deferred), before=before
+        )
 
     def changes_buffers(self) -> bool:
         """Whether forwards of the model in its mode of now change buffers, as far as is known."""
         ways = self._ways[self._program.model.training]
-        changed = [bool(ways[number].trace.changed) for number in range(len(ways))]
+        changed = [bool(trace.changed) for trace in ways.traces]
         return any(changed)  # of a list: a Ctrl-C as a generator is closed would be lost
 
     def draws_here(self) -> bool:
         """Whether forwards of the model in its mode of now draw from this process's generators."""
         ways = self._ways[self._program.model.training]
-        known = [ways[number].trace.calls for number in range(len(ways))]
-        draws = [call.random for calls in known for call in calls]
+        draws = [call.random for trace in ways.traces for call in trace.calls]
         return self.workers.role.calls_loss and any(draws)
 
     def ways(self, training: bool) -> Ways:
@@ -194,7 +229,8 @@ class Runner:
         routed = batch if self.workers.role.routes else None
         description = None
         if routed is not None:
-            checksum = digest(list(map(list, routed.parts))) if self._has_replicas else 0
+            has_replicas = self.plan.replicas > 1
+            checksum = digest(list(map(list, routed.parts))) if has_replicas else 0
             description = replace(routed, parts=[], digest=checksum)
         received = self.workers.broadcast(description, "inputs")
         if routed is not None:
@@ -272,12 +308,6 @@ class Runner:
         current = user_seed()
         self._seed = state.get("seed", current), current
 
-    def go_on(self, before: Runner) -> None:
-        """Go on where another one of the same program has ended: counts, random numbers, hooks."""
-        self.load_random_state(before.random_state())
-        self.steps.go_on(before.steps)
-        self._recordings = before._recordings
-
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
         with self.given_up(), self.workers.operation(order.name):
@@ -316,6 +346,7 @@ class Runner:
         except BaseException as interruption:
             if self._user.is_here():
                 self.workers.give_up(interruption)
+                self._under_way.clear()
                 self._user.drop()
                 self.steps.drop()
             raise
@@ -329,13 +360,50 @@ class Runner:
         self._user.enter(*self._effects(order))
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
-        begun = self.steps.begin()
+        started = Started(order, self.steps.begin())
+        self._under_way.append(started)
         try:
-            return Started(order, self.workers.start(order), begun)
+            self.surviving(self._tell)
         except BaseException:
-            self._user.leave()
-            self.steps.leave(begun)
+            self._left(started)
             raise
+        return started
+
+    def _tell(self) -> None:
+        """Let the workers know of the passes under way, in order, that they do not know of."""
+        for started in self._under_way:
+            if started.ticket is None:
+                if self._lost:
+                    self._run_again(started.order.number)
+                started.ticket = self.workers.start(started.order)
+
+    def _run_again(self, number: int) -> None:
+        """Run a forward once more whose backward is to come, if the workers have lost it."""
+        if number in self._lost:
+            order = replace(self._held[number], again=True, recorded=False)
+            self.workers.finish(self.workers.start(order))
+            self._lost.discard(number)
+
+    def _left(self, started: Started) -> None:
+        """A pass is not under way any more, however it ended."""
+        if started in self._under_way:
+            self._under_way.remove(started)
+        self._user.leave()
+        self.steps.leave(started.begun)
+
+    def surviving(self, work: Callable[[], T]) -> T:
+        """What some work of the workers gives; it is done again if others had to take over.
+
+        Raises:
+            WorkerDied: nobody takes over.
+        """
+        deaths = 0
+        while True:
+            try:
+                return work()
+            except WorkerDied as death:
+                deaths += 1
+                self.recover(death, deaths)
 
     def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
@@ -344,35 +412,43 @@ class Runner:
             WorkerError: a stage failed; gradients and buffers are put back.
             InputError: the loss did not fit.
         """
-        order, ticket, begun = started
+        order, begun = started.order, started.begun
         try:
-            outcome = self._finished(ticket, begun)
+            outcome = self.surviving(partial(self._finished, started))
         except WorkerError as error:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise
+        finally:
+            self._left(started)
+        if order.what == "forward":
+            self._held[order.number] = order
+        elif order.what == "backward":
+            self._held.pop(order.number, None)
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
         if self._recordings and any(outcome.logs.values()):
-            found = timeline_of(outcome.logs, self._num_workers)
+            found = timeline_of(outcome.logs, len(self.workers.devices))
             timeline = RecordedTimeline(
-                found.num_workers, found.events, found.phases, plan=self._plan
+                found.num_workers, found.events, found.phases, plan=self.plan
             )
             for recording in self._recordings:
                 recording.timelines.append(timeline)
         return outcome
 
-    def _finished(self, ticket: object, begun: int) -> Outcome:
-        try:
-            return self.workers.finish(ticket)
-        finally:
-            self._user.leave()
-            self.steps.leave(begun)
+    def _finished(self, started: Started) -> Outcome:
+        self._tell()
+        return self.workers.finish(started.ticket)
 
     def forget_with(self, holder: object, order: Order) -> None:
         """Let the stages go of a batch as soon as `holder` is gone."""
-        for forget in (partial(self.workers.forget, order.training), self.steps.forget):
-            weakref.finalize(holder, forget, order.number).atexit = False
+        weakref.finalize(holder, self._forget, order.training, order.number).atexit = False
+
+    def _forget(self, training: bool, number: int) -> None:
+        self._held.pop(number, None)
+        self._lost.discard(number)
+        self.workers.forget(training, number)
+        self.steps.forget(number)
 
     @contextmanager
     def recording(
@@ -416,6 +492,11 @@ class Runner:
             self._user.drop()
 
 
+def _raise(death: WorkerDied, deaths: int) -> None:
+    """Have nobody take over for workers that have died."""
+    raise death
+
+
 class _User:
     """The thread of the script that has passes under way: one at a time.
 
@@ -424,6 +505,9 @@ class _User:
 
     Args:
         ownership: the tensors that the stages use.
+
+    Attributes:
+        ownership: the same, of the present workers.
     """
 
     _lock = threading.Lock()  # of all of them
@@ -431,7 +515,7 @@ class _User:
     """Those in this process that have passes under way, whatever the pipeline."""
 
     def __init__(self, ownership: Ownership) -> None:
-        self._ownership = ownership
+        self.ownership = ownership
         self._thread, self._passes = 0, 0
         self._learns = self._changes = False
 
@@ -461,7 +545,7 @@ class _User:
 
     def _check(self, other: _User, learns: bool, changes: bool) -> None:
         """Raise if passes of the other one and a pass of this one disturb each other."""
-        mine, theirs = self._ownership, other._ownership
+        mine, theirs = self.ownership, other.ownership
         conflict = ""
         if learns and other._learns and _common(mine.parameters, theirs.parameters):
             conflict = "both add to the gradients of the same parameters"

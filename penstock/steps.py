@@ -61,9 +61,6 @@ class Steps:
     """The passes of a pipeline, as its board counts them.
 
     Args:
-        board: where.
-        plan: by which they run.
-        num_workers: how many there are.
         sizes: how large everything that varies was in the batch for which the plan was made.
 
     Attributes:
@@ -72,10 +69,11 @@ class Steps:
             thread.
     """
 
-    def __init__(self, board: Board, plan: Plan, num_workers: int, sizes: Sizes) -> None:
-        self._board = board
-        self._plan = plan
-        self._num_workers = num_workers
+    _board: Board
+    _plan: Plan
+    _num_workers: int
+
+    def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
         self.kept = Kept()
         self.is_asked = False
@@ -91,10 +89,19 @@ class Steps:
         self._number = 0  # of the step that comes, from 0 on by this plan
         self._tries = 0  # how many more steps are recorded until there is one without an audit
 
-    def go_on(self, before: Steps) -> None:
-        """Go on where those of another plan have ended, with the same hooks."""
-        self._board.go_on(before._board)
-        self.kept, self._hooks, self._ended = before.kept, before._hooks, before._ended
+    def use(self, board: Board, plan: Plan, num_workers: int) -> None:
+        """Count on this board from now on, and go on where the one before has ended.
+
+        Args:
+            board: where passes are counted.
+            plan: by which they run.
+            num_workers: how many there are.
+        """
+        if hasattr(self, "_board"):
+            board.go_on(self._board)
+        self._board, self._plan, self._num_workers = board, plan, num_workers
+        board.note_begun(self._open[0] if self._open else 0)
+        self._ran, self._number, self._tries = [], 0, 0
 
     @property
     def awaits_backward(self) -> bool:

@@ -149,7 +149,7 @@ def verify(
     ) as pipe:
         if num_microbatches == "auto":
             few = min(_LEAST, pipe.plan.batch_size)
-            pipe._split_into(max(pipe.plan.num_microbatches, few))
+            pipe._running.split_into(max(pipe.plan.num_microbatches, few))
         count, deferred = pipe.plan.num_microbatches, batchnorm == "deferred"
         oracle = one_device(
             theirs, program, count, args, named, batch_dim=batch_dim, deferred=deferred

@@ -83,7 +83,6 @@ class Auditor:
     Args:
         setting: see `Pipeline`.
         program: what the stages run.
-        plan: how it is cut.
         runner: runs it.
         threads: intra-op threads of each CPU worker.
 
@@ -95,32 +94,35 @@ class Auditor:
         self,
         setting: Setting,
         program: Program,
-        plan: Plan,
         runner: Runner,
         threads: int,
     ) -> None:
-        self._pace = Pace(setting)
         self._program = program
-        self._plan = plan
         self._runner = runner
         self._threads = threads
-        self._timeout = max(_TIMEOUT, _STEPS * plan.predicted_step_seconds)
+        self.found = Audited(setting)
+        self.begin()
+
+    def begin(self) -> None:
+        """Audit what the runner has now, as new; the counts go on."""
+        setting = self.found.setting
         why_not = "audit=None" if setting is None else self._never()
-        self.found = Audited(setting, why_not=why_not)
-        self._off = bool(why_not)
+        self.found = replace(self.found, why_not=why_not)
+        self._pace, self._off = Pace(setting), bool(why_not)
+        self._timeout = max(_TIMEOUT, _STEPS * self._runner.plan.predicted_step_seconds)
 
     def _never(self) -> str:
         """Why no pass of this pipeline can be audited, if none can."""
         if not self._runner.workers.role.has_all_weights:
             return "no rank has all weights under torchrun, so none can run the whole model"
-        if self._plan.boundary_dtype is not None:
-            return f"what crosses a cut is rounded to {self._plan.boundary_dtype}, by design"
+        if self._runner.plan.boundary_dtype is not None:
+            return f"what crosses a cut is rounded to {self._runner.plan.boundary_dtype}, by design"
         if self._program.written:
             name = min(self._program.written)
             return f"the forward writes parameters ({name}), so it cannot be run once more"
         model = self._program.model
         homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        homes |= {torch.device(device) for device in self._plan.devices}
+        homes |= {torch.device(device) for device in self._runner.plan.devices}
         if len(homes) > 1:
             return f"no device has the whole model: {', '.join(sorted(map(str, homes)))}"
         return ""
@@ -144,10 +146,6 @@ class Auditor:
         begun = time.perf_counter()
         yield
         self._pace.work(time.perf_counter() - begun)
-
-    def go_on(self, before: Auditor) -> None:
-        """Go on counting where that of another plan has ended; new stages are audited as new."""
-        self.found = replace(before.found, why_not=self.found.why_not)
 
     def expect_news(self) -> None:
         """Audit the next pass as soon as the pace allows, as after a state was loaded."""
@@ -194,7 +192,7 @@ class Auditor:
             )
             warnings.warn(f"an audit has found that {reason}", stacklevel=2)
             raise _LeftOutError(reason)
-        raise subject.error(self._plan, comparisons)
+        raise subject.error(self._runner.plan, comparisons)
 
     def _both(self, subject: _Subject, learns: bool) -> list[Comparison]:
         """Run it by the stages and by the model's own forward, and compare.
@@ -230,7 +228,7 @@ class Auditor:
                 if silent:
                     reason = f"hooks are not called once more, and without them: {error}"
                     raise _LeftOutError(reason) from error
-                raise subject.error(self._plan, [], error) from error
+                raise subject.error(self._runner.plan, [], error) from error
         if counted and not shared and not all(comparison.ok for comparison in comparisons):
             raise _LeftOutError(
                 f"a forward changes {counted[0]}, which worker processes keep for themselves, so "
@@ -243,10 +241,10 @@ class Auditor:
 
         Something else that comes and goes would have to stay away as often as it is tried.
         """
-        if is_deterministic(self._plan.devices, self._threads):
+        if is_deterministic(self._runner.plan.devices, self._threads):
             return False
         with deterministic_algorithms():
-            return subject.repeats(self._plan) and all(
+            return subject.repeats(self._runner.plan) and all(
                 comparison.ok for _ in range(_TRIES) for comparison in self._both(subject, learns)
             )
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from penstock.checkpoint.contents import Contents, generators_now
 from penstock.errors import CheckpointError
-from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.storage.folder import Folder, Index, entry, sync
 from penstock.storage.part import WHOLE, Note, Part, compact, names_of_save
@@ -106,13 +105,11 @@ class Saver:
 
     Args:
         model: whose weights.
-        plan: that is followed.
-        runner: who runs it.
+        runner: who runs it, by a plan.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, runner: Runner) -> None:
+    def __init__(self, model: nn.Module, runner: Runner) -> None:
         self._model = model
-        self._plan = plan
         self._runner = runner
         self._number = 0
         self._current: Save | None = None
@@ -170,7 +167,7 @@ class Saver:
             torch.save(compact(generators), buffer)
             files[0].write_bytes(training)
             files[1].write_bytes(buffer.getvalue())
-            files[2].write_bytes(self._plan.encode())
+            files[2].write_bytes(self._runner.plan.encode())
             for file in files:
                 sync(file)
             folder.commit(_index(number, self._notes(parts), files))

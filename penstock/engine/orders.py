@@ -39,6 +39,8 @@ class Order:
         recorded: whether what workers note on their records is kept.
         profiled: whether torch.profiler looks on, and is told the names of actions.
         trial: whether what modules keep is put back at the end, and users' hooks are not called.
+        again: whether this was run before by workers that are gone, so that what modules keep is
+            put back at the end.
         wanted: the parameters whose gradients are computed, in `"backward"`; `None` for all.
         before: what came before it, for replicas.
         tokens: of the batch, see `penstock.engine.batch.tokens_of`.
@@ -57,6 +59,7 @@ class Order:
     recorded: bool = False
     profiled: bool = False
     trial: bool = False
+    again: bool = False
     wanted: Sequence[nn.Parameter] | None = None
     before: Before = field(default_factory=Before)
     tokens: int = 0
@@ -112,6 +115,7 @@ class Outcome:
         weights_before: a checksum of the stages' parameters and buffers, likewise, if looked at.
         mismatch: the loss of a micro-batch, and what its pieces make, where that was looked at and
             is something else.
+        memory: what forwards have left in modules in another process, if that was asked for.
     """
 
     results: dict[int, Values] = field(default_factory=dict)
@@ -126,6 +130,7 @@ class Outcome:
     targets: int | None = None
     weights_before: int | None = None
     mismatch: tuple[float, float] | None = None
+    memory: Mapping[Any, Any] | None = None
 
     @classmethod
     def of(cls, parts: Sequence[Outcome]) -> Outcome:

@@ -108,5 +108,5 @@ def _passes(workers: int) -> Iterator[Passes]:
         running = backend.start(plan, model, _TIMEOUT)
         stack.callback(running.close)
         runner = Runner(program, plan, running, deferred=False)
-        auditor = Auditor(None, program, plan, runner, backend.threads)
-        yield Passes(runner, auditor, program, plan, "auto")
+        auditor = Auditor(None, program, runner, backend.threads)
+        yield Passes(runner, auditor, program, "auto")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +13,15 @@ from penstock.errors import InputError
 from penstock.training.masters import MasterWeights, restore_float32
 from penstock.workers.optimizer_parts import Groups, Parts, move_state
 
-_Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
+
+class Divide(Protocol):
+    """Divides optimizers among the workers that there are."""
+
+    def __call__(self, kind: type[Optimizer], groups: Groups, options: Mapping[str, Any]) -> Parts:
+        """The workers' parts of an optimizer."""
+
+    def surviving(self, work: Callable[[], None]) -> None:
+        """Do something with the workers, and again if others had to take over."""
 
 
 class PipelineOptimizer(Optimizer):
@@ -44,7 +53,7 @@ class PipelineOptimizer(Optimizer):
         self,
         kind: type[Optimizer],
         params: Iterable[Any],
-        divide: _Divide,
+        divide: Divide,
         master_weights: bool = False,
         **options: Any,
     ) -> None:
@@ -62,6 +71,7 @@ class PipelineOptimizer(Optimizer):
         self._divide = divide
         self._parts: Parts | None = None
         self._divided: list[list[int]] = []
+        self._updated: Collection[torch.Tensor] = ()  # by a step that is still to be completed
         super().__init__(whole.param_groups, whole.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -96,6 +106,11 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._divide.surviving(self._step)
+        return loss
+
+    def _step(self) -> None:
+        """Update the parameters that are still to be updated."""
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if self._parts is not None and groups != self._divided:  # the script has edited them
             self._parts.fetch(self.state)
@@ -105,12 +120,14 @@ class PipelineOptimizer(Optimizer):
             move_state(self.param_groups, self.state)
             parts.load(self.state)
             self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
-        self._parts.step(self.param_groups, self.state)
-        return loss
+        with _without_gradients(self._updated):
+            self._parts.step(self.param_groups, self.state)
+        self._updated = ()
 
     def divide_again(self) -> None:
         """Bring the state here: the next step divides it among the workers that there are then."""
         if self._parts is not None:
+            self._updated = [*self._updated, *self._parts.updated]
             self._parts.fetch(self.state)
             self._parts = None
 
@@ -135,3 +152,16 @@ class PipelineOptimizer(Optimizer):
         if parts is not None:
             parts.load(self.state)  # if that is interrupted, the next step loads all of it
             self._parts = parts
+
+
+@contextmanager
+def _without_gradients(parameters: Collection[torch.Tensor]) -> Iterator[None]:
+    """While open, these parameters have no gradients, so an optimizer leaves them as they are."""
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

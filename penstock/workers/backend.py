@@ -376,6 +376,22 @@ class Workers(ABC):
         """
         return Left()
 
+    def survivors(self) -> Any:
+        """Those of them that can go on among others, as one has died; these end.
+
+        Returns:
+            what `WorkerOptions.backend` takes.
+        """
+        self.close()
+
+    def remembered(self) -> Left:
+        """As `left`, as it was after the last pass, although a worker has died.
+
+        Raises:
+            InputError: some of it is lost.
+        """
+        return Left()
+
     # -- parameters -------------------------------------------------------------------------
 
     @property

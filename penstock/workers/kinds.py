@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from penstock.devices.allocator import Allocator, keep_freed_memory
 from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.workers.backend import Backend, DrivenBackend, Kind
 from penstock.workers.processes.backend import ProcessBackend
+from penstock.workers.processes.pool import Survivors
 from penstock.workers.ranks.backend import RankBackend
 from penstock.workers.ranks.rendezvous import check_is_alone, is_ray_train, is_torchrun
 from penstock.workers.ray.backend import RayBackend
 from penstock.workers.ray.options import Ray
 from penstock.workers.threads.backend import ThreadBackend
 
+OnFailure = Literal["raise", "replace", "continue"]
+"""What happens if a worker process ends: an error; or another one takes its place; or the others
+go on without it."""
+
 KINDS: tuple[str, ...] = get_args(Kind)
+ON_FAILURE: tuple[str, ...] = get_args(OnFailure)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class WorkerOptions:
         allocator: whether the process keeps freed memory.
         least: so many workers are needed, if they are left to the plan.
         threads: intra-op threads of each CPU worker; 0 for its share of the cores.
+        on_failure: what happens if a worker process ends.
 
     Raises:
         InputError: an option has no meaning.
@@ -43,6 +50,7 @@ class WorkerOptions:
     allocator: Allocator
     least: int = 1
     threads: int = 0
+    on_failure: OnFailure = "raise"
 
     def __post_init__(self) -> None:
         if not isinstance(self.workers, Ray) and self.workers not in KINDS:
@@ -56,16 +64,26 @@ class WorkerOptions:
             raise InputError(f"timeout={timeout!r} must be a positive number of seconds, or None")
         if self.allocator not in ("keep", "system"):
             raise InputError(f'allocator={self.allocator!r} is unknown; choose "keep" or "system"')
+        if self.on_failure not in ON_FAILURE:
+            raise InputError(
+                f"on_failure={self.on_failure!r} is unknown; choose one of {', '.join(ON_FAILURE)}"
+            )
 
     def keep_freed_memory(self) -> bool:
         """Have this process keep freed memory, if that is wanted; whether it does."""
         return self.allocator == "keep" and keep_freed_memory()
 
-    def backend(self, allocator_kept: bool) -> Backend:
+    @property
+    def survives(self) -> bool:
+        """Whether others go on if a worker ends."""
+        return self.on_failure != "raise"
+
+    def backend(self, allocator_kept: bool, survivors: Survivors | None = None) -> Backend:
         """Workers of this kind, without a plan.
 
         Args:
             allocator_kept: whether worker processes keep freed memory.
+            survivors: processes that are to be among them.
 
         Raises:
             InputError: the devices do not fit; or the kind is `"auto"`, and this process is one of
@@ -75,27 +93,40 @@ class WorkerOptions:
         """
         are_ranks = is_torchrun() or is_ray_train()
         if self.workers == "torchrun" or (self.workers == "auto" and are_ranks):
+            self._check_raises("ranks of torchrun, whose agent starts all of them again")
             return RankBackend(self.devices)
         if self.workers == "auto":
             check_is_alone()
         if self.workers == "ray" or isinstance(self.workers, Ray):
-            options = self.workers if isinstance(self.workers, Ray) else Ray()
+            self._check_raises("actors of a Ray cluster")
             return RayBackend(
-                self.devices,
-                self.least,
-                self.threads,
-                options=options,
+                *(self.devices, self.least, self.threads),
+                options=self.workers if isinstance(self.workers, Ray) else Ray(),
                 allocator_kept=allocator_kept,
             )
-        return _driven(self.workers, self.devices, self.least, self.threads, allocator_kept)
+        if self.workers == "processes":
+            return ProcessBackend(
+                *(self.devices, self.least, self.threads),
+                allocator_kept=allocator_kept,
+                survives=self.survives,
+                spares=int(self.on_failure == "replace"),
+                survivors=survivors,
+            )
+        self._check_raises("threads, which end with this process")
+        return ThreadBackend(self.devices, self.least, self.threads)
 
+    def _check_raises(self, others: str) -> None:
+        """Raise if workers of this kind are to go on after one has ended.
 
-def _driven(
-    kind: str, devices: Devices | None, least: int, threads: int, allocator_kept: bool
-) -> DrivenBackend:
-    if kind == "processes":
-        return ProcessBackend(devices, least, threads, allocator_kept=allocator_kept)
-    return ThreadBackend(devices, least, threads)
+        Raises:
+            InputError: they are.
+        """
+        if self.survives:
+            raise InputError(
+                f'on_failure="{self.on_failure}" is for workers="processes", not for {others}. '
+                "pipe.autosave(folder, every=...) and penstock.resume let a script go on that was "
+                "started again"
+            )
 
 
 @contextmanager
@@ -111,7 +142,11 @@ def measuring(kind: str, devices: Devices | None, least: int = 1) -> Iterator[Dr
         DeviceError: a device does not exist.
         InputError: the workers cannot use these devices.
     """
-    workers = _driven(kind, devices, least, threads=0, allocator_kept=False)
+    workers: DrivenBackend
+    if kind == "processes":
+        workers = ProcessBackend(devices, least, allocator_kept=False)
+    else:
+        workers = ThreadBackend(devices, least)
     try:
         workers.wait(None)
         yield workers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,10 @@ State = dict[torch.Tensor, Any]
 
 class Parts(Protocol):
     """The parts of one optimizer, wherever they are."""
+
+    @property
+    def updated(self) -> Collection[torch.Tensor]:
+        """Parameters that were updated by a step which workers did not bring to its end."""
 
     @property
     def number(self) -> int | None:
@@ -43,6 +47,7 @@ class LocalParts:
     """
 
     number = None
+    updated: Collection[torch.Tensor] = ()
 
     def __init__(
         self,

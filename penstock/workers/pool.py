@@ -255,15 +255,19 @@ class Pool(ABC):
                 self._abort()
             self._collect(dispatches, self._grace)
         except Late:
-            self.close(f"a worker was still busy {self._grace:.0f} s after {type(why).__name__}")
+            self.fail(f"a worker was still busy {self._grace:.0f} s after {type(why).__name__}")
         except BaseException as again:  # an impatient user
             self.close(f"{type(again).__name__} came while the workers were being stopped")
             raise
         else:
             if broken := self._broken():
-                self.close(broken)
+                self.fail(broken)
             else:
                 self._reset()
+
+    def fail(self, why: str) -> None:
+        """They cannot go on as they are."""
+        self.close(why)
 
     def _broken(self) -> str | None:
         """Why the workers cannot go on after a failure, if they cannot."""

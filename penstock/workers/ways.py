@@ -103,13 +103,16 @@ def _place(leaf: Any, outputs: Sequence[Value]) -> Any:
 class Ways:
     """The ways through the model that batches of one mode have taken so far.
 
+    The workers get to know each before it is first taken.
+
     Args:
         program: what is run.
         plan: how it is cut, and where its stages run.
         devices: of the workers.
         training: the mode.
-        announce: tells the workers of a way before it is first taken.
+        announce: tells the workers of a way.
         deferred: whether BatchNorms are moved once per batch.
+        before: those of other workers, if there were some: ways keep their numbers.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class Ways:
         training: bool,
         announce: Callable[[NewWay], None],
         deferred: bool = False,
+        before: Ways | None = None,
     ) -> None:
         self.training = training
         self._program = program
@@ -128,22 +132,28 @@ class Ways:
         self._announce = announce
         self._deferred = deferred
         self._deferrals = [Deferral() for _ in plan.stages]
-        self._ways: list[Way] = []
+        self.traces: list[Trace] = [] if before is None else list(before.traces)
+        self._ways: list[Way] = []  # as many of them as the workers know
         self._agreed = 0
-        self._void: set[int] = set()
-        self._add(program.trace(training))
+        self._void: set[int] = set() if before is None else set(before._void)
+        if before is None:
+            self._add(program.trace(training))
+        else:
+            self._let_know(0)
 
     def __getitem__(self, number: int) -> Way:
+        self._let_know(number)
         return self._ways[number]
 
     def __len__(self) -> int:
-        return len(self._ways)
+        return len(self.traces)
 
     def taken(self, leaves: Sequence[Any]) -> int:
         """The number of the way that a micro-batch with these input leaves takes."""
         trace = self._program.trace_for(leaves, self._program.model.training)
-        for number, way in enumerate(self._ways):
-            if way.trace is trace and number not in self._void:
+        for number, known in enumerate(self.traces):
+            if known is trace and number not in self._void:
+                self[number]
                 return number
         return self._add(trace)
 
@@ -170,7 +180,7 @@ class Ways:
 
     def numbers(self, number: int, leaves: Sequence[Any] = ()) -> dict[str, Any]:
         """The numbers that a way is passed, as they are now in attributes and these inputs."""
-        reads = self._ways[number].trace.reads
+        reads = self.traces[number].reads
         asked = reads.numbers or reads.given
         return reads.passed_in(self._program.model, leaves) if asked else {}
 
@@ -180,13 +190,13 @@ class Ways:
         Raises:
             InputError: it would not.
         """
-        if number >= len(self._ways) or number in self._void:
+        if number >= len(self) or number in self._void:
             raise InputError(
                 "the model differs between this rank and the rank with the first stage: its "
                 "forward reads attributes that have other values here; change models on all ranks "
                 "in the same way"
             )
-        self._program.recordings.check_holds(self._ways[number].trace, self.training)
+        self._program.recordings.check_holds(self.traces[number], self.training)
         for name, here in self.numbers(number).items():
             if here != sizes[name]:
                 raise InputError(
@@ -207,7 +217,7 @@ class Ways:
         first = self.alike(microbatches)
         if len(microbatches) > 1:
             for way in {m.way for m in microbatches}:
-                check_mergeable(self._ways[way].trace.joins, anyway)
+                check_mergeable(self.traces[way].joins, anyway)
         return first
 
     def alike(self, microbatches: Sequence[MicroBatch]) -> Way:
@@ -216,7 +226,7 @@ class Ways:
         Raises:
             InputError: it differs.
         """
-        first, *others = (self._ways[way] for way in dict.fromkeys(m.way for m in microbatches))
+        first, *others = (self[way] for way in dict.fromkeys(m.way for m in microbatches))
         if not all(first.gives_the_same(other) for other in others):
             raise InputError(
                 "the micro-batches of this batch take different ways through the model, and their "
@@ -225,7 +235,31 @@ class Ways:
         return first
 
     def _add(self, trace: Trace) -> int:
-        """Cut one more way into spans, and let the workers know it."""
+        """Have one more way; returns its number."""
+        number = len(self)
+        self._let_know(number - 1)
+        self._cut(trace)
+        self.traces.append(trace)
+        return number
+
+    def _let_know(self, number: int) -> None:
+        """Let the workers know this way, and those before it, in order.
+
+        One before it that they cannot have is void: the batch that takes it raises the error.
+        """
+        while len(self._ways) <= number:
+            this = len(self._ways)
+            try:
+                self._cut(self.traces[this])
+            except InputError:
+                if this == number:
+                    raise
+                self._void.add(this)
+                self.traces[this] = self.traces[0]
+                self._cut(self.traces[0])
+
+    def _cut(self, trace: Trace) -> None:
+        """Cut a way into spans, and let the workers know it."""
         plan, program = self._plan, self._program
         spans = [(number, *span) for number, s in enumerate(plan.stages) for span in s.spans]
         parts = program.stages_of(
@@ -254,7 +288,6 @@ class Ways:
         way = Way(trace, parts[0].inputs, parts[-1].outputs)
         self._announce(NewWay(self.training, stages, way.ending, self._deferred))
         self._ways.append(way)
-        return len(self._ways) - 1
 
 
 def _memories(program: Program, trace: Trace) -> list[frozenset[nn.Module]]:

@@ -83,7 +83,7 @@ def test_a_kill_amid_moving_an_earlier_run_loses_nothing(tmp_path: Path) -> None
     with pipeline(run=tmp_path) as pipe:
         train(pipe, 4)
         before = read_run(tmp_path)
-        about = pipe._about()
+        about = pipe._running.about()
     earlier = tmp_path / "earlier-1"
     earlier.mkdir()
     (earlier / ABOUT).write_bytes((tmp_path / ABOUT).read_bytes())
@@ -323,7 +323,7 @@ def test_steps_that_end_together_are_noted_together(monkeypatch: pytest.MonkeyPa
         kept.step(number, seconds, seconds / 2, rows=4)
     kept.step(6, 2.5, 1.0, rows=4)
     with pipeline() as pipe:
-        times = kept.history(pipe._about()).steps
+        times = kept.history(pipe._running.about()).steps
     assert times[0] == StepTime(
         step=5,
         at=pytest.approx(101.5),

@@ -117,7 +117,7 @@ def test_a_fork_may_close_it() -> None:
     with pipeline(metrics=0) as pipe:
         child = os.fork()
         if not child:
-            pipe._metrics.close()  # type: ignore[union-attr]
+            pipe._running.metrics.close()  # type: ignore[union-attr]
             os._exit(7)
         end = time.monotonic() + 20
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
@@ -130,7 +130,7 @@ def test_a_fork_may_close_it() -> None:
 def test_the_thread_that_serves_may_close_it() -> None:
     """As it does if it is the one that collects a forgotten pipeline."""
     with pipeline(metrics=0) as pipe:
-        url, server = pipe.metrics, pipe._metrics
+        url, server = pipe.metrics, pipe._running.metrics
         assert server is not None
         thread = server._thread
         server._server.service_actions = server.close  # called by that thread, now and then

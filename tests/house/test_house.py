@@ -38,6 +38,7 @@ LAYERS = [
     ["passes"],
     ["planning"],
     ["changing"],
+    ["running"],
     ["pipeline"],
     ["verification"],
     ["bench"],

@@ -18,8 +18,8 @@ from penstock.workers.backend import DrivenBackend, Workers
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
-from penstock.workers.processes.jobs import Modes
-from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.jobs import Enter, Modes
+from penstock.workers.processes.pool import ProcessPool, Survivors
 from penstock.workers.processes.worker_state import CPU, WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
 
@@ -32,6 +32,10 @@ class ProcessBackend(DrivenBackend):
     Args:
         devices, least, threads: as of `DrivenBackend`.
         allocator_kept: whether the processes keep freed memory.
+        survives: whether they can go on if one of them ends.
+        spares: how many more processes wait to take the place of one that ends.
+        survivors: processes that others have left; new ones are started as far as they do not
+            suffice.
 
     Raises:
         DeviceError: a device does not exist.
@@ -45,12 +49,20 @@ class ProcessBackend(DrivenBackend):
         threads: int = 0,
         *,
         allocator_kept: bool,
+        survives: bool = False,
+        spares: int = 0,
+        survivors: Survivors | None = None,
     ) -> None:
         super().__init__(devices, least, threads)
         self._allocator_kept = allocator_kept
+        self._survives, self._spares = survives, spares
+        self._memories = survivors.memories if survivors is not None else {}
         most = len(self.devices)  # if they are left to the plan, links are measured between two
-        self._pool = ProcessPool(most if self._are_given else min(2, most), lambda: None)
+        self._pool = self._pool_of(most if self._are_given else min(2, most), survivors)
         self.probe = ProcessProbe(self._pool)
+
+    def _pool_of(self, count: int, survivors: Survivors | None = None) -> ProcessPool:
+        return ProcessPool(count, lambda: None, survivors, self._survives, self._spares)
 
     def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
         others = [str(device) for device in devices if device.type != "cpu"]
@@ -82,10 +94,19 @@ class ProcessBackend(DrivenBackend):
         check_separate(model)
         if len(self._pool) != len(plan.devices):
             self._pool.close()
-            self._pool = ProcessPool(len(plan.devices), lambda: None)
+            self._pool = self._pool_of(len(plan.devices))
+        self._enter()
         modes = Modes.here(self.threads, len(plan.devices), self._allocator_kept)
         seconds = self.timeout(plan, timeout)
-        return ProcessWorkers(plan, model, self._pool, self.in_order(plan), seconds, modes)
+        devices = self.in_order(plan)
+        return ProcessWorkers(plan, model, self._pool, devices, seconds, modes, self._memories)
+
+    def _enter(self) -> None:
+        """Tell the processes that were in another pool of this one."""
+        pool, count = self._pool, len(self._pool)
+        if pool.old:
+            jobs: list[Job] = [Enter(k, count, pool.grant(pool.board.fd, k)) for k in pool.old]
+            pool.run([*jobs, *[_idle] * (count - len(jobs))], _TIMEOUT)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -258,9 +258,7 @@ class Remote:
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move tensors to memory that it maps as well, with the next packages."""
-        package = self._shared.share(self._place, tensors)
-        if package is not None:
-            self._packages.append(package)
+        self._packages += self._shared.share(self._place, tensors)
 
     def packages(self) -> list[Package]:
         """The tensors that it does not know of yet; from now on it does."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from penstock.board.activity import STARTING, UPDATING
+from penstock.board.memory import Board
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.devices.settings import Settings
@@ -86,6 +88,44 @@ class Modes:
         self.settings.apply()
         if self.torchvision:
             tolerate_missing_torchvision_operators()
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Be a worker of another pool than before.
+
+    Attributes:
+        worker: its number there.
+        workers: how many there are.
+        board: the grant of the memory where they note what they do.
+    """
+
+    worker: int
+    workers: int
+    board: int
+
+    def __call__(self, own: WorkerState) -> None:
+        """Let go of everything that this process had in the pool before."""
+        own.enter(self.worker, Board(self.workers, own.granted(self.board)).records[self.worker])
+        gc.unfreeze()
+        gc.collect()
+
+
+@dataclass(frozen=True)
+class Import:
+    """Import modules ahead of time; those that cannot be are left for the time when they have to.
+
+    Attributes:
+        names: of the modules.
+    """
+
+    names: Sequence[str]
+
+    def __call__(self, own: WorkerState) -> None:
+        """Import them."""
+        for name in self.names:
+            with suppress(Exception), loading():
+                import_module(name)
 
 
 @dataclass(frozen=True)
@@ -207,6 +247,7 @@ class RunPass:
         forgotten: modes and numbers of batches that will not come back.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
+        tells: whether to say what forwards have left in modules.
     """
 
     order: Order
@@ -217,6 +258,7 @@ class RunPass:
     forgotten: Sequence[tuple[bool, int]]
     settings: Settings | None
     wanted: Sequence[int] | None = None
+    tells: bool = False
 
     def of(self, replica: Replica) -> RunPass:
         """The part of a replica that runs some of the micro-batches only."""
@@ -248,7 +290,8 @@ class RunPass:
         has_work = bool(own.replica.share(len(order.microbatches)))
         keeping = unchanged(loss) if own.replica.of > 1 else nullcontext()
         try:
-            trial = _leaving_no_trace(own, assembly) if order.trial and has_work else nullcontext()
+            is_kept = (order.trial or order.again) and has_work
+            trial = _leaving_no_trace(own, assembly, order.trial) if is_kept else nullcontext()
             with trial, own_casts(), _in_order(own), keeping:
                 outcome = assembly.run(own.place, order, own.record)
                 outcome.statistics = _statistics(own, order)
@@ -263,6 +306,8 @@ class RunPass:
             own.put_memory_back()
         if order.goes_back:
             own.end()
+        if self.tells:
+            outcome.memory = own.memory.found()
         return outcome
 
 
@@ -289,12 +334,18 @@ def _statistics(own: WorkerState, order: Order) -> dict[int, dict[int, list[Stat
 
 
 @contextmanager
-def _leaving_no_trace(own: WorkerState, assembly: Assembly) -> Iterator[None]:
-    """Around a trial, on whatever its stages run."""
+def _leaving_no_trace(own: WorkerState, assembly: Assembly, silent: bool) -> Iterator[None]:
+    """Around a pass that leaves nothing in modules, whatever its stages run.
+
+    Args:
+        own: the process.
+        assembly: its stages.
+        silent: whether users' hooks are not called.
+    """
     spans = [s for stage in assembly.stages.values() for way in stage.ways for s in way]
     modules = dict.fromkeys([*own.modules, *modules_of(spans)])
     buffers = {id(b): b for module in modules for b in module.buffers(recurse=False)}
-    with silenced(modules), kept(modules, buffers.values()):
+    with silenced(modules) if silent else nullcontext(), kept(modules, buffers.values()):
         yield
 
 
@@ -317,10 +368,13 @@ class MakePart:
     def __call__(self, own: WorkerState) -> None:
         """Make the part of the optimizer, and drop those that are no longer used."""
         take(own, self.packages)
-        own.optimizers = {k: part for k, part in own.optimizers.items() if k in self.used}
+        for parts in (own.optimizers, own.options, own.chunks):
+            for number in [number for number in parts if number not in self.used]:
+                del parts[number]
         with loading():
             kind, groups, options = own.inbox.unpack(self.part)
         own.optimizers[self.number] = kind(groups[own.replica.number], **options)
+        own.options[self.number] = options
 
 
 @dataclass(frozen=True)
@@ -359,9 +413,7 @@ class FetchState:
 
     def __call__(self, own: WorkerState) -> dict[Any, Any]:
         """Give it, and under other keys what is no parameter's."""
-        numbers: dict[int, Any] = {id(tensor): number for number, tensor in own.tensors.items()}
-        state = own.optimizers[self.number].state
-        return {numbers.get(id(key), key): value for key, value in state.items()}
+        return own.remembered(self.number)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 from penstock.workers.processes.child import COMMAND
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
+from penstock.workers.processes.shared_model import Memory
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
 _READ = 10.0  # seconds that a worker has to read a short message
@@ -44,10 +46,11 @@ _CPU = torch.device("cpu")
 class _Process:
     """One worker's process, and how to talk to it."""
 
-    def __init__(self, worker: int, workers: int, board: Board, lifeline: int) -> None:
+    def __init__(self, worker: int, workers: int, board: Board) -> None:
         here, there = socket.socketpair()
         self.dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        with there:
+        lifeline, self.lifeline = os.pipe()
+        with there, os.fdopen(lifeline):
             fds = (there.fileno(), lifeline, board.fd, self.dump.fileno())
             command = COMMAND.format(
                 path=[str(entry) for entry in sys.path], arguments=(worker, workers, *fds)
@@ -124,9 +127,41 @@ class _Process:
         """Let go of what belongs to it. It has ended."""
         del self.lender, self.borrower  # with the memory that they share with it
         self.dump.close()
+        self.let_go()
         if self.end >= 0:
             os.close(self.end)
             self.end = -1
+
+    def let_go(self) -> None:
+        """Let it end, if nobody else holds its lifeline."""
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+            self.lifeline = -1
+
+
+@dataclass
+class Survivors:
+    """Processes of a pool that go on in another one, where others have ended.
+
+    Attributes:
+        processes: that wait for jobs.
+        dispatches: how many they have seen.
+        grants: how many they were sent.
+        memories: where the driver's tensors are that they have shared, by id.
+    """
+
+    processes: list[_Process] = field(default_factory=list)
+    dispatches: int = 0
+    grants: int = 0
+    memories: Mapping[int, Memory] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.processes)
+
+    def close(self) -> None:
+        """End those that nobody has taken over."""
+        left, self.processes = self.processes, []
+        _dismiss(left, [_LEAVE_BROKEN])
 
 
 class _Sent(Dispatch):
@@ -143,33 +178,83 @@ class ProcessPool(Pool):
     Args:
         count: how many.
         reset: called when all have stopped after a failure, before the next jobs.
+        survivors: of another pool, which go on in this one; others are started only if these do
+            not suffice.
+        keeps_survivors: if a process ends, whether the others wait for `survivors`.
+        spares: how many more processes wait, to be among the survivors.
+
+    Attributes:
+        board: where the processes note what they do.
+        old: the workers that were in another pool; they have to be told of this one.
+        keeps_survivors: as above.
+        spares: as above.
     """
 
     _can_be_killed = True
 
-    def __init__(self, count: int, reset: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        reset: Callable[[], None],
+        survivors: Survivors | None = None,
+        keeps_survivors: bool = False,
+        spares: int = 0,
+    ) -> None:
         super().__init__(count, _GRACE, reset)
         self.board = new_board(count)
-        read, self._lifeline = os.pipe()
+        self.keeps_survivors = keeps_survivors
+        self.spares = spares
         self._processes: list[_Process] = []
+        self._spares: list[_Process] = []
         self._grants = 0
         self._leave = [_LEAVE]
-        self._finalizer = weakref.finalize(
-            self, _dismiss, self._processes, self._lifeline, self._leave
-        )
+        every = self._processes, self._spares
+        self._finalizer = weakref.finalize(self, _dismiss_all, every, self._leave)
         disown_in_forks(self)
+        if survivors is not None:
+            self._dispatches, self._grants = survivors.dispatches, survivors.grants
+            self._processes += survivors.processes[:count]
+            self._spares += survivors.processes[count:][:spares]
+            survivors.processes = survivors.processes[count:][spares:]
+            survivors.close()
+        self.old = range(len(self._processes))
         try:
-            _uninterrupted(self._start_all, read)
+            _uninterrupted(self._start_all)
         except BaseException:
             self.close("its workers could not be started")
             raise
-        finally:
-            os.close(read)
 
-    def _start_all(self, lifeline: int) -> None:
-        for worker in range(self._count):
+    def _start_all(self) -> None:
+        for worker in range(len(self._processes), self._count):
             self.board.records[worker].note(STARTING)
-            self._processes.append(_Process(worker, self._count, self.board, lifeline))
+            self._processes.append(_Process(worker, self._count, self.board))
+        while len(self._spares) < self.spares:
+            self._spares.append(_Process(0, 1, Board(1)))
+
+    def give_spares(self, job: Job) -> None:
+        """Have the processes that wait do something meanwhile; nobody waits for it."""
+        for process in self._spares:
+            data, tensors = pack(job)
+            with contextlib.suppress(Gone, TimeoutError), process.lender.lend(tensors) as loan:
+                give = pickle.dumps(Give(self._dispatches, data, loan.lent))
+                process.wire.send(give, loan.fd, _READ)
+
+    def survivors(self) -> Survivors:
+        """Take the processes that can go on in another pool; the others are ended, and this one is.
+
+        One that does not wait for a job, or that was interrupted in the midst of a message, cannot.
+        """
+        self._closed_because = self._closed_because or "its processes have gone to another pool"
+        every = list(self._processes)
+        able = [p for k, p in enumerate(every) if self._is_able(k)]
+        spares = [process for process in self._spares if not process.has_ended()]
+        if self._finalizer.detach() is not None:
+            _dismiss([p for p in (*every, *self._spares) if p not in (*able, *spares)], [0.0])
+        return Survivors([*able, *spares], self._dispatches, self._grants)
+
+    def _is_able(self, worker: int) -> bool:
+        process, idle = self._processes[worker], self.activity(worker).is_idle
+        return idle and not (process.has_ended() or process.wire.busy or process.lost)
 
     @property
     def pids(self) -> list[int]:
@@ -303,6 +388,39 @@ class ProcessPool(Pool):
 
     # -- failure --------------------------------------------------------------------------
 
+    def _fault(self, current: Dispatch, late: Sequence[int], why: str | None) -> BaseException:
+        """What is to be raised; a process that has ended is to blame for links that broke."""
+        error = super()._fault(current, late, why)
+        if isinstance(error, WorkerTimeout) and (ended := self._ended()):
+            return self._died(ended[0])
+        return error
+
+    def _ended(self) -> list[int]:
+        return [k for k, process in enumerate(self._processes) if process.has_ended()]
+
+    def check_open(self) -> None:
+        """Raise if they cannot work any more.
+
+        Raises:
+            WorkerDied: one has ended, and the others wait to go on without it.
+            ClosedError: they were closed.
+        """
+        if self._closed_because and self.keeps_survivors and self._finalizer.alive:
+            raise self._died((self._ended() or [0])[0])
+        super().check_open()
+
+    def fail(self, why: str) -> None:
+        if self.keeps_survivors and self._ended():
+            self._closed_because = why
+        else:
+            super().fail(why)
+
+    def close(self, why: str = "close() was called") -> None:
+        """Let the workers go, for good; `why` is what later calls will say."""
+        if self._closed_because is None:
+            self._closed_because = why
+        self._dismiss()
+
     def _give_up(self, why: BaseException) -> None:
         if self._closed_because or STARTING in self._codes():
             self._open.clear()  # they do not listen while they import torch
@@ -316,7 +434,7 @@ class ProcessPool(Pool):
                 self._send(worker, GiveUp(self._dispatches - 1))
 
     def _broken(self) -> str | None:
-        if any(process.has_ended() for process in self._processes):
+        if self._ended():
             return "the process of a worker has ended"
         if any(process.wire.busy or process.lost for process in self._processes):
             return "it was interrupted in the midst of a message"
@@ -360,12 +478,17 @@ class ProcessPool(Pool):
         if self._finalizer.detach() is None:
             return
         self._closed_because = IN_A_FORK
-        os.close(self._lifeline)
-        for process in self._processes:
+        for process in (*self._processes, *self._spares):
+            process.let_go()
             process.wire.close()
 
 
-def _dismiss(processes: Sequence[_Process], lifeline: int, leave: list[float]) -> None:
+def _dismiss_all(groups: Sequence[Sequence[_Process]], leave: list[float]) -> None:
+    """Let the processes of several lists end."""
+    _dismiss([process for group in groups for process in group], leave)
+
+
+def _dismiss(processes: Sequence[_Process], leave: list[float]) -> None:
     """Let the processes end by themselves, or kill them, and wait until they are gone."""
     try:
         for process in processes:
@@ -379,7 +502,6 @@ def _dismiss(processes: Sequence[_Process], lifeline: int, leave: list[float]) -
         for process in processes:
             process.popen.wait()
             process.close()
-        os.close(lifeline)
 
 
 def _all_ended(processes: Sequence[_Process]) -> bool:

@@ -72,6 +72,28 @@ class Package:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Where a tensor of the driver is that workers share.
+
+    Attributes:
+        tensor: the tensor.
+        segment: in which it is, with its file descriptor.
+        place: where in it.
+        address: of its first element in this process, when it came there.
+    """
+
+    tensor: torch.Tensor
+    segment: Segment
+    place: Place
+    address: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensor is still there."""
+        return self.tensor.data_ptr() == self.address
+
+
+@dataclass(frozen=True)
 class Gradients:
     """What a worker has to know of the gradients before a pass.
 
@@ -154,9 +176,20 @@ class SharedModel:
         places: how many workers a replica has.
         replicas: how many there are.
         grant: sends them memory.
+        memories: where workers that were there before have shared tensors, by id; these stay there.
+
+    Attributes:
+        memories: where all tensors are that were ever shared, by id.
     """
 
-    def __init__(self, places: int, replicas: int, grant: Grant) -> None:
+    def __init__(
+        self,
+        places: int,
+        replicas: int,
+        grant: Grant,
+        memories: Mapping[int, Memory] | None = None,
+    ) -> None:
+        self.memories = dict(memories or {})
         self._grant = grant
         self._is_replicated = replicas > 1
         self._parts = [_Part() for _ in range(places)]
@@ -183,7 +216,7 @@ class SharedModel:
         tensors = enumerate(self._parts[place].tensors)
         return {number: names[id(t)] for number, t in tensors if id(t) in names}
 
-    def share(self, place: int, tensors: Iterable[torch.Tensor]) -> Package | None:
+    def share(self, place: int, tensors: Iterable[torch.Tensor]) -> list[Package]:
         """Move tensors to where the workers at a place see them; those that are there stay.
 
         Raises:
@@ -193,19 +226,20 @@ class SharedModel:
         known = (t for t in tensors if self._owners.get(id(t), (-1, 0))[0] != place)
         new = list({id(tensor): tensor for tensor in known}.values())
         if not new:
-            return None
+            return []
         for tensor in new:
             self._check(tensor, place)
-        places, size = _consecutive(new)
-        segment = Segment(size)
-        shared = []
-        for tensor, spot, memory in zip(new, places, segment.tensors(places), strict=True):
-            fill(memory, tensor)
-            number = len(part.tensors)
-            shared.append(described(number, tensor, spot))
-            tensor.data = memory
+        self._move([tensor for tensor in new if not self._is_shared(tensor)])
+        packages: dict[int, Package] = {}
+        for tensor in new:
+            memory, number = self.memories[id(tensor)], len(part.tensors)
+            segment = memory.segment
+            if id(segment) not in packages:
+                grant = self._grant(place, segment.fd)
+                packages[id(segment)] = Package(grant, segment.size, [])
+            packages[id(segment)].tensors.append(described(number, tensor, memory.place))
             part.tensors.append(tensor)
-            part.addresses.append(memory.data_ptr())
+            part.addresses.append(memory.address)
             part.versions.append(_version(tensor))
             part.known.append(part.versions[-1])
             self._owners[id(tensor)] = place, number
@@ -217,9 +251,23 @@ class SharedModel:
         part.size = part.places[-1].end
         part.let_go()
         part.slot, part.slots = -1, Slots()
-        grant = self._grant(place, segment.fd)
-        segment.close()
-        return Package(grant, size, shared)
+        return list(packages.values())
+
+    def _is_shared(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is where workers that were there before have shared it."""
+        memory = self.memories.get(id(tensor))
+        return memory is not None and memory.tensor is tensor and memory.is_current
+
+    def _move(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move tensors to memory that can be shared, one behind the other."""
+        if not tensors:
+            return
+        places, size = _consecutive(tensors)
+        segment = Segment(size)
+        for tensor, place, memory in zip(tensors, places, segment.tensors(places), strict=True):
+            fill(memory, tensor)
+            tensor.data = memory
+            self.memories[id(tensor)] = Memory(tensor, segment, place, memory.data_ptr())
 
     def _check(self, tensor: torch.Tensor, place: int) -> None:
         if id(tensor) in self._owners:

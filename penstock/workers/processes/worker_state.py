@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -74,6 +75,8 @@ class WorkerState:
         modules: the user's, in the order in which they came.
         memory: what these and their hooks held then.
         optimizers: its parts of them, by number.
+        options: the arguments of their classes.
+        chunks: of those that are updated chunk by chunk.
         inbox: unpacks stages; modules that several have in common are the same objects.
     """
 
@@ -105,6 +108,8 @@ class WorkerState:
         self.modules: list[nn.Module] = []
         self.memory = Memory(self.modules, self.tensors)
         self.optimizers: dict[int, Optimizer] = {}
+        self.options: dict[int, Mapping[str, Any]] = {}
+        self.chunks: dict[int, Any] = {}
         self.inbox = Inbox(self.tensors.__getitem__)
         self._slot = -1
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -112,6 +117,19 @@ class WorkerState:
         self._places: list[tuple[int, int]] = []
         self._counted, self._found = 0, list[nn.Parameter]()
         self._numbers: dict[int, int] = {}  # of these parameters, by id
+
+    def enter(self, worker: int, record: Record) -> None:
+        """Be another worker, with nothing of what this one had.
+
+        Args:
+            worker: its number.
+            record: where it notes what it does.
+        """
+        self.empty()
+        for fd in self._grants.values():
+            os.close(fd)
+        self._grants.clear()
+        self.worker, self.record = worker, record
 
     def serve(self) -> None:
         """Do the next job that the driver gives, and report; waits for it.
@@ -166,6 +184,15 @@ class WorkerState:
     def segment(self, number: int, size: int) -> Segment:
         """The memory whose file descriptor the driver sent under this number."""
         return Segment(size, self.granted(number))
+
+    def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
+        """What a part of an optimizer remembers, by the numbers of parameters.
+
+        What is no parameter's is under other keys.
+        """
+        numbers: dict[int, Any] = {id(tensor): number for number, tensor in self.tensors.items()}
+        state = self.optimizers[number].state
+        return {numbers.get(id(key), key): value for key, value in state.items()}
 
     # -- gradients ------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -37,10 +37,8 @@ from penstock.workers.memories import Left, Losses, check_memories
 from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
-    State,
     own_groups,
     settings_of,
-    warn_of_no_gradients,
 )
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
@@ -51,15 +49,14 @@ from penstock.workers.processes.jobs import (
     Common,
     End,
     FetchMemory,
-    FetchState,
-    LoadState,
+    Import,
     MakePart,
     Modes,
     RunPass,
-    Step,
     WritePart,
 )
-from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.parts import Access, OutlivingParts, RemoteParts
+from penstock.workers.processes.pool import ProcessPool, Survivors
 from penstock.workers.processes.remembering import (
     Finder,
     Found,
@@ -68,7 +65,7 @@ from penstock.workers.processes.remembering import (
     check_apart,
     make_all,
 )
-from penstock.workers.processes.shared_model import SharedModel
+from penstock.workers.processes.shared_model import Memory, SharedModel
 from penstock.workers.processes.turns import INTEGER
 from penstock.workers.saving import TIMEOUT, Portion, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
@@ -86,6 +83,7 @@ class ProcessWorkers(Workers):
         devices: of every worker; all are the CPU.
         timeout: seconds that a pass may take.
         modes: of every process.
+        memories: where workers that were there before have shared the model's tensors.
     """
 
     role = Role(calls_loss=False)
@@ -102,6 +100,7 @@ class ProcessWorkers(Workers):
         devices: Sequence[torch.device],
         timeout: float,
         modes: Modes,
+        memories: Mapping[int, Memory] | None = None,
     ) -> None:
         self._model = model
         self._places = range(plan.workers_per_replica)
@@ -115,7 +114,7 @@ class ProcessWorkers(Workers):
         self.homes = [devices[worker] for worker in plan.placement]
         pairs = pairwise(plan.placement)
         self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
-        self._shared = SharedModel(len(self._places), plan.replicas, self._grant)
+        self._shared = SharedModel(len(self._places), plan.replicas, self._grant, memories)
         self._remotes = [Remote(place, self._shared, model) for place in self._places]
         self._settings = modes.settings
         self._settings_changed = False
@@ -125,10 +124,12 @@ class ProcessWorkers(Workers):
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
         self._losses = Losses()
+        self._memories: dict[int, Mapping[Key, Found]] = {}  # of workers, where something is left
+        self._passes = 0
         self._lock = threading.RLock()  # a signal's handler may close, too
         self._starter: int | None = None  # the thread that gave the last jobs
         self._closer: int | None = None  # the one that closes
-        self._parts: weakref.WeakSet[_RemoteParts] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[RemoteParts] = weakref.WeakSet()
         try:
             self._build(modes)
         except BaseException:
@@ -136,6 +137,8 @@ class ProcessWorkers(Workers):
             raise
 
     def _build(self, modes: Modes) -> None:
+        names = {type(module).__module__ for module in self._model.modules()} - {"__main__"}
+        self._pool.give_spares(Import(sorted(names)))
         ends: list[dict[int, End]] = [{} for _ in self.members]
         for first in range(0, len(ends), len(self._places)):
             for k, pair in enumerate(pairwise(self._plan.placement)):
@@ -206,7 +209,7 @@ class ProcessWorkers(Workers):
             self.ownership.add(way)
             self._prepare([self._way(place, way) for place in self._places] * self._plan.replicas)
         except BaseException as error:  # some may know it now, and others not
-            self._pool.close(f"{type(error).__name__} came as its stages were being built")
+            self._pool.fail(f"{type(error).__name__} came as its stages were being built")
             raise
 
     def _way(self, place: int, way: NewWay) -> AddWay:
@@ -245,6 +248,7 @@ class ProcessWorkers(Workers):
             self._backups.begin(order.number, backups)
             self._settings_changed |= Settings.here() != self._settings
             passes = [self._pass(k, order, loss, tuple(self._forgotten)) for k in self._places]
+            self._passes += 1
             jobs = [
                 passes[member.place].of(Replica(member.replica, self._plan.weights))
                 for member in self.members
@@ -282,7 +286,15 @@ class ProcessWorkers(Workers):
             forgotten=forgotten,
             settings=Settings.here() if self._settings_changed else None,
             wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
+            tells=self._pool.keeps_survivors and self._looks_at_memories(),
         )
+
+    def _looks_at_memories(self) -> bool:
+        """Whether it is asked after a pass what forwards have left: always, if they ever have.
+
+        Else after the first passes, and more and more rarely.
+        """
+        return bool(self._memories) or self._passes < 3 or not self._passes & (self._passes - 1)
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and let the slots' gradients be those of the model."""
@@ -297,6 +309,9 @@ class ProcessWorkers(Workers):
                     self._shared.after(place)
                 seen = [parts[worker].statistics for worker in self._at(place)]
                 self._remotes[place].move_norms([each for each in seen if each])
+            for worker, part in enumerate(parts):
+                if part.memory or (part.memory is not None and worker in self._memories):
+                    self._memories[worker] = _kept(part.memory)
             outcome = Outcome.of(parts)
             bring(outcome.buffers, order.loss)
             if not self._pool.under_way:  # else what they are told may not have arrived
@@ -339,7 +354,9 @@ class ProcessWorkers(Workers):
 
     def left(self) -> Left:
         """What forwards have left in the processes, and what losses may remember."""
-        found: list[dict[Key, Found]] = self._run([FetchMemory()] * len(self.members))
+        return self._left(self._run([FetchMemory()] * len(self.members)))
+
+    def _left(self, found: Sequence[Mapping[Key, Found]]) -> Left:
         every = []
         for place, remote in enumerate(self._remotes):
             finder = Finder(remote.modules, self._shared.tensors(place))
@@ -350,6 +367,17 @@ class ProcessWorkers(Workers):
         said += ["the loss function or the metrics"] if self._losses.may_remember() else []
         all_made = [change for made, _ in every for change in made]
         return Left(", ".join(said), partial(make_all, all_made))
+
+    def survivors(self) -> Survivors:
+        """The processes that can go on in another pool."""
+        survivors = self._pool.survivors()
+        survivors.memories = self._shared.memories
+        self.close()
+        return survivors
+
+    def remembered(self) -> Left:
+        """What the processes had last said that forwards have left there."""
+        return self._left([self._memories.get(k, {}) for k in range(len(self.members))])
 
     # -- optimizers -----------------------------------------------------------------------
 
@@ -374,12 +402,14 @@ class ProcessWorkers(Workers):
                 jobs.append(MakePart(number, remote.packages(), packed, used))
             self._prepare(jobs * self._plan.replicas)
         except BaseException as error:  # as above
-            self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
+            self._pool.fail(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
-        parts = _RemoteParts(
-            number, owners, places, self._shared, self._run, self._ready, lambda: self._ran
+        kind_of_parts = OutlivingParts if self._pool.keeps_survivors else RemoteParts
+        access = Access(
+            *(places, self._shared, self._run, self._ready, lambda: self._ran, self._pool.grant)
         )
+        parts = kind_of_parts(number, owners, access)
         self._parts.add(parts)
         return parts
 
@@ -450,67 +480,13 @@ class ProcessWorkers(Workers):
         self.board.close()
 
 
-class _RemoteParts:
-    """The parts of an optimizer that are in worker processes."""
-
-    def __init__(
-        self,
-        number: int,
-        owners: Sequence[Sequence[nn.Parameter]],
-        places: Sequence[int],
-        shared: SharedModel,
-        run: Callable[..., list[Any]],
-        ready: Callable[[], None],
-        ran: Callable[[], Before],
-    ) -> None:
-        self._ready = ready
-        self._ran = ran
-        self.number = number
-        self._owners = owners
-        self._places = places  # of the workers
-        self._shared = shared
-        self._run = run
-        self._kept: State | None = None
-
-    def keep(self) -> None:
-        """Have here what the parts remember, as the workers are about to go."""
-        kept: State = {}
-        self.fetch(kept)
-        self._kept = kept
-
-    def step(self, groups: Groups, state: State) -> None:
-        """Run the step of every part in its process, all at the same time."""
-        settings, places = settings_of(groups), self._places
-        self._ready()
-        warn_of_no_gradients(groups)
-        try:
-            steps = [
-                Step(self.number, settings, self._shared.before(place), self._ran())
-                for place in range(1 + max(places))
-            ]
-            self._run([steps[place] for place in places], True)
-        finally:  # some may have, whatever happened
-            for place, owned in zip(places, self._owners, strict=True):
-                self._shared.stepped(place, owned)
-
-    def fetch(self, state: State) -> None:
-        """Bring what the parts remember here."""
-        if self._kept is not None:
-            state.update(self._kept)
-            return
-        parts = self._run([FetchState(self.number)] * len(self._owners))
-        state.clear()
-        for place, owned, found in zip(self._places, self._owners, parts, strict=True):
-            numbers = {self._shared.number(place, parameter): parameter for parameter in owned}
-            state.update({numbers.get(key, key): value for key, value in found.items()})
-
-    def load(self, state: State) -> None:
-        """Let the parts remember what is in `state`."""
-        jobs = []
-        for place, owned in zip(self._places, self._owners, strict=True):
-            own = {self._shared.number(place, p): state[p] for p in owned if p in state}
-            jobs.append(LoadState(self.number, own))  # type: ignore[arg-type]
-        self._run(jobs)
+def _kept(found: Mapping[Key, Found]) -> dict[Key, Found]:
+    """What a worker has told, in memory of this process."""
+    kept = {}
+    for key, each in found.items():
+        tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in each.value.tensors]
+        kept[key] = each._replace(value=each.value._replace(tensors=tensors))
+    return kept
 
 
 class Numbered(Protocol):

@@ -7,7 +7,7 @@ the others alone, and calls the same methods of the pipeline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -566,6 +566,7 @@ class _RankPart:
     """The part of an optimizer that one rank has, which shares the optimizer's own state."""
 
     number = None
+    updated: Collection[torch.Tensor] = ()
 
     def __init__(
         self,

@@ -88,6 +88,15 @@ class ActorState:
         found = None if numbers is None else (self.tensors[number] for number in numbers)
         return None if found is None else [t for t in found if isinstance(t, nn.Parameter)]
 
+    def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
+        """What a part of an optimizer remembers, by the numbers of parameters.
+
+        What is no parameter's is under other keys.
+        """
+        numbers: dict[int, Any] = {id(tensor): number for number, tensor in self.tensors.items()}
+        state = self.optimizers[number].state
+        return {numbers.get(id(key), key): value for key, value in state.items()}
+
     def own_parameters(self) -> dict[int, nn.Parameter]:
         """Those of this worker's stages, by number."""
         own = set(map(id, self.rank.parameters))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.workers.optimizer_parts import (
@@ -30,7 +31,10 @@ class ActorParts:
 
     Attributes:
         number: of the optimizer.
+        updated: none: a step that does not come to its end closes the workers.
     """
+
+    updated: Collection[torch.Tensor] = ()
 
     def __init__(
         self,

@@ -1,0 +1,390 @@
+"""What runs a pipeline: its workers on a plan, and everything that goes on when these change."""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, Literal
+
+import torch
+from msgspec.structs import replace as replace_fields
+from torch import nn
+
+from penstock.account.history import About
+from penstock.audit.auditor import Auditor
+from penstock.board.metrics import Address, Server
+from penstock.board.runs import Run, publish
+from penstock.capture import Program
+from penstock.changing import Dividing, Given, Planning, with_one_replica
+from penstock.checkpoint.saver import Saver
+from penstock.devices.cores import cores
+from penstock.devices.machine import processor
+from penstock.devices.settings import with_autograd
+from penstock.display.terminal import Progress, showing
+from penstock.errors import ClosedError, InputError, WorkerDied, WorkerError
+from penstock.links.casting import in_words
+from penstock.passes import Passes
+from penstock.plan import Plan
+from penstock.planning.planner import Replanning
+from penstock.runner import Runner
+from penstock.steps import answers, note_optimizers
+from penstock.training.optimizer import PipelineOptimizer
+from penstock.training.scaling import PipelineScaler
+from penstock.units import show_seconds
+from penstock.workers.backend import Backend, Workers
+from penstock.workers.described import description_of, listen
+from penstock.workers.kinds import WorkerOptions
+from penstock.workers.members import Membership
+from penstock.workers.placement import place
+
+_DEATHS = 3
+"""How often others take over for workers that have ended at the same work."""
+
+_HOW_TO_GO_ON = (
+    "The model has its weights and gradients, and optimizers have their state: build another "
+    "Pipeline of the same model, and load optimizer.state_dict() and pipe.random_state() there"
+)
+
+
+class Running:
+    """The workers of a pipeline on a plan, and what runs passes on them.
+
+    Other workers, or another plan, may take their place between two steps. Whatever else there is
+    stays the same object and goes on: counts, hooks, random numbers, optimizers, scalers.
+
+    Args:
+        model: the user's.
+        program: the captured program.
+        given: what the pipeline was asked for.
+        allocator_kept: whether processes keep freed memory.
+        served_at: where metrics are served; `None` for nowhere.
+        backend: workers without a plan.
+        plan: what they get.
+        stack: what is to be undone if it fails.
+
+    Attributes:
+        given: what the pipeline was asked for, for the next plan.
+        members: the present workers.
+        threads: intra-op threads of each CPU worker.
+        links: for every stage but the last how values get to the next, in words.
+        runner: runs passes.
+        auditor, passes, saver: what does the rest.
+        dividing: makes the workers' parts of optimizers.
+        metrics: serves them, if that was asked for.
+        description: of the workers and the plan, for other processes.
+    """
+
+    runner: Runner
+    auditor: Auditor
+    passes: Passes
+    saver: Saver
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        given: Given,
+        allocator_kept: bool,
+        served_at: Address | None,
+        backend: Backend,
+        plan: Plan,
+        stack: ExitStack,
+    ) -> None:
+        self.given = given
+        self.dividing = Dividing(model)
+        self._model = model
+        self._program = program
+        self._allocator_kept = allocator_kept
+        self._served_at = served_at
+        self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
+        self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
+        workers = self._begun(backend, plan, stack)
+        self.runner = Runner(program, plan, workers, deferred=given.batchnorm == "deferred")
+        self.dividing.surviving = self.runner.surviving
+        if given.workers.survives:
+            self.runner.recover = _recovering(weakref.WeakMethod(self.recover))
+        self.auditor = Auditor(given.audit, program, self.runner, backend.threads)
+        self.passes = Passes(self.runner, self.auditor, program, given.merge)
+        self.saver = Saver(model, self.runner)
+        self.members = Membership(0, 0, tuple(workers.members))
+        self._forget_optimizers = note_optimizers(self.runner.steps)
+        self._at_end(self._forget_optimizers, stack)
+        self._show(stack)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self.runner.plan
+
+    @property
+    def workers(self) -> Workers:
+        """The present workers."""
+        return self.runner.workers
+
+    def _at_end(self, end: Callable[[], object], stack: ExitStack) -> None:
+        """Call this if the start fails, and when nobody uses this any more."""
+        stack.callback(end)
+        weakref.finalize(self, end).atexit = False
+
+    # -- workers that begin -----------------------------------------------------------------------
+
+    def _begun(self, backend: Backend, plan: Plan, stack: ExitStack) -> Workers:
+        """Start workers on a plan, with the model's weights where they want them."""
+        given, program = self.given, self._program
+        self.threads = backend.threads
+        workers = backend.start(plan, self._model, given.workers.timeout)
+        stack.callback(workers.close)
+        place(program, plan.cuts, workers.homes, given.weights, workers.hold)
+        program.recordings.rebind()
+        self.links = in_words(workers.links, plan.boundary_dtype)
+        self.dividing.workers = workers
+        return workers
+
+    def _show(self, stack: ExitStack) -> None:
+        """Let others see what is run."""
+        workers = self.workers
+        self.description = description_of(self._model, self.plan, workers)
+        self.metrics = self._served(self._served_at)
+        if self.metrics:
+            self._at_end(self.metrics.close, stack)
+        publish(workers.board, self.description)
+        listen(workers, answers(self.runner.steps, self.about()))
+
+    def _served(self, where: Address | None) -> Server | None:
+        """A server of metrics at this address; ranks take one port after the other."""
+        if where is None:
+            return None
+        board = self.workers.board
+        run = Run(self.description, board, board.path)  # which does not hold the pipeline
+        port = where.port + self.description.rank if where.port else 0
+        try:
+            return Server(where.host, port, run)
+        except InputError as error:
+            if where.is_asked_for:
+                raise
+            warnings.warn(str(error), stacklevel=3)  # another pipeline of this process, say
+            return None
+
+    def about(self) -> About:
+        """What is run, and where."""
+        return About(
+            description=self.description,
+            plan=self.plan,
+            environment={
+                "penstock": version("penstock"),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "processor": f"{processor()}, {cores()} cores",
+                "links": ", ".join(sorted(set(self.links))) or "none",
+                "threads per worker": str(self.threads),
+                "allocator": "keeps freed memory" if self._allocator_kept else "system",
+            },
+        )
+
+    def add(self, thing: PipelineOptimizer | PipelineScaler) -> None:
+        """Let an optimizer or a scaler go on with the next workers."""
+        if isinstance(thing, PipelineOptimizer):
+            self._optimizers.add(thing)
+        else:
+            self._scalers.add(thing)
+
+    def split_into(self, num_microbatches: int) -> None:
+        """Split batches into so many micro-batches from now on; stages and schedule stay."""
+        self.runner.plan = replace_fields(self.plan, num_microbatches=num_microbatches)
+        self.passes.num_microbatches = num_microbatches
+
+    # -- others -----------------------------------------------------------------------------------
+
+    def change(
+        self, chosen: WorkerOptions, planning: Planning, progress: Progress | Literal["auto"] | None
+    ) -> bool:
+        """Have other workers, or another plan; if that fails, all is as it was.
+
+        Args:
+            chosen: who is to run the plan.
+            planning: finds it.
+            progress: as in `Pipeline`.
+
+        Returns:
+            whether there was another plan.
+        """
+        began, before, old = time.monotonic(), self.members, self.plan
+        self.saver.finish()  # a failed save is told while the old workers are there
+        backend = chosen.backend(self._allocator_kept)
+        with showing(progress) as report, with_autograd(), ExitStack() as stack:
+            stack.callback(backend.close)
+            left = self.workers.left()
+            request, note = with_one_replica(self.given.request, old, left)
+            example = self.given.example
+            plan = planning(Replanning(old, self._program, *example, backend, request, report))
+            if plan is None:
+                return False
+            plan = replace_fields(plan, note=note or plan.note)
+            backend.take(plan, is_given=False)
+            plan = backend.agree(self._program, plan)
+            left.bring()
+            self._switch(backend, plan)
+            stack.pop_all()
+        self.given = replace(self.given, workers=chosen)
+        self.runner.steps.kept.happened(
+            f"{self.members.news(before)}; the change took "
+            f"{show_seconds(time.monotonic() - began)}; another plan: {plan.summary}, instead of: "
+            f"{old.summary}"
+        )
+        return True
+
+    def _switch(self, backend: Backend, plan: Plan) -> None:
+        """Stop the workers and start others; if that fails, start those again that were there.
+
+        Args:
+            backend: the other workers.
+            plan: what they run.
+
+        Raises:
+            ClosedError: nobody could be started.
+        """
+        old, same = self.plan, self.given.as_they_are(self.workers, self.threads)
+        for optimizer in self._optimizers:
+            optimizer.divide_again()
+        self._serve_again()
+        self.runner.close()
+        try:
+            self._use(backend, plan)
+        except BaseException as error:
+            self._use_again(same, old, error)
+            raise
+
+    def _serve_again(self) -> None:
+        """Stop serving metrics of the present workers; those of the next are served there."""
+        if self.metrics and self._served_at:
+            self._served_at = self._served_at._replace(port=self.metrics.port)
+            self.metrics.close()
+
+    def _use(self, backend: Backend, plan: Plan) -> None:
+        """Go on with workers on a plan; if that fails, none of them is left."""
+        with ExitStack() as stack:
+            stack.callback(backend.close)
+            workers = self._begun(backend, plan, stack)
+            self.runner.use(plan, workers)
+            self.auditor.begin()
+            self.passes.begin()
+            self._show(stack)
+            stack.pop_all()
+        self.runner.steps.kept.go_on(self.about())
+        self.members = self.members.changed(workers.members, workers.board.counted().steps)
+        for scaler in self._scalers:
+            scaler.go_on(self.runner.loss_device, workers)
+
+    def _use_again(self, same: WorkerOptions, plan: Plan, why: BaseException) -> None:
+        """Start the workers once more that were there, as others could not be started.
+
+        Args:
+            same: who was there.
+            plan: that they had.
+            why: what has happened to the others.
+
+        Raises:
+            ClosedError: they cannot be started either.
+        """
+        try:
+            backend = same.backend(self._allocator_kept)
+            self._use(backend, backend.agree(self._program, plan))
+        except Exception as error:
+            raise ClosedError(
+                f"the new workers could not be started ({why}), nor the old ones once more "
+                f"({error}), so the pipeline is closed. {_HOW_TO_GO_ON}"
+            ) from why
+        why.add_note("The pipeline goes on with the devices and the plan that it had before.")
+
+    # -- workers that die -------------------------------------------------------------------------
+
+    def recover(self, death: WorkerDied, deaths: int) -> None:
+        """Let others take over for workers that have died, in the midst of whatever they did.
+
+        Args:
+            death: says who has died, and at what.
+            deaths: how often that has happened to the same work.
+
+        Raises:
+            WorkerDied: it has happened too often, or nobody is left.
+            InputError: something is lost that only the dead have had.
+        """
+        began, before = time.monotonic(), self.members
+        if deaths > _DEATHS:
+            self.runner.workers.close()
+            death.add_note(
+                f"Others have taken over {_DEATHS} times, and each time a worker has ended at the "
+                "same work, so it is probably the work that ends them."
+            )
+            raise death
+        with with_autograd():
+            left = self.workers.remembered()
+            for optimizer in self._optimizers:
+                optimizer.divide_again()
+            self._serve_again()
+            same = self.given.as_they_are(self.workers, self.threads)
+            survivors = self.workers.survivors()
+            left.bring()
+            self._take_over(same, survivors, death)
+        took = show_seconds(time.monotonic() - began)
+        self.runner.steps.kept.happened(
+            f"{death.what}; {self.members.news(before)}; others have taken over within {took}"
+        )
+
+    def _take_over(self, same: WorkerOptions, survivors: Any, death: WorkerDied) -> None:
+        """Go on with those that are left.
+
+        Args:
+            same: the workers that there were.
+            survivors: those of them that are left.
+            death: of others.
+
+        Raises:
+            ClosedError: nobody could take over.
+        """
+        plan = self.plan
+        for attempt in range(1, _DEATHS + 1):
+            try:
+                backend = same.backend(self._allocator_kept, survivors)
+                self._use(backend, backend.agree(self._program, plan))
+                return
+            except WorkerError as error:
+                survivors = None
+                if attempt == _DEATHS:
+                    raise ClosedError(
+                        f"{death.what}, and others could not take over ({error}), so the pipeline "
+                        f"is closed. {_HOW_TO_GO_ON}"
+                    ) from death
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the workers, after a save that is under way."""
+        self.runner.steps.kept.close()
+        if self.metrics:
+            self.metrics.close()
+        self._forget_optimizers()
+        try:
+            self.saver.finish()
+        finally:
+            self.runner.close()
+
+
+def _recovering(
+    recover: Callable[[], Callable[[WorkerDied, int], None] | None],
+) -> Callable[[WorkerDied, int], None]:
+    """What a runner calls, which does not keep alive whoever recovers."""
+
+    def called(death: WorkerDied, deaths: int) -> None:
+        known = recover()
+        if known is None:
+            raise death
+        known(death, deaths)
+
+    return called
