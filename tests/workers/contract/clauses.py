@@ -604,7 +604,9 @@ def a_worker_that_ends(kind: Kind) -> None:
         assert rig.workers.all_alive()
         if kind in ("processes", "ray"):
             rig.trap(1).arm("forward", partial(os._exit, 3))
-            with pytest.raises(ps.WorkerDied, match="exit code 3" if kind == "processes" else ""):
+            with pytest.raises(
+                ps.WorkerDied, match="exit code 3" if kind == "processes" else "died"
+            ):
                 rig.run("train")
             assert not rig.workers.all_alive()
             with pytest.raises(ps.ClosedError):

@@ -12,7 +12,7 @@ from tests.pipeline.test_same_bits import NAMES, TWO
 from tests.support.actors import lent_actors
 
 HERE = ps.Ray(cpus=1)
-OFTEN = ("resnet", "gpt2")
+OFTEN = ("resnet",)
 
 
 @pytest.fixture(autouse=True)
