@@ -108,7 +108,7 @@ class RayBackend(DrivenBackend):
         """Start as many actors as the plan has workers, and send them their stages."""
         check_separate(model)
         count = len(plan.devices)
-        pool = ActorPool(self._cluster, count, min(self.threads, self._cluster.cpus_for(count)))
+        pool = ActorPool(self._cluster, count, self._cluster.share_of(self.threads, count))
         modes = Modes.here(self.threads, count, self._allocator_kept)
         seconds = timeout or max(_TIMEOUT, TIMEOUTS * plan.predicted_step_seconds)
         return RayWorkers(plan, model, pool, self.in_order(plan), seconds, modes)

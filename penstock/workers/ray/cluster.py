@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from penstock.devices.cores import cores
 from penstock.errors import InputError, PenstockError
 from penstock.workers.ray.options import Ray
 
+_LITTLE = 0.001  # of a CPU
 _LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _CONTROL = {"control": 2}  # threads of an actor that answer beside its jobs
 
@@ -78,6 +80,8 @@ class Cluster:
     _joined: ClassVar[dict[Cluster, None]] = {}
     _is_ours: ClassVar[bool] = False
     """Whether what this process is connected to was joined here."""
+    _is_new: ClassVar[bool] = False
+    """Whether it was started here, so that nobody else uses it."""
 
     def __init__(self, options: Ray, workers: int) -> None:
         self.options = options
@@ -85,7 +89,7 @@ class Cluster:
         with self._lock:
             if not package.is_initialized():
                 Cluster._joined.clear()  # of one that the script has shut down
-                _join(package, options, workers)
+                Cluster._is_new = _join(package, options, workers)
                 Cluster._is_ours = True
             Cluster._joined[self] = None
 
@@ -93,7 +97,7 @@ class Cluster:
         """It is not needed any more."""
         with self._lock:
             if Cluster._joined.pop(self, 0) is None and not Cluster._joined and Cluster._is_ours:
-                Cluster._is_ours = False
+                Cluster._is_ours = Cluster._is_new = False
                 ray().shutdown()
 
     def nodes(self) -> list[Node]:
@@ -130,6 +134,16 @@ class Cluster:
             if sum(int(total.get("CPU", 0)) // cpus for total in nodes) >= workers:
                 return cpus
         return 1
+
+    def share_of(self, threads: int, workers: int) -> float:
+        """CPUs that each of so many workers reserves, which has so many intra-op threads.
+
+        In a cluster that was started here they share the cores of the machine, as processes do.
+        """
+        options = self.options
+        if Cluster._is_new and options.cpus is None and options.max is None:
+            return _LITTLE
+        return min(threads, self.cpus_for(workers))
 
     def room(self, cpus: int) -> int:
         """For how many more workers there is room, on nodes that stay."""
@@ -192,20 +206,28 @@ class Cluster:
         return found
 
 
-def _join(package: Any, options: Ray, workers: int) -> None:
-    """Connect this process to a cluster, and start one if there is none."""
+def _join(package: Any, options: Ray, workers: int) -> bool:
+    """Connect this process to a cluster; starts one if there is none, and returns whether."""
     given: dict[str, Any] = {"address": options.address}
     is_new = options.address is None and not os.environ.get("RAY_ADDRESS")
     if is_new:
         given = {"num_cpus": max(cores(), workers), "include_dashboard": False}
         if options.resources:
             given["resources"] = {n: v * workers for n, v in options.resources.items()}
+        if _is_stale():
+            given["address"] = "local"
     level = os.environ.get(_LEVEL)
     try:
         if is_new and level is None:
             os.environ[_LEVEL] = "fatal"  # or each process says that there is no dashboard
         with _quiet():
-            package.init(logging_level="ERROR", **given)
+            try:
+                package.init(logging_level="ERROR", **given)
+            except ValueError:
+                if not is_new:
+                    raise
+                package.init(logging_level="ERROR")  # one runs on this machine already
+                is_new = False
     except Exception as error:
         where = f" at {options.address}" if options.address else ""
         raise PenstockError(
@@ -214,6 +236,21 @@ def _join(package: Any, options: Ray, workers: int) -> None:
     finally:
         if level is None:
             os.environ.pop(_LEVEL, None)
+    return is_new
+
+
+def _is_stale() -> bool:
+    """Whether the last cluster of this machine, which Ray would join, does not run any more."""
+    from ray._private.utils import read_ray_address
+
+    host, _, port = (read_ray_address() or "").rpartition(":")
+    if not port.isdecimal():
+        return False
+    try:
+        socket.create_connection((host, int(port)), 2.0).close()
+    except OSError:
+        return True
+    return False
 
 
 class _quiet(warnings.catch_warnings):  # noqa: N801 - it is used like a function

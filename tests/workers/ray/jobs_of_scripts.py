@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import penstock as ps
 
 X = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
-PATIENCE = 90.0  # seconds until a change of the cluster is followed
+PATIENCE = 240.0  # seconds until a change of the cluster is followed
 Found = dict[str, torch.Tensor]
 
 
@@ -45,7 +45,9 @@ class Training:
         """Train until there are so many workers."""
         deadline = time.monotonic() + PATIENCE
         while len(self.pipe.members) != workers:
-            assert time.monotonic() < deadline, f"there are still {len(self.pipe.members)}"
+            assert time.monotonic() < deadline, (
+                f"there are still {len(self.pipe.members)}: {self.pipe.status().notes}"
+            )
             self.step()
             time.sleep(0.2)
         self.step()
