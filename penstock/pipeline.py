@@ -72,6 +72,11 @@ class Pipeline:
     stay in its process. Hooks are called in the worker, and must be registered before the pipeline
     is built.
 
+    Workers in a Ray cluster have weights, gradients and optimizer state of their own, see
+    docs/ray.md. What the script changes in its model is sent to them; what they train comes back
+    with `fetch()`, `state_dict()` and `close()`. `.grad` can be dropped or set to zero; `gradients`
+    returns copies.
+
     Under torchrun every rank runs the same script and is one worker. It uses and trains the
     parameters of its own stages in its model and leaves the others unchanged. All ranks must call
     the same methods in the same order. The rank with the first stage needs the inputs, the rank
@@ -97,9 +102,11 @@ class Pipeline:
             rows is split into single rows.
         schedule: a name in `penstock.schedule.SCHEDULES`, or `"auto"`.
         workers: `"threads"` of this process; `"processes"` on this machine, driven by this process;
-            or `"torchrun"`, the ranks that torchrun has started, on any number of machines.
-            `"auto"` is `"torchrun"` if torchrun has started several ranks, and `"threads"`
-            otherwise. It is an error if something else has started several ranks (a process group,
+            `"ray"`, actors anywhere in a Ray cluster, driven by this process, or `penstock.Ray`
+            with what is asked of the cluster; or `"torchrun"`, the ranks that torchrun has started,
+            on any number of machines.
+            `"auto"` is `"torchrun"` if torchrun or Ray Train has started several ranks, and
+            `"threads"` otherwise. It is an error if something else has started several ranks (a process group,
             mpirun, srun).
         plan: a plan, or the path of its file, to use instead of profiling and planning. Under
             torchrun, rank 0 plans, or reads the plan, for all.
