@@ -106,8 +106,8 @@ class Pipeline:
             with what is asked of the cluster; or `"torchrun"`, the ranks that torchrun has started,
             on any number of machines.
             `"auto"` is `"torchrun"` if torchrun or Ray Train has started several ranks, and
-            `"threads"` otherwise. It is an error if something else has started several ranks (a process group,
-            mpirun, srun).
+            `"threads"` otherwise. It is an error if something else has started several ranks (a
+            process group, mpirun, srun).
         plan: a plan, or the path of its file, to use instead of profiling and planning. Under
             torchrun, rank 0 plans, or reads the plan, for all.
         cuts: qualified names of modules; the model is cut before them. One fewer than devices of a
