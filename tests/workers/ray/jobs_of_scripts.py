@@ -86,7 +86,7 @@ def nodes() -> None:
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
     ray.init(address=cluster.address, logging_level="ERROR")
-    training = Training(ps.Ray(min=1, max=2))
+    training = Training(ps.Ray(min=1, max=2), schedule="1f1b")
     assert len(training.pipe.members) == 1
     training.step()
     seen = []
