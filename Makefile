@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-share test-slow zoo faults resume lint bench figures clean
+.PHONY: setup demo test test-share test-slow zoo faults resume elastic fuzz lint bench figures clean
 
 setup: $(READY)
 
@@ -38,6 +38,12 @@ faults: $(READY)
 
 resume: $(READY)
 	$(BIN)/python -m tests.resume --runs 50 --output docs/resume.md
+
+elastic: $(READY)
+	$(BIN)/python -W ignore -m tests.elastic --output docs/elastic-runs.md
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --messages 10000 --output docs/fuzz.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import nn
 
 from penstock.audit.pace import Setting
@@ -22,7 +23,8 @@ from penstock.errors import InputError, PlanError, closed
 from penstock.plan import Plan
 from penstock.plan.plan import StagePlan
 from penstock.plan.request import Request
-from penstock.planning.planner import Replanning, plan_on_others
+from penstock.plan.search import plans_on_any
+from penstock.planning.planner import Replanning, limits_of, plan_on_others
 from penstock.runner import Runner
 from penstock.weights import Weights
 from penstock.workers.backend import Workers
@@ -166,6 +168,59 @@ def check_can_change(what: str, runner: Runner, instead: str) -> None:
         )
     if not runner.workers.board.close.alive:
         raise closed("close() was called")
+
+
+class Fallbacks:
+    """Plans for fewer workers, made ahead for one and for two fewer.
+
+    (Jang et al. 2023, Oobleck, arXiv:2309.08125: pipelines are planned for the failures to come.)
+
+    Args:
+        of: what plans are made from; the profile of the present workers is used for fewer.
+
+    Raises:
+        PlanError: there is no plan for fewer workers that is as it was asked for.
+    """
+
+    def __init__(self, of: Replanning) -> None:
+        self._costs = of.costs(fresh=False)[0]
+        self._request, self._limits = of.same, limits_of(of.backend)
+        self._plans: dict[tuple[int, bool], Plan | None] = {}
+        count = len(of.backend.devices)
+        found = [self._plan(fewer, False) for fewer in range(max(1, count - 2), count)]
+        if count > 1 and not any(found):
+            self.best(count - 1, False)
+
+    def best(self, most: int, one_replica: bool) -> Plan:
+        """The plan for as many workers as possible.
+
+        Args:
+            most: so many are left.
+            one_replica: whether there has to be one replica.
+
+        Raises:
+            PlanError: there is none.
+        """
+        found = (self._plan(count, one_replica) for count in range(most, 0, -1))
+        best = next((plan for plan in found if plan is not None), None)
+        if best is None:
+            raise PlanError(
+                f'on_failure="continue" needs a plan for fewer workers, and there is none for '
+                f"{most} or fewer that is as it was asked for. Leave out cuts=, replicas=, "
+                'stages_per_worker= or memory_limit=, or use on_failure="replace"'
+            )
+        return best
+
+    def _plan(self, count: int, one_replica: bool) -> Plan | None:
+        key = count, one_replica
+        if key not in self._plans:
+            costs = replace_fields(self._costs, devices=self._costs.devices[:count])
+            request = replace(self._request, replicas=1) if one_replica else self._request
+            try:
+                self._plans[key] = plans_on_any([costs], request, limits=self._limits)[0]
+            except (PlanError, InputError):
+                self._plans[key] = None
+        return self._plans[key]
 
 
 def plan_for_others(of: Replanning) -> Plan:

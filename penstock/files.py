@@ -7,12 +7,14 @@ import fcntl
 import os
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from penstock.errors import InputError
+from penstock.forks import disown_in_forks
 
 _MARKS = {"plan": "stages", "profile": "kinds"}  # what only they have
 _NESTED = (list, tuple, dict)
@@ -41,28 +43,47 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def lock_folder(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """Have a folder for oneself, until what is returned is closed or the process has ended.
+class FolderLock:
+    """A folder that this process has for itself, until `release` or its end.
+
+    A fork of it lets go of the lock, or a data loader's worker would keep others out for as long as
+    it outlives a process that was killed.
 
     Args:
         path: of the folder.
 
-    Returns:
-        a file descriptor; and why nobody is kept out, if the file system has no locks, else "".
+    Attributes:
+        without: why nobody is kept out, if the file system has no locks; else empty.
 
     Raises:
         BlockingIOError: somebody else has it.
         OSError: there is no such folder.
     """
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return lock, str(error.strerror)
-        os.close(lock)
-        raise
-    return lock, ""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.without = ""
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(self._descriptor)
+                raise
+            self.without = str(error.strerror)
+        disown_in_forks(self)
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.disown()
+
+    def disown(self) -> None:
+        """In a fork: let go of the lock, which is still the original's."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def save_whole(path: str | os.PathLike[str], content: bytes, what: str) -> None:
@@ -101,6 +122,20 @@ def read_whole(path: str | os.PathLike[str], what: str) -> bytes:
 def profile_beside(path: Path) -> Path:
     """Where the profile is that a plan was made from: `plan.profile.json` for `plan.json`."""
     return path.with_name(f"{path.stem}.profile.json")
+
+
+def is_inside(folder: Path, name: str, others: Sequence[Path] = ()) -> bool:
+    """Whether a file of this name is in a folder, or in one below, wherever links lead.
+
+    Args:
+        folder: where the index is that names the file, if one does.
+        name: of the file, seen from there.
+        others: folders to which links may lead as well.
+    """
+    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        return False
+    file = (folder / name).resolve()
+    return any(file.is_relative_to(root.resolve()) for root in (folder, *others))
 
 
 class _Versioned(msgspec.Struct):

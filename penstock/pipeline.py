@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -142,6 +143,8 @@ class Pipeline:
         timeout: seconds that a step may take. `None` means fifty times the predicted step, but at
             least a minute, as first steps are slower. Under torchrun this includes the wait for
             other ranks, and `None` means at least ten minutes.
+        threads_per_worker: intra-op threads of each CPU worker, on which bits depend; by default
+            its share of the cores. Give a number where workers are to come and go.
         allocator: `"keep"` makes the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` does not change the C library's settings.
         on_failure: what happens if a worker process ends by itself. `"raise"`: a `WorkerDied`, and
@@ -210,6 +213,7 @@ class Pipeline:
         program: Program | None = None,
         weights: Any = None,
         timeout: float | None = None,
+        threads_per_worker: int | None = None,
         allocator: Allocator = "keep",
         on_failure: OnFailure = "raise",
         audit: Setting = "auto",
@@ -231,8 +235,9 @@ class Pipeline:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         check_merge(merge)
         served = address(metrics)
+        threads = 0 if threads_per_worker is None else threads_per_worker
         chosen = WorkerOptions(
-            *(workers, devices, timeout, allocator, request.least_workers), on_failure=on_failure
+            *(workers, devices, timeout, allocator, request.least_workers, threads), on_failure
         )
         self.model = model
         self._autosave: Autosave | None = None
@@ -788,28 +793,57 @@ class Pipeline:
         with self._runner.steps.during("saving"):
             return self._saver.save(path, background, things)
 
-    def autosave(self, path: str | os.PathLike[str], *, every: int, **things: Any) -> Autosave:
-        """Save by itself every so many training passes, in the background.
+    def autosave(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int,
+        on_sigterm: bool = True,
+        grace: float = 25.0,
+        **things: Any,
+    ) -> Autosave:
+        """Save by itself every so many training passes, in the background, and on SIGTERM.
 
         It happens as the next pass begins, when the optimizer, schedulers and scalers have done
         their step: at the first one at which no gradients are being accumulated. `penstock.resume`
         goes on from there. Errors of a save are raised by the next one, or by `close()`. What comes
         after the last of them is saved by `save`. Called again, it takes the place of the earlier.
 
+        When this process gets SIGTERM, the step under way is completed, the run is saved where the
+        next one would begin, and `SystemExit(0)` is raised there. Under torchrun all ranks do so at
+        the same step, if one of them gets the signal. See docs/checkpoints.md.
+
         Args:
             path: the folder; a checkpoint in it is replaced, as by `save`. Under torchrun all ranks
                 must see the same folder.
             every: passes that train: calls of `train_step`, or of the pipeline with gradients.
+            on_sigterm: whether to save and end on SIGTERM. A handler of yours that was there before
+                is called as well. `close()` and `remove()` put it back.
+            grace: seconds after which SIGTERM ends the process without saving, if no step begins;
+                torchrun kills its ranks after 30.
             **things: as in `save`, and `penstock.Batches`, of which the batch in hand is not done.
 
         Returns:
             a handle, whose `remove()` ends it.
 
         Raises:
-            InputError: `every` is no number of steps.
+            InputError: `every` is no number of steps, or `grace` no number of seconds.
         """
-        self._autosave = Autosave(Path(path), every, things, self._runner.counts.trained)
-        return self._autosave
+        autosave = Autosave(Path(path), every, things, self._runner.counts.completed)
+        if self._autosave is not None:
+            self._autosave.remove()
+        self._autosave = autosave
+        if on_sigterm:
+            pipe = weakref.ref(self)  # what handles signals lives as long as the process
+
+            def ask() -> bool:
+                running = pipe()
+                if running is not None:
+                    running._workers.request_stop()
+                return running is not None
+
+            autosave.on_sigterm(ask, grace)
+        return autosave
 
     def _between_steps(self) -> None:
         """Before a pass that trains: save, or change the workers, if that was asked for."""
@@ -832,11 +866,8 @@ class Pipeline:
     def _save_if_due(self) -> None:
         """Save before a pass that trains, if that was asked for."""
         if self._autosave is not None:
-            self._autosave.before_step(
-                self._runner.counts.trained,
-                self.model.parameters(),
-                lambda path, things: self.save(path, background=True, **things),
-            )
+            completed = self._runner.counts.completed
+            self._autosave.before_step(completed, self.model, self._workers, self.save)
 
     def random_state(self) -> dict[str, int]:
         """Return the state on which the random numbers of the next passes depend.
@@ -927,6 +958,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the workers. The model keeps its weights."""
+        if self._autosave is not None:
+            self._autosave.remove()
         self._running.close()
 
     def __enter__(self) -> Pipeline:

@@ -46,10 +46,13 @@ class Counts:
         trained: passes that have trained: those of `train_step` with gradients, and calls in
             training mode with gradients.
         others: all other passes.
+        completed: passes that have trained, as of the latest that has not failed. All ranks know
+            the same of it, while one of them may have counted a pass that has failed on another.
     """
 
     trained: int = 0
     others: int = 0
+    completed: int = 0
 
     def next(self, trains: bool) -> int:
         """The step of the next pass: from 0 upward if it trains, from -1 downward if not."""
@@ -103,6 +106,7 @@ class Runner:
     Attributes:
         recover: called if workers have died, with the error and how often that has happened to the
             same work; `use` is called by it, or it raises.
+        relieve: called between two passes if workers leave.
         plan: that is run.
         loss_device: where the last stage is.
         workers: who does it.
@@ -129,6 +133,7 @@ class Runner:
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
         self._recordings: list[_Recording] = []  # that are open
         self.recover: Callable[[WorkerDied, int], None] = _raise
+        self.relieve: Callable[[], None] = _nothing
         self.steps = Steps(program.example_sizes)
         self._user = _User(workers.ownership)
         self._under_way: list[Started] = []
@@ -150,8 +155,11 @@ class Runner:
         training = evaluation = make(True)
         if not self._program.same_in_eval:
             evaluation = make(False)
+        before = self.workers if self._ways else workers
         self._ways = {True: training, False: evaluation}
         self.plan, self.workers = plan, workers
+        if before.is_stopping:
+            workers.request_stop()
         self.loss_device = workers.devices[plan.placement[-1]]
         self.steps.use(workers.board, plan, len(workers.devices))
         self._user.ownership = workers.ownership
@@ -304,7 +312,8 @@ class Runner:
                 f"{state!r} is not a state of random numbers: give what random_state() returned, "
                 "a dictionary of the integers 'seed', 'trained' and 'others'"
             )
-        self.counts = Counts(state["trained"], state.get("others", 0))
+        trained = state["trained"]
+        self.counts = Counts(trained, state.get("others", 0), trained)
         current = user_seed()
         self._seed = state.get("seed", current), current
 
@@ -360,6 +369,8 @@ class Runner:
         self._user.enter(*self._effects(order))
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
+        if self.workers.are_leaving and not self._under_way:
+            self.relieve()
         started = Started(order, self.steps.begin())
         self._under_way.append(started)
         try:
@@ -425,6 +436,7 @@ class Runner:
             self._held[order.number] = order
         elif order.what == "backward":
             self._held.pop(order.number, None)
+        self.counts.completed = max(self.counts.completed, order.microbatches[0].key.step + 1)
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].agree([m.way for m in order.microbatches])
         if self._recordings and any(outcome.logs.values()):
@@ -490,6 +502,10 @@ class Runner:
             self.workers.close()
         finally:
             self._user.drop()
+
+
+def _nothing() -> None:
+    """Have nobody take over for workers that leave."""
 
 
 def _raise(death: WorkerDied, deaths: int) -> None:

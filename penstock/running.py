@@ -18,10 +18,10 @@ from torch import nn
 
 from penstock.account.history import About
 from penstock.audit.auditor import Auditor
-from penstock.board.metrics import Address, Server
+from penstock.board.metrics import Address, MetricsServer
 from penstock.board.runs import Run, publish
 from penstock.capture import Program
-from penstock.changing import Dividing, Given, Planning, with_one_replica
+from penstock.changing import Dividing, Fallbacks, Given, Planning, completed, with_one_replica
 from penstock.checkpoint.saver import Saver
 from penstock.devices.cores import cores
 from penstock.devices.machine import processor
@@ -41,6 +41,7 @@ from penstock.workers.backend import Backend, Workers
 from penstock.workers.described import description_of, listen
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.members import Membership
+from penstock.workers.memories import Left
 from penstock.workers.placement import place
 
 _DEATHS = 3
@@ -104,11 +105,15 @@ class Running:
         self._served_at = served_at
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
+        request = completed(given.request, plan)
+        of = Replanning(plan, program, *given.example, backend, request, None)
+        self._fallbacks = self._planned_ahead(of)
         workers = self._begun(backend, plan, stack)
         self.runner = Runner(program, plan, workers, deferred=given.batchnorm == "deferred")
         self.dividing.surviving = self.runner.surviving
         if given.workers.survives:
             self.runner.recover = _recovering(weakref.WeakMethod(self.recover))
+            self.runner.relieve = _recovering(weakref.WeakMethod(self.relieve))
         self.auditor = Auditor(given.audit, program, self.runner, backend.threads)
         self.passes = Passes(self.runner, self.auditor, program, given.merge)
         self.saver = Saver(model, self.runner)
@@ -156,7 +161,7 @@ class Running:
         publish(workers.board, self.description)
         listen(workers, answers(self.runner.steps, self.about()))
 
-    def _served(self, where: Address | None) -> Server | None:
+    def _served(self, where: Address | None) -> MetricsServer | None:
         """A server of metrics at this address; ranks take one port after the other."""
         if where is None:
             return None
@@ -164,7 +169,7 @@ class Running:
         run = Run(self.description, board, board.path)  # which does not hold the pipeline
         port = where.port + self.description.rank if where.port else 0
         try:
-            return Server(where.host, port, run)
+            return MetricsServer(where.host, port, run)
         except InputError as error:
             if where.is_asked_for:
                 raise
@@ -199,6 +204,10 @@ class Running:
         self.runner.plan = replace_fields(self.plan, num_microbatches=num_microbatches)
         self.passes.num_microbatches = num_microbatches
 
+    def _planned_ahead(self, of: Replanning) -> Fallbacks | None:
+        """Plans for fewer workers, if these are to go on without others."""
+        return Fallbacks(of) if self.given.workers.on_failure == "continue" else None
+
     # -- others -----------------------------------------------------------------------------------
 
     def change(
@@ -222,15 +231,18 @@ class Running:
             left = self.workers.left()
             request, note = with_one_replica(self.given.request, old, left)
             example = self.given.example
-            plan = planning(Replanning(old, self._program, *example, backend, request, report))
+            of = Replanning(old, self._program, *example, backend, request, report)
+            plan = planning(of)
             if plan is None:
                 return False
+            fallbacks = self._planned_ahead(of)
             plan = replace_fields(plan, note=note or plan.note)
             backend.take(plan, is_given=False)
             plan = backend.agree(self._program, plan)
             left.bring()
             self._switch(backend, plan)
             stack.pop_all()
+        self._fallbacks = fallbacks
         self.given = replace(self.given, workers=chosen)
         self.runner.steps.kept.happened(
             f"{self.members.news(before)}; the change took "
@@ -315,52 +327,82 @@ class Running:
             WorkerDied: it has happened too often, or nobody is left.
             InputError: something is lost that only the dead have had.
         """
-        began, before = time.monotonic(), self.members
         if deaths > _DEATHS:
-            self.runner.workers.close()
+            self.workers.close()
             death.add_note(
                 f"Others have taken over {_DEATHS} times, and each time a worker has ended at the "
                 "same work, so it is probably the work that ends them."
             )
             raise death
+        self._take_over(self.workers.remembered, death.what, death)
+
+    def relieve(self) -> None:
+        """Let others take over for workers that leave, between two passes."""
+        self._take_over(self.workers.left, "a worker was asked to end (SIGTERM)", None)
+
+    def _take_over(self, remember: Callable[[], Left], what: str, death: WorkerDied | None) -> None:
+        """Let those that are left, or others, go on.
+
+        Args:
+            remember: says what forwards have left with the workers.
+            what: has happened.
+            death: that made it necessary, if it was one.
+
+        Raises:
+            WorkerDied: nobody is left.
+            ClosedError: nobody could take over.
+        """
+        began, before, old = time.monotonic(), self.members, self.plan
         with with_autograd():
-            left = self.workers.remembered()
+            left = remember()
             for optimizer in self._optimizers:
                 optimizer.divide_again()
             self._serve_again()
-            same = self.given.as_they_are(self.workers, self.threads)
-            survivors = self.workers.survivors()
+            now = self.workers
+            survivors = now.survivors()
             left.bring()
-            self._take_over(same, survivors, death)
+            chosen = self.given.as_they_are(now, self.threads)
+            if self._fallbacks is not None:
+                if not survivors and death is not None:
+                    death.add_note("No worker is left to go on.")
+                    raise death
+                one_replica = with_one_replica(self.given.request, old, left)[0].replicas == 1
+                plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
+                chosen = self.given.on(list(plan.devices), now, self.threads)
+            else:
+                plan = old
+            self._try_to_use(chosen, plan, survivors, what)
+        self.given = replace(self.given, workers=chosen)
         took = show_seconds(time.monotonic() - began)
+        another = f"; another plan: {plan.summary}" if plan is not old else ""
         self.runner.steps.kept.happened(
-            f"{death.what}; {self.members.news(before)}; others have taken over within {took}"
+            f"{what}; {self.members.news(before)}; others have taken over within {took}{another}"
         )
 
-    def _take_over(self, same: WorkerOptions, survivors: Any, death: WorkerDied) -> None:
-        """Go on with those that are left.
+    def _try_to_use(self, chosen: WorkerOptions, plan: Plan, survivors: Any, what: str) -> None:
+        """Go on with those that are left, and with new ones if that fails.
 
         Args:
-            same: the workers that there were.
-            survivors: those of them that are left.
-            death: of others.
+            chosen: the workers.
+            plan: that they run.
+            survivors: those that are left.
+            what: has happened before.
 
         Raises:
             ClosedError: nobody could take over.
         """
-        plan = self.plan
-        for attempt in range(1, _DEATHS + 1):
+        for attempt in range(_DEATHS):
             try:
-                backend = same.backend(self._allocator_kept, survivors)
+                backend = chosen.backend(self._allocator_kept, survivors)
                 self._use(backend, backend.agree(self._program, plan))
                 return
             except WorkerError as error:
-                survivors = None
-                if attempt == _DEATHS:
+                survivors.close()
+                if attempt == _DEATHS - 1:
                     raise ClosedError(
-                        f"{death.what}, and others could not take over ({error}), so the pipeline "
-                        f"is closed. {_HOW_TO_GO_ON}"
-                    ) from death
+                        f"{what}, and others could not take over ({error}), so the pipeline is "
+                        f"closed. {_HOW_TO_GO_ON}"
+                    ) from error
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -376,15 +418,14 @@ class Running:
             self.runner.close()
 
 
-def _recovering(
-    recover: Callable[[], Callable[[WorkerDied, int], None] | None],
-) -> Callable[[WorkerDied, int], None]:
+def _recovering(recover: Callable[[], Callable[..., None] | None]) -> Callable[..., None]:
     """What a runner calls, which does not keep alive whoever recovers."""
 
-    def called(death: WorkerDied, deaths: int) -> None:
+    def called(*details: Any) -> None:
         known = recover()
-        if known is None:
-            raise death
-        known(death, deaths)
+        if known is not None:
+            known(*details)
+        elif details:
+            raise details[0]
 
     return called

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from penstock.capture.attributes import find, named_tensors, put
 from penstock.capture.meta import META, is_on_meta
 from penstock.capture.randomness import Key, draw
 from penstock.errors import InputError
+from penstock.files import is_inside
 
 
 @contextmanager
@@ -265,20 +265,6 @@ def _from_index(path: Path) -> Weights:
         return tensor
 
     return StoredWeights(places, read, str(path))
-
-
-def is_inside(folder: Path, name: str, others: Sequence[Path] = ()) -> bool:
-    """Whether a file that an index in a folder names is in that folder, or in one below.
-
-    Args:
-        folder: where the index is.
-        name: as it is in the index.
-        others: folders to which links may lead as well.
-    """
-    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-        return False
-    file = (folder / name).resolve()
-    return any(file.is_relative_to(root.resolve()) for root in (folder, *others))
 
 
 def _places_in(path: Path) -> dict[str, str]:

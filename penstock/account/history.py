@@ -6,12 +6,10 @@ It is in the memory of a pipeline, and with `Pipeline(run=...)` in a folder as w
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ import msgspec
 from penstock.account.record import StepRecord
 from penstock.board.runs import Description
 from penstock.errors import InputError
-from penstock.files import lock_folder, save_whole, write_whole
+from penstock.files import FolderLock, is_inside, save_whole, write_whole
 from penstock.plan.plan import Plan
 
 ABOUT = "run.json"
@@ -149,7 +147,7 @@ class RunFolder:
                 f"run={str(path)!r} is a folder with other files, such as {sorted(others)[0]}; "
                 "give a new folder, or that of an earlier run"
             )
-        self.close = weakref.finalize(self, _unlock, self._lock())
+        self.close = weakref.finalize(self, self._lock().release)
         try:
             self._put_aside(_FILES)
             self._write(about)
@@ -169,14 +167,14 @@ class RunFolder:
         self._put_aside([StepRecord])
         self._write(about)
 
-    def _lock(self) -> int:
-        """A file descriptor by which nobody else writes here.
+    def _lock(self) -> FolderLock:
+        """A lock by which nobody else writes here.
 
         Raises:
             InputError: somebody does.
         """
         try:
-            lock, _ = lock_folder(self.path)
+            return FolderLock(self.path)
         except BlockingIOError:
             raise InputError(
                 f"run={str(self.path)!r} is being written by a pipeline that is not closed"
@@ -184,7 +182,6 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise InputError(f"run={str(self.path)!r} cannot be a folder: {error}") from error
-        return lock
 
     def _by_whom(self) -> str:
         try:
@@ -225,12 +222,6 @@ class RunFolder:
             file.write(msgspec.json.encode(item) + b"\n")
 
 
-def _unlock(lock: int) -> None:
-    with suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_UN)  # forks have it as well
-    os.close(lock)
-
-
 def _takes(folder: Path, content: bytes, names: Sequence[str]) -> bool:
     """Whether files of these names, of what was run so, may be moved to a folder."""
     if not folder.exists():
@@ -249,9 +240,16 @@ def read_run(path: str | os.PathLike[str]) -> History:
         path: of the folder.
 
     Raises:
-        InputError: it is none, or one of another version.
+        InputError: it is none, or one of another version, or a file in it is a link that leads
+            elsewhere.
     """
     folder = Path(path)
+    for name in (ABOUT, *_FILES.values()):
+        if not is_inside(folder, name):
+            raise InputError(
+                f"{folder / name} is a link to {(folder / name).resolve()}, outside of the run. "
+                "Pipeline(run=...) makes no such links; if you trust it, copy the file there"
+            )
     about = _about(folder)
     files = steps, records, events = [_items(folder, kind) for kind in _FILES]
     if _about(folder) != about:  # another plan, or another run, has come meanwhile

@@ -18,6 +18,7 @@ NAMES = (
     "truth",
     "attribution",
     "small",
+    "surviving",
     "watched",
     "pictures",
     "contract",

@@ -1,27 +1,30 @@
 """Answers other processes of this user that look at a pipeline, over a socket beside its board.
 
 Most of what they want to know is on the board. What is not (the stacks of threads) is asked for
-here, of a thread that does nothing else. Questions and answers are lines of JSON; the socket is a
-file in a folder that nobody else can enter.
+here, of a thread that does nothing else. A question is a line, an answer a line of JSON; the socket
+is a file in a folder that nobody else can enter.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from penstock.board.process import is_of_this_user
+from penstock.board.server import Server, read_all
+
 SUFFIX = ".sock"
 """Of the socket beside a board's file."""
 
-_PATIENCE = 2.0  # seconds for a question to come, and for an answer to be read
-_LONGEST = 1 << 12  # bytes of a question
+_PATIENCE = 1.5  # seconds to wait for an answer
+_LONGEST = 1 << 28  # bytes of an answer
 
 
 class Control:
@@ -40,63 +43,44 @@ class Control:
         try:
             with _short(path) as name:
                 listener.bind(name)
-            listener.listen()
+                os.chmod(name, 0o600)
+            self._server = Server(listener, _question, _Answers(answers), "penstock-control")
         except BaseException:
             listener.close()
             raise
-        self._is_closed = threading.Event()
-        arguments = listener, dict(answers), self._is_closed
-        self._thread = threading.Thread(
-            target=_serve, args=arguments, name="penstock-control", daemon=True
-        )
-        self._thread.start()
-        self._listener, self._path, self._process = listener, path, os.getpid()
+        self._path, self._process = path, os.getpid()
 
     def close(self) -> None:
         """Stop listening."""
         if os.getpid() == self._process:  # and not a fork of it
-            self._is_closed.set()
             self._path.unlink(missing_ok=True)
-            with suppress(OSError):  # closed before
-                self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
-            if self._thread is not threading.current_thread():
-                self._thread.join(_PATIENCE)
-        self._listener.close()
+        self._server.close()
 
 
-def _serve(
-    listener: socket.socket, answers: dict[str, Callable[[], Any]], is_closed: threading.Event
-) -> None:
-    """Answer one after the other; runs in a thread of its own."""
-    while True:
+def _question(said: bytes) -> str | None:
+    """The line that has come, if it is whole."""
+    line, end, _ = said.partition(b"\n")
+    return line.decode(errors="replace").strip() if end else None
+
+
+class _Answers:
+    """Gives the answer to a question, as JSON.
+
+    Args:
+        known: for every question what gives its answer.
+    """
+
+    def __init__(self, known: Mapping[str, Callable[[], Any]]) -> None:
+        self._known = dict(known)
+
+    def __call__(self, question: str) -> bytes:
+        """The answer, or why there is none."""
         try:
-            other, _ = listener.accept()
-        except OSError:
-            if listener.fileno() < 0 or is_closed.is_set():
-                return
-            is_closed.wait(_PATIENCE)  # too many open files, say
-            continue
-        with other:
-            try:
-                other.settimeout(_PATIENCE)
-                question = _line(other)
-                known = answers.get(question)
-                answer = {"answer": known()} if known else {"error": f"unknown: {question!r}"}
-                other.sendall(msgspec.json.encode(answer) + b"\n")
-            except Exception as error:
-                said = {"error": f"{type(error).__name__}: {error}"}
-                with suppress(OSError):  # whoever asked has gone
-                    other.sendall(msgspec.json.encode(said) + b"\n")
-
-
-def _line(other: socket.socket) -> str:
-    data = b""
-    while not data.endswith(b"\n") and len(data) < _LONGEST:
-        more = other.recv(_LONGEST)
-        if not more:
-            break
-        data += more
-    return data.decode(errors="replace").strip()
+            known = self._known.get(question)
+            answer = {"answer": known()} if known else {"error": f"unknown: {question!r}"}
+            return msgspec.json.encode(answer) + b"\n"
+        except Exception as error:
+            return msgspec.json.encode({"error": f"{type(error).__name__}: {error}"}) + b"\n"
 
 
 @contextmanager
@@ -112,7 +96,7 @@ def _short(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def ask(path: Path, question: str, timeout: float = 1.5) -> Any:
+def ask(path: Path, question: str, timeout: float = _PATIENCE) -> Any:
     """The answer of the process that listens there.
 
     Args:
@@ -121,17 +105,18 @@ def ask(path: Path, question: str, timeout: float = 1.5) -> Any:
         timeout: seconds to wait for it.
 
     Raises:
-        OSError: nobody listens there, or there was no answer in time.
+        OSError: nobody of this user listens there, or there was no answer in time.
         ValueError: it has no answer; the message says why.
     """
+    end = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX) as other:
         other.settimeout(timeout)
         with _short(path) as name:
             other.connect(name)
+        if not is_of_this_user(other):
+            raise PermissionError(f"{path} is the socket of another user")
         other.sendall(f"{question}\n".encode())
-        data = b""
-        while more := other.recv(1 << 16):
-            data += more
+        data = read_all(other, end, _LONGEST)
     try:
         found = msgspec.json.decode(data)
     except msgspec.DecodeError as error:

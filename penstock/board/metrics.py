@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
-import threading
+import socket
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.board.runs import Run
 from penstock.board.served import STATE, state_of
+from penstock.board.server import Server
 from penstock.board.status import Status, status_here
 from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 VARIABLE = "PENSTOCK_METRICS"
 """The environment variable that says where, if the script does not."""
 
 LOOPBACK = "127.0.0.1"
 
+METRICS = "/metrics"
+"""The path of them."""
 
-_PATIENCE = 5.0  # seconds
+OPEN_METRICS = "application/openmetrics-text"
+"""What accepts them as such; others get the older format of Prometheus."""
 
 
 class Address(NamedTuple):
@@ -55,10 +62,11 @@ def address(given: int | str | None) -> Address | None:
             f'{name}={value!r} is no place to serve metrics: give a port, such as 9100, or "HOST:'
             'PORT" to be reached from other machines, such as "0.0.0.0:9100"'
         )
+    host = host.removeprefix("[").removesuffix("]")  # of IPv6
     return Address(host or LOOPBACK, int(port), given is not None)
 
 
-class Server:
+class MetricsServer:
     """Serves the state of a pipeline at `http://HOST:PORT/metrics`.
 
     Args:
@@ -76,7 +84,7 @@ class Server:
 
     def __init__(self, host: str, port: int, run: Run) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry
         except ModuleNotFoundError as error:
             raise InputError(
                 "metrics= needs prometheus-client: pip install 'penstock[metrics]'"
@@ -84,47 +92,95 @@ class Server:
         registry = CollectorRegistry()
         registry.register(_Collector(lambda: status_here(run)))
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            listener = _bound(host, port)
+            self.port: int = listener.getsockname()[1]
+            self._server = Server(listener, asked, _Pages(run, registry), "penstock-metrics")
         except OSError as error:
             raise InputError(
                 f"metrics cannot be served at {host}:{port}: {error.strerror}. Give another port; "
                 "0 takes a free one, and Pipeline.metrics says which"
             ) from error
-        self._server.set_app(_with_state(self._server.get_app(), run))
-        self.port: int = self._server.server_port
-        self.url = f"http://{host}:{self.port}/metrics"
-        self._process, self._is_closed = os.getpid(), False
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
     def close(self) -> None:
         """Stop listening, if it has not stopped."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if os.getpid() != self._process:  # a fork of it, which has not the thread
-            self._server.server_close()
-        elif threading.current_thread() is self._thread:  # which collects garbage
-            threading.Thread(target=self._stop, daemon=True).start()
-        else:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._server.shutdown()
-        self._thread.join(_PATIENCE)
-        self._server.server_close()
+        self._server.close()
 
 
-def _with_state(metrics: Any, run: Run) -> Any:
-    """An application of WSGI that serves the state of a run, and leaves the rest to another."""
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that can listen there.
 
-    def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["PATH_INFO"] != STATE or environ["REQUEST_METHOD"] != "GET":
-            return metrics(environ, start)  # type: ignore[no-any-return]
-        found = state_of(run)
-        length = str(len(found))
-        start("200 OK", [("Content-Type", "application/json"), ("Content-Length", length)])
-        return [found]
+    Raises:
+        OSError: there is no such address, or somebody else listens there.
+    """
+    family, kind, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(where)
+        found.listen()  # or another could take the port before this one does
+    except OSError:
+        found.close()
+        raise
+    return found
 
-    return serve
+
+def asked(said: bytes) -> str | None:
+    """What a request of HTTP asks for: a path, or for metrics `OPEN_METRICS` if that is accepted.
+
+    Returns:
+        `None` if it is not whole yet, an empty text if it is none.
+    """
+    head, end, _ = said.partition(b"\r\n\r\n")
+    if not end:
+        return None
+    first, *headers = head.decode("latin-1").split("\r\n")
+    method, _, rest = first.partition(" ")
+    target, _, version = rest.partition(" ")
+    if method != "GET" or not version.startswith("HTTP/1."):
+        return ""
+    path = target.partition("?")[0]
+    if path not in ("/", METRICS):
+        return path
+    fields = [header.partition(":") for header in headers]
+    accepted = [value for name, _, value in fields if name.lower() == "accept"]
+    return OPEN_METRICS if any(OPEN_METRICS in value for value in accepted) else METRICS
+
+
+class _Pages:
+    """Gives the responses of HTTP.
+
+    Args:
+        run: whose state is served.
+        registry: of its metrics.
+    """
+
+    def __init__(self, run: Run, registry: CollectorRegistry) -> None:
+        self._run, self._registry = run, registry
+
+    def __call__(self, what: str) -> bytes:
+        """The response to what is `asked` for."""
+        if what == STATE:
+            return _response("200 OK", "application/json", state_of(self._run))
+        if what in (METRICS, OPEN_METRICS):
+            return self._metrics(what)
+        if what:
+            return _response("404 Not Found", "text/plain", b"/metrics and /state are served\n")
+        return _response("400 Bad Request", "text/plain", b"GET is answered\n")
+
+    def _metrics(self, what: str) -> bytes:
+        from prometheus_client.exposition import choose_encoder
+
+        encode, kind = choose_encoder(OPEN_METRICS if what == OPEN_METRICS else "")
+        return _response("200 OK", kind, encode(self._registry))
+
+
+def _response(status: str, kind: str, content: bytes) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
+        "X-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + content
 
 
 class _Collector:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from pathlib import Path
 from zlib import crc32
 
 STATE, USER, SYSTEM, STARTED = 0, 11, 12, 19
 """Places of what `fields` returns: its state, the ticks that it has run for, and when it started,
 in ticks of its machine."""
+
+_CREDENTIALS = struct.Struct("3i")  # process, user and group
 
 
 def fields(pid: int | str = "self") -> list[str]:
@@ -46,6 +49,15 @@ def where() -> str:
     except OSError:
         namespace = 0
     return f"{crc32(f'{socket.gethostname()} {namespace}'.encode()):08x}"
+
+
+def is_of_this_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is this user's or root's, as far as is known."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    size = _CREDENTIALS.size
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return user in (0, os.geteuid())
 
 
 def memory_of(pid: int) -> tuple[int, int]:

@@ -6,8 +6,6 @@ import http.client
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -18,7 +16,9 @@ import msgspec
 
 from penstock.board.memory import Counted, Reading
 from penstock.board.runs import Description, Run
+from penstock.board.server import read_all
 from penstock.board.status import Process, process_of
+from penstock.display.safe import printable
 from penstock.errors import InputError
 
 STATE = "/state"
@@ -28,6 +28,8 @@ _VERSION = 1
 _LONGEST = 4 << 20  # bytes of an answer
 _PATIENCE = 3.0  # seconds for one
 _PAUSE = 0.25  # seconds between an answer and the next question
+_BOUND = 1 << 62  # of all numbers in a state; bytes, nanoseconds, times of all clocks
+_MOST_OTHERS = 1024  # ranks that are asked
 _TRIES = 3  # without an answer, until it is gone
 
 
@@ -202,17 +204,9 @@ def others_of(first: Remote) -> list[str]:
         return []
     return [
         _url(host if worker.host == about.host else worker.host, port + worker.number)
-        for worker in about.workers
+        for worker in about.workers[:_MOST_OTHERS]
         if worker.number != about.rank and 0 < port + worker.number < 1 << 16
     ]
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Nowhere else: the state is where it is said to be."""
-
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 def _fetched(url: str) -> State:
@@ -220,31 +214,64 @@ def _fetched(url: str) -> State:
 
     Raises:
         OSError: nobody answers, or not in time.
-        HTTPException: it does not speak HTTP.
+        HTTPException: it does not speak HTTP, or has no such page.
         ValueError: it is not the state of a pipeline.
     """
-    end, data = time.monotonic() + _PATIENCE, bytearray()
-    with _OPENER.open(url, timeout=_PATIENCE) as answer:
-        while more := answer.read1(1 << 16):
-            data += more
-            if len(data) > _LONGEST:
-                raise ValueError(f"the answer has more than {_LONGEST >> 20} MiB")
-            if time.monotonic() > end:
-                raise TimeoutError
-    state = msgspec.json.decode(data, type=State)
+    parts, end = urlsplit(url), time.monotonic() + _PATIENCE
+    with socket.create_connection((parts.hostname, parts.port), _PATIENCE) as sock:
+        sock.sendall(f"GET {STATE} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
+        data = read_all(sock, end, _LONGEST)
+    head, _, body = data.partition(b"\r\n\r\n")
+    version, _, status = printable(head.partition(b"\r\n")[0].decode("latin-1")).partition(" ")
+    if not version.startswith("HTTP/"):
+        raise http.client.BadStatusLine(f"{version[:80]!r} is no HTTP")
+    if not status.startswith("200"):
+        raise http.client.HTTPException(f"the server answers {status[:80]}")
+    return state_from(body)
+
+
+def state_from(data: bytes) -> State:
+    """A state, of which nothing is believed.
+
+    Raises:
+        ValueError: it is none, or nobody could show it.
+    """
+    try:
+        state = _checked(msgspec.json.decode(data, type=State))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     about = state.description
     if state.penstock != _VERSION:
         raise ValueError(f"it is of version {state.penstock}; this Penstock reads {_VERSION}")
     if not len(state.readings) == len(state.processes) == len(about.recorded):
         raise ValueError("it does not say what every worker does")
+    if not set(about.recorded) <= {worker.number for worker in about.workers}:
+        raise ValueError("it speaks of workers that it has not")
     return state
 
 
+def _checked(state: State) -> State:
+    """The same with texts that cannot write anything but themselves on a terminal.
+
+    Raises:
+        ValueError: it has numbers that are none, or out of all bounds.
+    """
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return printable(value)
+        if isinstance(value, (int, float)) and not -_BOUND < value < _BOUND:
+            raise ValueError(f"{str(value)[:20]} is no number that a state has")
+        if isinstance(value, dict):
+            return {key: clean(each) for key, each in value.items()}
+        return [clean(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    return msgspec.convert(clean(msgspec.to_builtins(state)), State)
+
+
 def _why(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"the server answers {error.code} {error.reason}"
-    if isinstance(error, urllib.error.URLError):
-        error = error.reason if isinstance(error.reason, Exception) else error
+    if type(error) is http.client.HTTPException:
+        return str(error)
     if isinstance(error, TimeoutError):
         return f"there was no answer within {_PATIENCE:.0f} s"
     if isinstance(error, ConnectionRefusedError):

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
+from torch import nn
 
 from penstock.checkpoint.batches import Batches
 from penstock.checkpoint.checkpoint import Checkpoint, Running, load
+from penstock.checkpoint.sigterm import Sigterm
 from penstock.errors import CheckpointError, InputError
 from penstock.storage.folder import INDEX
+from penstock.workers.backend import Workers
 
-_Save = Callable[[Path, Mapping[str, Any]], object]
+_Save = Callable[..., object]
+_PAUSE = 0.05  # seconds between two looks
+_HEARS = 5.0  # seconds in which all that a launcher asks to stop hear of it
 
 
 class Autosave:
@@ -39,27 +45,70 @@ class Autosave:
             raise InputError(f"every={every!r} is no number of steps; give 1 or more")
         self._folder, self._every, self._things = folder, every, things
         self._last = trained
+        self._sigterm: Sigterm | None = None
         self._is_on = True
 
-    def remove(self) -> None:
-        """Save no more."""
-        self._is_on = False
-
-    def before_step(self, trained: int, parameters: Iterable[torch.Tensor], save: _Save) -> None:
-        """Save, if it is time and no gradients are there, which would not be saved.
+    def on_sigterm(self, ask: Callable[[], bool], grace: float) -> None:
+        """Save and end the run on SIGTERM.
 
         Args:
-            trained: passes that have trained so far.
-            parameters: of the model.
-            save: does it.
+            ask: has the workers note that they are asked to stop; says whether there are any.
+            grace: seconds in which that has to be possible, or the process ends without.
+
+        Raises:
+            InputError: that is no time.
         """
-        if not self._is_on or trained // self._every == self._last // self._every:
+        if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not grace > 0:
+            raise InputError(f"grace={grace!r} must be a positive number of seconds")
+        self._sigterm = Sigterm(ask, grace)
+
+    def remove(self) -> None:
+        """Save no more, also on SIGTERM, which then does what it did before."""
+        self._is_on = False
+        if self._sigterm is not None and not self._sigterm.leaving:
+            self._sigterm.remove()
+
+    def before_step(self, trained: int, model: nn.Module, workers: Workers, save: _Save) -> None:
+        """Save, if it is time and no gradients are there, which would not be saved.
+
+        All processes that run the script decide the same: by numbers that all of them have.
+
+        Args:
+            trained: passes that have trained and ended well so far.
+            model: whose gradients.
+            workers: who trains it.
+            save: `Pipeline.save`.
+
+        Raises:
+            SystemExit: the run was asked to stop by SIGTERM, and is saved.
+            CheckpointError: it could not be saved.
+        """
+        stops = workers.is_stopping and self._sigterm is not None
+        is_time = trained // self._every != self._last // self._every
+        if not self._is_on or not (is_time or stops):
             return
-        if any(p.grad is not None and bool(p.grad.any()) for p in parameters):
-            return  # they are being accumulated
+        accumulates = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+        if any(workers.all_gather("autosave", accumulates)):
+            return
         self._last = trained
+        if stops and self._sigterm is not None:
+            self._sigterm.leave()
         undone = {n: t.undone if isinstance(t, Batches) else t for n, t in self._things.items()}
-        save(self._folder, undone)
+        save(self._folder, background=not stops, **undone)
+        if stops:
+            self._end(trained, workers)
+
+    def _end(self, trained: int, workers: Workers) -> NoReturn:
+        """End this process, with code 0 if it is one of those that were asked to."""
+        saved = f"the run is saved in {self._folder} after {trained} steps, and ends"
+        deadline = time.monotonic() + _HEARS
+        while not workers.was_asked_to_stop:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"penstock: another machine was asked to stop by SIGTERM: {saved}")
+            time.sleep(_PAUSE)
+        if workers.role.leads:
+            print(f"penstock: SIGTERM: {saved}", file=sys.stderr, flush=True)
+        raise SystemExit(0)
 
 
 def resume(
@@ -82,10 +131,13 @@ def resume(
         InputError: the newest one is of another model, or of other things.
         CheckpointError: none of those that are there is whole.
     """
+    running = target if isinstance(target, Running) else None
+    workers = None if running is None else running._runner.workers
     why: CheckpointError | None = None
-    for path in _newest_first(Path(folder)):
+    for path in _found(Path(folder), workers):
         try:
-            found: dict[str, Any] = load(path).restore(target, **things)
+            with nullcontext() if workers is None else workers.operation("resume"):
+                found: dict[str, Any] = load(path).restore(target, **things)
         except CheckpointError as error:
             warnings.warn(f"{error}. An older one is looked for", stacklevel=2)
             why = why or error
@@ -94,6 +146,17 @@ def resume(
     if why is not None:
         raise why
     return None
+
+
+def _found(folder: Path, workers: Workers | None) -> list[Path]:
+    """The folders to be tried, in order: the same in all processes that run the script."""
+    if workers is None:
+        return _newest_first(folder)
+    with workers.operation("the search for checkpoints"):
+        names = None
+        if workers.role.leads:
+            names = [os.path.relpath(path, folder) for path in _newest_first(folder)]
+        return [folder / name for name in workers.broadcast(names, "leader")]
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -25,10 +25,10 @@ from penstock.checkpoint.contents import (
     use_generators,
 )
 from penstock.errors import CheckpointError, InputError
+from penstock.files import is_inside
 from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.storage.folder import INDEX, Index, checked, is_begun, read_index
-from penstock.weights import is_inside
 
 _MANY = 5  # differences that a message lists
 

@@ -1,7 +1,8 @@
 """Where processes that know each other's address and a secret connect to each other.
 
-On one machine they connect over a Unix socket, which carries file descriptors; between machines,
-over TCP, where only ranks with peers on other machines listen, and on one address.
+On one machine they connect over a Unix socket, which carries file descriptors and where other users
+are turned away; between machines, over TCP, where only ranks with peers on other machines listen,
+and on one address.
 
 Either side proves that it knows the secret, without saying it, before anything else is read:
 
@@ -17,6 +18,7 @@ for all at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -31,6 +33,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from penstock.board.process import is_of_this_user
 from penstock.links.wire import Wire
 
 _MAGIC = b"penstock"
@@ -65,13 +68,18 @@ class Address(NamedTuple):
 
 
 def this_machine() -> str:
-    """What two processes have in common that can hand each other file descriptors."""
+    """What two processes have in common that can hand each other file descriptors.
+
+    The user is part of it: on a Unix socket, nobody listens to others.
+    """
+    user = os.geteuid()
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "user")]
+        return "/".join(map(str, [boot, *spaces, user]))
     except OSError:
-        return socket.gethostname()
+        return f"{socket.gethostname()}/{user}"
 
 
 def new_secret() -> str:
@@ -99,6 +107,8 @@ class Listener:
         self._far = None if host is None else _tcp_server(host)
         self._near = socket.socket(socket.AF_UNIX)
         self._near.bind(path)
+        if not linux:
+            os.chmod(path, 0o600)
         self._near.listen(128)
         port = 0 if self._far is None else self._far.getsockname()[1]
         self.address = Address(this_machine(), path, host or "", port)
@@ -245,11 +255,16 @@ class _Door:
         sock = None
         try:
             sock = server.accept()[0]
+            if sock.family == socket.AF_UNIX and not is_of_this_user(sock):
+                raise PermissionError("it is of another user")
             self._strangers[sock.fileno()] = _Stranger(sock, self._secret)
             self._poller.register(sock, select.POLLIN)
-        except OSError:  # it has gone again
+        except OSError as error:  # it has gone again, say
             if sock is not None:
+                self._refused += 1
                 sock.close()
+            elif error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                self._turn_away(next(iter(self._strangers)))
 
     def _heard(self, fd: int) -> tuple[int, int] | None:
         try:
@@ -308,6 +323,8 @@ def _connected(address: Address, host: str, timeout: float) -> socket.socket:
     try:
         sock.settimeout(timeout)
         sock.connect(address.path)
+        if not is_of_this_user(sock):
+            raise PermissionError("a process of another user listens there")
     except OSError:
         sock.close()
         raise

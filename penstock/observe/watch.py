@@ -246,7 +246,7 @@ def _table(
         own = seen[worker.number]
         doing = worker.doing if has_room else _short(worker)
         cells: list[RenderableType] = [
-            f"{worker.number} {worker.device}",
+            Text(f"{worker.number} {worker.device}"),
             Text(doing, style=_STYLES.get(worker.state, ""), overflow="ellipsis"),
             show_seconds(worker.seconds) if worker.what else "",
             bar(*own.shares),

@@ -92,6 +92,7 @@ def decide_plan(
                 limits=limits_of(backend),
                 tune=tune,
                 seconds=PROMPT,
+                threads=backend.given_threads,
                 where=backend.probe,
                 progress=progress,
             )

@@ -20,7 +20,6 @@ the next save knows that they are its own to remove.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -35,7 +34,7 @@ from typing import NamedTuple, TypedDict
 import msgspec
 
 from penstock.errors import CheckpointError
-from penstock.files import lock_folder, readable
+from penstock.files import FolderLock, readable
 
 INDEX = "model.safetensors.index.json"
 VERSION = 1
@@ -96,7 +95,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
-        self._lock = -1
+        self._lock: FolderLock | None = None
 
     def begin(self, names: Callable[[int], Sequence[str]], after: int = 0) -> int:
         """Make the folder, keep others from saving there, and remove what killed saves have left.
@@ -176,20 +175,19 @@ class Folder:
 
     def _take_lock(self) -> None:
         try:
-            lock, without = lock_folder(self.path)
+            self._lock = FolderLock(self.path)
         except BlockingIOError:
             raise CheckpointError(
                 f"another save to {self.path} is under way, from here or from another process; "
                 "wait for it, or give every run a folder of its own"
             ) from None
-        if without:
+        if self._lock.without:
             warnings.warn(
-                f"{self.path} is on a file system without locks ({without}): if another "
+                f"{self.path} is on a file system without locks ({self._lock.without}): if another "
                 "process saves there at the same time, this cannot be detected, and the "
                 "checkpoint may be lost. Give every run a folder of its own",
                 stacklevel=2,
             )
-        self._lock = lock
 
     def _check_is_free(self) -> None:
         single, index = self.path / "model.safetensors", self.path / INDEX
@@ -244,14 +242,12 @@ class Folder:
 
     def end(self, failed: bool = False) -> None:
         """Let others save there, if they could not before; after a failure remove what it left."""
-        if self._lock >= 0:
+        lock, self._lock = self._lock, None
+        if lock is not None:
             if failed:
                 with suppress(OSError, CheckpointError):
                     self.clean()
-            with suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # forks have it as well
-            os.close(self._lock)
-            self._lock = -1
+            lock.release()
 
 
 def is_begun(path: Path) -> bool:

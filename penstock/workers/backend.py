@@ -84,6 +84,7 @@ class Backend(ABC):
 
     Attributes:
         threads: intra-op threads of each CPU worker.
+        given_threads: as many as were asked for; 0 if each has its share of the cores.
         leads: whether this process plans for all that run the script.
         all_devices: whether a plan has to use every device.
         in_one_memory: whether replicas on CPUs have the weights in common.
@@ -93,6 +94,7 @@ class Backend(ABC):
     """
 
     threads: int
+    given_threads: int = 0
     leads: bool = True
     all_devices: bool = True
     in_one_memory: bool = True
@@ -195,6 +197,7 @@ class DrivenBackend(Backend):
 
     def __init__(self, devices: Devices | None, least: int = 1, threads: int = 0) -> None:
         self._are_given = devices is not None
+        self.given_threads = threads
         self._choices = device_choices(devices, least)
         self._have(self._choices[-1], threads)
 
@@ -218,7 +221,7 @@ class DrivenBackend(Backend):
         Workers on some of the given devices have as many threads as they would have on all.
         """
         if not self._are_given:
-            self._have(existing_devices(plan.devices), plan.threads)
+            self._have(existing_devices(plan.devices), self.given_threads or plan.threads)
         elif not is_given and len(plan.devices) < len(self._devices):
             self._have(existing_devices(plan.devices), self.threads)
 
@@ -279,6 +282,7 @@ class Workers(ABC):
     has_gradients: bool = True
     job: str = ""
     why_not_profiled: str = ""
+    _stops = False
     members: Sequence[Member]
     board: Board
     ownership: Ownership
@@ -317,6 +321,28 @@ class Workers(ABC):
             value: what this process has.
         """
         return [value]
+
+    # -- requests to stop -------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """This process is asked to stop; may be called in the midst of anything, by a handler.
+
+        Others that run the script hear of it with whatever is exchanged next.
+        """
+        self._stops = True
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether one of the processes that run the script was asked to stop.
+
+        Between two operations it is the same in all of them.
+        """
+        return self._stops
+
+    @property
+    def was_asked_to_stop(self) -> bool:
+        """Whether this process was, or another one that the same launcher has started."""
+        return self._stops
 
     # -- stages and passes ------------------------------------------------------------------
 
@@ -376,8 +402,13 @@ class Workers(ABC):
         """
         return Left()
 
+    @property
+    def are_leaving(self) -> bool:
+        """Whether some were asked to end, and others are to take over between two passes."""
+        return False
+
     def survivors(self) -> Any:
-        """Those of them that can go on among others, as one has died; these end.
+        """Those of them that can go on among others, as some have died or leave; these end.
 
         Returns:
             what `WorkerOptions.backend` takes.

@@ -62,6 +62,11 @@ class WorkerOptions:
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if timeout is not None and not (is_number and timeout > 0):
             raise InputError(f"timeout={timeout!r} must be a positive number of seconds, or None")
+        if type(self.threads) is not int or self.threads < 0:
+            raise InputError(
+                f"threads_per_worker={self.threads!r} must be a number of intra-op threads, 1 or "
+                "more, or None"
+            )
         if self.allocator not in ("keep", "system"):
             raise InputError(f'allocator={self.allocator!r} is unknown; choose "keep" or "system"')
         if self.on_failure not in ON_FAILURE:
@@ -94,7 +99,7 @@ class WorkerOptions:
         are_ranks = is_torchrun() or is_ray_train()
         if self.workers == "torchrun" or (self.workers == "auto" and are_ranks):
             self._check_raises("ranks of torchrun, whose agent starts all of them again")
-            return RankBackend(self.devices)
+            return RankBackend(self.devices, self.threads)
         if self.workers == "auto":
             check_is_alone()
         if self.workers == "ray" or isinstance(self.workers, Ray):

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from penstock.errors import TORN, ClosedError, WorkerTimeout, closed
+from penstock.errors import TORN, ClosedError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
 from penstock.workers.heartbeat import STOPPED
 
@@ -196,7 +196,7 @@ class Pool(ABC):
                 if current.failures() and not hasty:
                     self._abort()
 
-    def _late(self, current: Dispatch, timeout: float) -> WorkerTimeout:
+    def _late(self, current: Dispatch, timeout: float) -> WorkerTimeout | WorkerDied:
         """The error for workers that are late."""
         late, stopped = current.waits_for, self._stopped()
         busy = [worker for worker in late if not self._waits(worker)]

@@ -274,6 +274,21 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         pipeline(run=tmp_path / "file")
 
 
+@pytest.mark.parametrize("name", [ABOUT, "steps.jsonl"])
+def test_links_out_of_a_run_are_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    with pipeline(run=folder) as pipe:
+        train(pipe, 1)
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    with pytest.raises(ps.InputError, match=rf"{name} is a link to .*outside of the run"):
+        read_run(folder)
+    (folder / name).unlink()
+    (tmp_path / name).rename(folder / "moved")
+    (folder / name).symlink_to("moved")
+    assert len(read_run(folder).steps) == 1
+
+
 def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ps.InputError, match=r"not the folder of a run.*run\.json"):
         read_run(tmp_path / "nowhere")

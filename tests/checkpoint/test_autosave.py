@@ -2,99 +2,31 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import penstock as ps
 from penstock.checkpoint.autosave import Autosave
 from penstock.storage.folder import INDEX
-from tests.support.models import mlp, uniform_plan
+from tests.checkpoint.autosaving import (
+    EPOCHS,
+    ROWS,
+    Run,
+    StoppedError,
+    shuffled,
+    with_a_generator,
+    with_workers,
+)
+from tests.workers.ranks.test_torchrun import assert_equal
 
 pytestmark = pytest.mark.usefixtures("pool")
-EPOCHS, ROWS = 2, 12  # of which a batch has two
-
-
-class Augmented(Dataset[torch.Tensor]):
-    """Rows to which random numbers of all three generators are added."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        drawn = torch.rand(()) + random.random() + float(np.random.rand())
-        return torch.full((4,), float(index)) + 0.1 * drawn
-
-
-def shuffled() -> DataLoader[torch.Tensor]:
-    return DataLoader(Augmented(), batch_size=2, shuffle=True)
-
-
-def with_a_generator() -> DataLoader[torch.Tensor]:
-    sampler = RandomSampler(Augmented(), generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
-    return DataLoader(Augmented(), batch_size=2, sampler=sampler)
-
-
-def with_workers() -> DataLoader[torch.Tensor]:
-    return DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=1)
-
-
-class StoppedError(Exception):
-    """The run ends here."""
-
-
-class Run:
-    """A run of a few epochs, as a script would have it."""
-
-    def __init__(
-        self, folder: Path, loader: Callable[[], Any] = shuffled, every: int = 2, parts: int = 1
-    ) -> None:
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        self.folder, self.every, self.parts = folder, every, parts
-        model = mlp(4, 8, 4)
-        program = ps.capture(model, (torch.ones(2, 4),))
-        options = {"plan": uniform_plan(program, 2, 2), "devices": ["cpu"] * 2, "audit": None}
-        self.pipe = ps.Pipeline(model, program=program, **options)
-        self.optimizer = self.pipe.optimizer(torch.optim.Adam, lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.batches = ps.Batches(loader())
-        self.seen: list[torch.Tensor] = []
-
-    @property
-    def things(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "scheduler": self.scheduler, "data": self.batches}
-
-    def go(self, stop: int | None = None) -> dict[str, Any] | None:
-        """Begin or go on, and end as so many batches were seen, with the step done or not."""
-        with self.pipe:
-            found = ps.resume(self.folder, self.pipe, **self.things)
-            self.pipe.autosave(self.folder, every=self.every, **self.things)
-            for _ in self.batches.epochs(EPOCHS):
-                for drawn in self.batches:
-                    x = drawn + torch.rand(())  # as a script does that mixes samples
-                    if len(self.seen) == stop:
-                        raise StoppedError
-                    for part in x.chunk(self.parts):
-                        self.pipe.train_step(part, target=part, loss_fn=F.mse_loss)
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
-                    self.scheduler.step()
-                    self.seen.append(x)
-        return found
-
-    @property
-    def weights(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in self.pipe.model.parameters()])
 
 
 @pytest.mark.parametrize("loader", [shuffled, with_a_generator, with_workers])
@@ -111,7 +43,7 @@ def test_no_batch_is_lost_or_repeated(tmp_path: Path, loader: Callable[[], Any],
     seen = [*first.seen[:saved], *second.seen]
     assert len(seen) == len(whole.seen) == EPOCHS * ROWS // 2
     assert all(torch.equal(a, b) for a, b in zip(seen, whole.seen, strict=True))
-    assert torch.equal(second.weights, whole.weights)
+    assert_equal("weights", second.weights, whole.weights)
 
 
 def test_not_while_gradients_are_accumulated(tmp_path: Path) -> None:
@@ -179,17 +111,21 @@ def test_every_is_a_number_of_steps(tmp_path: Path, every: Any) -> None:
 
 
 def test_it_can_be_ended(tmp_path: Path) -> None:
-    saved: list[Path] = []
-
-    def save(path: Path, _: object) -> None:
-        saved.append(path)
-
+    run = Run(tmp_path)
+    saved: list[int] = []
     auto = Autosave(tmp_path, 3, {}, trained=4)
-    for trained in range(4, 13):
-        auto.before_step(trained, (), save)
-        if trained == 10:
-            auto.remove()
-    assert len(saved) == 2  # before the steps 6 and 9
+    with run.pipe:
+        for trained in range(4, 13):
+            save = partial(_noted, saved, trained)
+            auto.before_step(trained, run.pipe.model, run.pipe._workers, save)
+            if trained == 10:
+                auto.remove()
+    assert saved == [6, 9]
+
+
+def _noted(saved: list[int], trained: int, folder: Path, background: bool) -> None:
+    assert background
+    saved.append(trained)
 
 
 def test_mistakes_with_batches() -> None:

@@ -190,8 +190,20 @@ def to_a_worker(number: signal.Signals) -> None:
     KINDS[f"{number.name} to a worker"] = Kind(f"{number.name} to a worker", script)
 
 
-for _number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP):
+for _number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
     to_a_worker(_number)
+
+
+@kind("SIGTERM to a worker")
+def _(session: Session) -> None:
+    """Its driver decides when it ends."""
+    session.build()
+    victim = session.rng.choice(session.pids)
+    session.later(A_WHILE, lambda: os.kill(victim, signal.SIGTERM))
+    session.go(4)
+    time.sleep(A_WHILE)
+    session.go(5, 32)
+    session.closes()
 
 
 @kind("SIGKILL to an idle worker")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -214,3 +217,49 @@ def test_only_other_machines_need_a_port() -> None:
 def test_the_way_to_another_machine() -> None:
     assert route_to(["127.0.0.1"]) == ("127.0.0.1", "127.0.0.1")
     assert route_to(["no-such-host.invalid"]) == ("", "")
+
+
+def test_processes_of_other_users_are_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = handshake.this_machine()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert handshake.this_machine() != here
+
+
+def test_other_users_are_turned_away_on_this_machine(
+    place: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they are told anything, even if they know the secret; and nobody calls one of them."""
+    monkeypatch.setattr(handshake, "is_of_this_user", lambda sock: False)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(place.address.path)
+        with pytest.raises(TimeoutError, match=r"\(1 others were turned away\)"):
+            place.accept([(1, 0)], "secret", 0.3)
+        assert stranger.recv(100) == b""
+    with pytest.raises(TimeoutError, match="another user listens there"):
+        call(place.address, [], (1, 0), "secret", 0.3)
+
+
+def test_too_many_open_files(place: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers have taken all that the process may have; one that knows the secret comes in."""
+    monkeypatch.setattr(handshake, "_GREETING_TIMEOUT", 60.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            here = ("127.0.0.1", place.address.port)
+            stack.enter_context(socket.create_connection(here))
+        calling = calls(apart(place.address), (1, 0), "secret", 20)
+        time.sleep(0.5)  # it has connected, behind them
+        highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        filling: list[int] = []
+        with contextlib.suppress(OSError):
+            while True:
+                filling.append(os.dup(0))
+        os.close(filling.pop())
+        os.close(filling.pop())
+        for fd in filling:
+            stack.callback(os.close, fd)
+        found = place.accept([(1, 0)], "secret", 20)
+        found[1, 0].send(b"4")
+        assert calling.result().receive(5).data == b"4"

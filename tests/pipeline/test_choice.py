@@ -101,3 +101,23 @@ def test_asking_for_stages() -> None:
     for asked in ({"schedule": "1f1b"}, {"cuts": ["3"]}):
         with ps.Pipeline(model(), (X,), devices=2, **asked) as pipe:  # type: ignore[arg-type]
             assert (pipe.plan.replicas, len(pipe.plan.stages)) == (1, 2)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu", "cpu"]])
+def test_threads_that_were_asked_for(devices: Any) -> None:
+    """For whatever number of workers, so that bits do not depend on it; also of the plan."""
+    cores = len(os.sched_getaffinity(0))
+    for threads in (1, cores + 1):
+        made = model()
+        before = copy.deepcopy(made)
+        with ps.Pipeline(
+            made, (X,), workers="threads", devices=devices, threads_per_worker=threads
+        ) as pipe:
+            assert (pipe.threads_per_worker, pipe.plan.threads) == (threads, threads)
+            assert_exact(pipe, before)
+
+
+@pytest.mark.parametrize("threads", [-1, True, 1.0, "1"])
+def test_threads_that_are_no_number(threads: Any) -> None:
+    with pytest.raises(ps.InputError, match=r"threads_per_worker=.* must be a number"):
+        ps.Pipeline(model(), (X,), threads_per_worker=threads)

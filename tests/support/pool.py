@@ -29,7 +29,7 @@ import pytest
 import torch
 
 from penstock.workers.processes import backend
-from penstock.workers.processes.pool import ProcessPool
+from penstock.workers.processes.pool import ProcessPool, Survivors
 from penstock.workers.processes.worker_state import WorkerState
 
 _LOANS = 40  # of the same workers
@@ -128,8 +128,16 @@ class Pooled(ProcessPool):
 POOL: list[Pooled] = []
 
 
-def lend(count: int, reset: Callable[[], None]) -> ProcessPool:
-    """Workers from the pool, or new ones."""
+def lend(
+    count: int,
+    reset: Callable[[], None],
+    survivors: Survivors | None = None,
+    keeps_survivors: bool = False,
+    spares: int = 0,
+) -> ProcessPool:
+    """Workers from the pool, or new ones; those that survive others are never of the pool."""
+    if survivors is not None or keeps_survivors:
+        return ProcessPool(count, reset, survivors, keeps_survivors, spares)
     for workers in [each for each in POOL if len(each) == count]:
         POOL.remove(workers)
         if workers.renew():

@@ -12,7 +12,8 @@ import threading
 
 COMMAND = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "signal.signal(signal.SIGUSR1, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {path!r}; "
     "from penstock.workers.processes.child import main; main(*{arguments!r})"
 )
 """What the interpreter of a worker is told to run."""
@@ -69,6 +70,7 @@ def _live(worker: int, workers: int, control: int, board: int) -> None:
 
     record = Board(workers, board).records[worker]
     own = WorkerState(worker, Wire(socket.socket(fileno=control)), record)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(own, "leaves", True))
     try:
         while True:
             own.serve()

@@ -41,9 +41,11 @@ class Report(NamedTuple):
         failed: whether the value is what it has raised.
         value: packed, as a job is.
         tensors: those in it.
+        leaves: whether the worker was asked to end, by a SIGTERM.
     """
 
     dispatch: int
     failed: bool
     value: bytes
     tensors: Lent
+    leaves: bool

@@ -23,11 +23,11 @@ from penstock.board.activity import STARTING, Activity
 from penstock.board.memory import Board
 from penstock.board.runs import new_board
 from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
+from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
 from penstock.links.pickling import pack, unpack
 from penstock.links.shared_memory import Borrower, Lender
 from penstock.links.wire import Gone, Wire, interrupts_wait, polling
-from penstock.workers.forks import disown_in_forks
 from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 from penstock.workers.processes.child import COMMAND
@@ -66,6 +66,7 @@ class _Process:
         self.end = os.pidfd_open(self.popen.pid) if hasattr(os, "pidfd_open") else -1
         self.pulse = Pulse(self.popen.pid)
         self.wire = Wire(here, self._check_runs)
+        self.how = ""  # it was ended, if it was from here
         self.lost = False  # whether somebody was interrupted between reading and noting a report
         self.lender = Lender(self.wire)
         self.borrower = Borrower(_CPU)
@@ -92,6 +93,8 @@ class _Process:
         while not self.has_ended() and time.monotonic() < deadline:
             time.sleep(0.005)
         code, pid = self.popen.returncode, self.popen.pid
+        if self.how:
+            return f"(process {pid}) {self.how}"
         if code is None:
             return f"(process {pid}) closed its connection"
         if code >= 0:
@@ -188,6 +191,7 @@ class ProcessPool(Pool):
         old: the workers that were in another pool; they have to be told of this one.
         keeps_survivors: as above.
         spares: as above.
+        leaving: the workers that were asked to end, by a SIGTERM.
     """
 
     _can_be_killed = True
@@ -204,6 +208,7 @@ class ProcessPool(Pool):
         self.board = new_board(count)
         self.keeps_survivors = keeps_survivors
         self.spares = spares
+        self.leaving: set[int] = set()
         self._processes: list[_Process] = []
         self._spares: list[_Process] = []
         self._grants = 0
@@ -246,11 +251,15 @@ class ProcessPool(Pool):
         """
         self._closed_because = self._closed_because or "its processes have gone to another pool"
         every = list(self._processes)
-        able = [p for k, p in enumerate(every) if self._is_able(k)]
-        spares = [process for process in self._spares if not process.has_ended()]
+        able = [process for worker, process in enumerate(every) if self._is_able(worker)]
+        leaving = [every[worker] for worker in self.leaving if every[worker] in able]
+        going_on = [process for process in able if process not in leaving]
+        going_on += [process for process in self._spares if not process.has_ended()]
         if self._finalizer.detach() is not None:
-            _dismiss([p for p in (*every, *self._spares) if p not in (*able, *spares)], [0.0])
-        return Survivors([*able, *spares], self._dispatches, self._grants)
+            left = [p for p in (*every, *self._spares) if p not in (*going_on, *leaving)]
+            _dismiss(left, [0.0])
+            _dismiss(leaving, [_LEAVE])
+        return Survivors(going_on, self._dispatches, self._grants)
 
     def _is_able(self, worker: int) -> bool:
         process, idle = self._processes[worker], self.activity(worker).is_idle
@@ -356,6 +365,8 @@ class ProcessPool(Pool):
             self._note(worker, Result(None, WorkerTimeout(words, worker)), dispatches)
         else:
             report: Report = pickle.loads(data)
+            if report.leaves:
+                self.leaving.add(worker)
             result = self._opened(worker, report, fd)
             self._note(worker, result, [r for r in dispatches if r.number == report.dispatch])
         process.lost = False
@@ -391,9 +402,20 @@ class ProcessPool(Pool):
     def _fault(self, current: Dispatch, late: Sequence[int], why: str | None) -> BaseException:
         """What is to be raised; a process that has ended is to blame for links that broke."""
         error = super()._fault(current, late, why)
-        if isinstance(error, WorkerTimeout) and (ended := self._ended()):
-            return self._died(ended[0])
-        return error
+        return self._blamed(error) if isinstance(error, WorkerTimeout) else error
+
+    def _late(self, current: Dispatch, timeout: float) -> WorkerTimeout | WorkerDied:
+        return self._blamed(super()._late(current, timeout))
+
+    def _blamed(self, error: WorkerTimeout | WorkerDied) -> WorkerTimeout | WorkerDied:
+        """The end of a process, if one has ended; a stopped one is ended, if others can go on."""
+        for process in self._processes if self.keeps_survivors else ():
+            if process.pulse.is_stopped():
+                process.how = "was stopped by a signal for seconds, and then ended"
+                process.kill()
+                process.popen.wait()
+        ended = self._ended()
+        return self._died(ended[0]) if ended else error
 
     def _ended(self) -> list[int]:
         return [k for k, process in enumerate(self._processes) if process.has_ended()]

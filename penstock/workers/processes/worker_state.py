@@ -77,6 +77,7 @@ class WorkerState:
         optimizers: its parts of them, by number.
         options: the arguments of their classes.
         chunks: of those that are updated chunk by chunk.
+        leaves: whether this process was asked to end, by a SIGTERM; the driver is told.
         inbox: unpacks stages; modules that several have in common are the same objects.
     """
 
@@ -84,6 +85,7 @@ class WorkerState:
         self.worker = worker
         self.record = record
         self.patience = SPIN
+        self.leaves = False
         self.dispatch, self._given_up = 0, -1
         self._wire = wire
         self._borrower = Borrower(CPU)
@@ -174,7 +176,7 @@ class WorkerState:
         """Tell the driver what has come of the job."""
         data, tensors = pack(value)
         with self._lender.lend(tensors) as loan:
-            report = Report(self.dispatch, failed, data, loan.lent)
+            report = Report(self.dispatch, failed, data, loan.lent, self.leaves)
             self._wire.send(pickle.dumps(report), loan.fd)
 
     def granted(self, number: int) -> int:

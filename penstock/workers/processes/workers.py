@@ -368,6 +368,11 @@ class ProcessWorkers(Workers):
         all_made = [change for made, _ in every for change in made]
         return Left(", ".join(said), partial(make_all, all_made))
 
+    @property
+    def are_leaving(self) -> bool:
+        """Whether some were asked to end, and others can take over."""
+        return self._pool.keeps_survivors and bool(self._pool.leaving)
+
     def survivors(self) -> Survivors:
         """The processes that can go on in another pool."""
         survivors = self._pool.survivors()

@@ -26,6 +26,7 @@ class RankBackend(Backend):
 
     Args:
         devices: of all ranks; `None`, or their number, leaves each rank its own.
+        threads: intra-op threads of each that is on a CPU; 0 for its share of the cores.
 
     Raises:
         InputError: there are none, or not as many as devices.
@@ -40,7 +41,7 @@ class RankBackend(Backend):
 
     in_one_memory = False
 
-    def __init__(self, devices: Devices | None) -> None:
+    def __init__(self, devices: Devices | None, threads: int = 0) -> None:
         self._launch = rendezvous(devices)
         entries = self._launch.entries
         self._names = [entry.device for entry in entries]
@@ -48,7 +49,8 @@ class RankBackend(Backend):
         for entry in entries:
             beside = [e for e in entries if e.machine == entry.machine]
             shares.append(entry.cores // max(1, sum(e.device == "cpu" for e in beside)))
-        self.threads = max(1, min(shares))
+        self.given_threads = threads
+        self.threads = threads or max(1, min(shares))
         self.leads = self._launch.ranks.rank == 0
         self.probe = ThreadProbe()
 

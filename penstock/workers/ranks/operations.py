@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from penstock.board.activity import Activity
 from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
+from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
 from penstock.links.pickling import from_bytes, portable, to_bytes
 from penstock.links.wire import Gone, Wire, polling, spin
-from penstock.workers.forks import disown_in_forks
 from penstock.workers.heartbeat import STOPPED, HasStopped
 from penstock.workers.ranks.clocks import Apart, Clock, machine
 
@@ -48,6 +48,7 @@ class Report(NamedTuple):
         value: what the rank has found.
         error: what it has raised instead.
         sent: when, by that rank's clock.
+        stops: whether the rank was asked to stop.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Report(NamedTuple):
     value: bytes = b""
     error: BaseException | None = None
     sent: int = 0
+    stops: bool = False
 
 
 class Verdict(NamedTuple):
@@ -69,6 +71,7 @@ class Verdict(NamedTuple):
         sent: when, by rank 0's clock, in nanoseconds.
         took: nanoseconds that messages of every rank seemed to take at least, see `Clock`.
         machine: on which rank 0 is.
+        stopping: the ranks that were asked to stop.
     """
 
     number: int
@@ -79,6 +82,7 @@ class Verdict(NamedTuple):
     sent: int = 0
     took: tuple[int | None, ...] = ()
     machine: str = ""
+    stopping: tuple[int, ...] = ()
 
 
 class GiveUp(NamedTuple):
@@ -119,6 +123,8 @@ class Ranks:
         timeout: seconds that an operation may take, waiting for other ranks to begin it included.
         number: of the operation.
         clock: of this rank, beside that of rank 0.
+        stops: whether this rank was asked to stop; others hear of it with its next report.
+        stopping: the ranks that were, the same on all of them between two operations.
     """
 
     def __init__(
@@ -136,6 +142,8 @@ class Ranks:
         self.timeout = timeout
         self.number = 0
         self.clock = Clock()
+        self.stops = False
+        self.stopping: tuple[int, ...] = ()
         self._apart_from = [Apart() for _ in names]
         self._wires = dict(wires)
         self._pulses = {k: pulse for k, pulse in (pulses or {}).items() if k in wires}
@@ -378,7 +386,7 @@ class Ranks:
             self._what = ""
             self.close(f"{type(again).__name__} came while other ranks were waited for")
             raise
-        self._what = ""
+        self._what, self.stopping = "", verdict.stopping or self.stopping
         if verdict.closed:
             self.close(verdict.closed)
         own = mine.error
@@ -394,7 +402,7 @@ class Ranks:
             error = portable(self._as_others_see(mine.error), self.names[self.rank])
             mine = mine._replace(error=error)
         self._has_reported = True
-        self._send(mine._replace(sent=time.monotonic_ns()), [0])
+        self._send(mine._replace(sent=time.monotonic_ns(), stops=self.stops), [0])
         now, late = time.monotonic(), isinstance(mine.error, WorkerTimeout)
         self._deadline = (now if late else max(now, self._deadline)) + 1.5 * _GRACE
         while self._verdict is None:
@@ -412,7 +420,7 @@ class Ranks:
         """What has come of it on all ranks; they are told."""
         if mine.error is not None:
             mine = mine._replace(error=self._as_others_see(mine.error))
-        self._reports[0] = mine
+        self._reports[0] = mine._replace(stops=self.stops)
         warned = False
         while missing := sorted(set(range(len(self))) - self._reports.keys()):
             if not warned and self._has_failed():
@@ -460,7 +468,9 @@ class Ranks:
         return Verdict(self.number, [], error, rank, self._closed_because)
 
     def _broadcast(self, verdict: Verdict) -> Verdict:
-        """Send the verdict to all ranks."""
+        """Send the verdict to all ranks; returns it as they get it."""
+        stopping = {rank for rank, report in self._reports.items() if report.stops}
+        verdict = verdict._replace(stopping=tuple(sorted(stopping | {*self.stopping})))
         took = tuple(apart.least for apart in self._apart_from)
         sent = verdict._replace(took=took, machine=machine(), sent=time.monotonic_ns())
         if verdict.error is not None and verdict.rank <= 0:  # others have come in bytes

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -30,9 +32,39 @@ from penstock.links.process_group import Peer
 
 _PREFIX = "penstock"
 _TIMEOUT = 300.0  # seconds in which all ranks have to be there, as torch has it
+_INTERFACE, _LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
 _PAUSE = 0.02  # seconds between two looks
 _CONNECT = timedelta(seconds=120)  # to have a group; a wait for a message has its own
 _NEVER = timedelta(days=365)  # NCCL ends the process when a receive that is posted ahead waits long
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Inside, groups of gloo listen to this machine only, if all ranks are here.
+
+    Whether they are, the launcher says. By default gloo listens on the address of the host's name,
+    which others may reach, and it asks for no proof of who connects.
+    """
+    is_alone = os.environ.get("WORLD_SIZE", "") == os.environ.get("LOCAL_WORLD_SIZE", "none")
+    if not is_alone or _INTERFACE in os.environ or not _has_loopback():
+        yield
+        return
+    os.environ[_INTERFACE] = _LOOPBACK
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
+def _has_loopback() -> bool:
+    """Whether there is such an interface, and it is up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            socket.if_nametoindex(_LOOPBACK)
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return False
+    return True
 
 
 def init_process_group() -> None:
@@ -41,6 +73,11 @@ def init_process_group() -> None:
     Raises:
         TimeoutError: not all ranks came.
     """
+    with on_loopback():
+        _init_process_group()
+
+
+def _init_process_group() -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group("gloo")
         return
@@ -136,6 +173,18 @@ class LinkGroups:
                 memory = devices[rank] if backend == "nccl" else torch.device("cpu")
                 out, into = (there, back) if rank == one else (back, there)
                 self.peers[k] = Peer(other if rank == one else one, out, into, memory)
+
+    def close(self) -> None:
+        """Close this rank's groups of gloo, which listen and are connected as long as they are.
+
+        Those of other backends do not listen, and stay until the process ends: what is awaited
+        ahead in a group of NCCL cannot be given up.
+        """
+        for k, peer in self.peers.items():
+            for group in (peer.out, peer.back) if self.backends[k] == "gloo" else ():
+                with suppress(ValueError):  # the script has destroyed all groups
+                    dist.destroy_process_group(group)
+        self.peers = {}
 
 
 def backend_for(one: torch.device, other: torch.device) -> str:

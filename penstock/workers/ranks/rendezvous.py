@@ -20,7 +20,7 @@ from penstock.links.handshake import Address, Listener, call, new_secret, route_
 from penstock.links.wire import Wire
 from penstock.workers.heartbeat import Beats, HasStopped, Pulse
 from penstock.workers.ranks.operations import Ranks
-from penstock.workers.ranks.process_groups import init_process_group
+from penstock.workers.ranks.process_groups import init_process_group, on_loopback
 
 _TIMEOUT = 120.0  # seconds in which all ranks have to be there
 _MANY = 1 << 20  # more than there are ranks
@@ -56,6 +56,7 @@ class Entry(NamedTuple):
         cores: that its process may use.
         secret: that it proposes.
         started: when its process did.
+        group: the number of torchrun's agent that has started it; empty without one.
     """
 
     machine: str
@@ -65,6 +66,7 @@ class Entry(NamedTuple):
     cores: int
     secret: str
     started: int
+    group: str = ""
 
 
 class Others(NamedTuple):
@@ -161,7 +163,8 @@ def rendezvous(devices: Devices | None) -> Launch:
     device = existing_devices([_own_device() if devices is None else devices[rank]])[0]
     cores = len(os.sched_getaffinity(0))
     me = this_machine(), socket.gethostname(), os.getpid(), str(device), cores
-    mine = Entry(*me, new_secret(), started_at())
+    group = os.environ.get("GROUP_RANK", "")
+    mine = Entry(*me, new_secret(), started_at(), group)
     try:
         return launched(_introduced(rank, mine))
     except (RuntimeError, OSError) as error:
@@ -204,9 +207,11 @@ def launched(others: Others) -> Launch:
 
 def _introduced(rank: int, mine: Entry) -> Others:
     """Tell all ranks who this one is and where it can be reached, and hear the same of them."""
-    everybody: dist.ProcessGroup = dist.new_group(
-        backend="gloo" if dist.is_gloo_available() else None, timeout=timedelta(seconds=_TIMEOUT)
-    )
+    backend = "gloo" if dist.is_gloo_available() else None
+    with on_loopback():
+        everybody: dist.ProcessGroup = dist.new_group(
+            backend=backend, timeout=timedelta(seconds=_TIMEOUT)
+        )
     try:
         entries = _gathered(mine, everybody)
         master = [os.environ.get("MASTER_ADDR", "localhost"), entries[0].host]

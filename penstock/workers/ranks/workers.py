@@ -137,6 +137,7 @@ class RankWorkers(Workers):
         )
         self.board, self._record = self._noted()
         self._lines: list[Line] = []
+        self._groups: LinkGroups | None = None
         self._wires: list[Wire] = []
         self._writer: Thread | None = None
         self._ends: dict[int, Any] = {}
@@ -190,7 +191,7 @@ class RankWorkers(Workers):
         self._launch.others.listener.close()  # nobody else is to come
         far = {k: pair for k, pair in pairs.items() if not near(*pair)}
         names = [torch.device(entry.device) for entry in self._launch.entries]
-        groups = LinkGroups(far, names, me)
+        groups = self._groups = LinkGroups(far, names, me)
         stages = len(self._plan.stages) - 1  # links between them
         first = self._replica * stages
         self.links = tuple(_in_words(pairs[k], near, groups.backends.get(k)) for k in range(stages))
@@ -254,6 +255,24 @@ class RankWorkers(Workers):
         assembly.add(way)
         if self._ring is not None:
             self._several[way.training] = used_by_several(assembly.stages.values())
+
+    # -- requests to stop -----------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """This rank is asked to stop; the others hear of it when it next reports."""
+        self._ranks.stops = True
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a rank was asked to stop, as far as all of them know by the last operation."""
+        return bool(self._ranks.stopping)
+
+    @property
+    def was_asked_to_stop(self) -> bool:
+        """Whether this rank was, or another one of the same agent, which asks all that it has."""
+        entries = self._launch.entries
+        asked = {entries[rank].group for rank in self._ranks.stopping}
+        return self._ranks.stops or entries[self._ranks.rank].group in asked
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -559,6 +578,8 @@ class RankWorkers(Workers):
         self._launch.others.listener.close()
         for wire in self._wires:
             wire.close()
+        if self._groups is not None:
+            self._groups.close()
         self.board.close()
 
 

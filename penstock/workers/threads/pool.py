@@ -15,8 +15,8 @@ import torch
 from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.streams import on
 from penstock.errors import IN_A_FORK
+from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
-from penstock.workers.forks import disown_in_forks
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 
 _GRACE = 5.0  # seconds that workers have to notice that a step was given up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ from penstock.links.process_group import Have, Signal
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.workers import heartbeat
 from penstock.workers.ranks import clocks, operations, rendezvous
+from tests.checkpoint import autosaving_ranks
 from tests.checkpoint.steps import Run
 from tests.pipeline.subjects import run, sampled
 from tests.support import precision
@@ -192,9 +194,13 @@ def stale(rank: int) -> Any:
 
 
 def listening(rank: int) -> Any:
-    """On which addresses this rank listens that it did not before: as it connects, and later."""
+    """On which addresses this rank listens that it did not before: as it connects, and later.
+
+    And how many more sockets it has open when the pipeline is closed.
+    """
     dist.init_process_group("gloo")
-    before, found = tcp_servers(), []
+    dist.barrier()
+    before, found, open_before = tcp_servers(), [], len(open_sockets())
     connect = rendezvous.Others.connect
 
     def watched(self: Any, peers: dict[int, int]) -> Any:
@@ -205,7 +211,9 @@ def listening(rank: int) -> Any:
     with trapped(2):
         after = tcp_servers()
     new = {address for servers in found for address in servers - before}
-    return sorted(ip for ip, _ in new), sorted(ip for ip, _ in after & new)
+    gc.collect()  # what is closed refers to itself
+    left = len(open_sockets()) - open_before
+    return sorted(ip for ip, _ in new), sorted(ip for ip, _ in after & new), left
 
 
 def listening_apart(rank: int) -> Any:
@@ -216,7 +224,7 @@ def listening_apart(rank: int) -> Any:
 
 def tcp_servers() -> set[tuple[str, int]]:
     """Addresses and ports on which this process listens."""
-    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if has(fd)}
+    own = open_sockets()
     found = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
@@ -227,6 +235,12 @@ def tcp_servers() -> set[tuple[str, int]]:
                 ip = socket.inet_ntop(family, struct.pack(f"<{len(words)}I", *words))
                 found.add((ip, int(port, 16)))
     return found
+
+
+def open_sockets() -> set[str]:
+    """The sockets that this process has, as Linux names them."""
+    found = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if has(fd)}
+    return {name for name in found if name.startswith("socket:")}
 
 
 def has(fd: str) -> bool:
@@ -645,3 +659,8 @@ def checkpoints(rank: int) -> Any:
         found["missing"] = raised(lambda: ps.load(folder / "ranks").restore(run.pipe))
         run.save(folder / "at the end", background=True)
     return found
+
+
+def autosaves(rank: int, what: str, *arguments: str) -> Any:
+    """One of `tests.checkpoint.autosaving_ranks`."""
+    return getattr(autosaving_ranks, what)(rank, *arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import penstock as ps
 from penstock.links.handshake import Listener
 from penstock.workers.ranks import rendezvous
+from penstock.workers.ranks.process_groups import on_loopback
 from penstock.workers.ranks.rendezvous import Entry
 from tests.workers.ranks.launching import Launcher
 
@@ -101,8 +103,34 @@ def test_an_address_that_a_machine_has_not(monkeypatch: pytest.MonkeyPatch, rout
 
 @pytest.mark.parametrize("scenario", ["listening", "listening_apart"])
 def test_what_ranks_listen_on(launcher: Launcher, tmp_path: Path, scenario: str) -> None:
-    """Besides torch's own sockets: nothing on one machine, one address between machines."""
-    for while_connecting, afterwards in launcher.run(scenario, tmp_path):
+    """Besides torch's own sockets: nothing on one machine, one address between machines.
+
+    A pipeline that is closed leaves no socket, of torch's neither.
+    """
+    for while_connecting, afterwards, left in launcher.run(scenario, tmp_path):
         expected = [] if scenario == "listening" else ["127.0.0.1"]
         assert while_connecting == expected
         assert afterwards == []
+        assert left <= 0
+
+
+def test_gloo_listens_to_this_machine_only_if_all_ranks_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what torchrun says, and unless the user has chosen an interface."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # others are elsewhere
+    with on_loopback():
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # nobody knows
+    with on_loopback():
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # the user knows better
+    with on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -158,7 +158,7 @@ def in_ray_train() -> None:
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
     folder = sys.argv[2]
     trainer = TorchTrainer(
         rank, train_loop_config={"folder": folder}, scaling_config=ScalingConfig(num_workers=2)

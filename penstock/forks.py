@@ -1,7 +1,7 @@
-"""Forks of this process (data loaders, say) let go of its workers.
+"""Forks of this process (data loaders, say) let go of its workers, and of its locks.
 
 They have copies of the sockets and pipes, and with those the end of the original would not be
-noticed; and they have none of its threads.
+noticed; a lock would outlive it; and they have none of its threads.
 """
 
 from __future__ import annotations

@@ -1,0 +1,126 @@
+"""What `on_failure` costs while nothing fails: steps of pipelines with and without it.
+
+    python -m penstock.bench surviving [--models gpt,tiny] [--seconds 60] [--json FILE] [--record]
+
+Pipelines of two worker processes with the same plan take whole steps in turns: gradients are
+dropped, the batch is trained, and Adam updates the parameters. The ratios are medians of pairs,
+with the interval in which 95 % of the medians of resampled pairs lie.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+import penstock as ps
+from penstock.bench import record
+from penstock.bench.guarded import interval
+from penstock.bench.subjects import Subject, subjects
+
+_WARM_UP = 5  # turns; in the first steps optimizer state comes to shared memory
+_FEWEST = 5  # turns, however long they take
+_SETTINGS: tuple[Any, ...] = ("raise", "replace", "continue")
+
+
+class _Side:
+    """One pipeline with its optimizer.
+
+    Args:
+        subject: what is trained.
+        settings: of the pipeline.
+        stack: closes it.
+    """
+
+    def __init__(self, subject: Subject, settings: dict[str, Any], stack: ExitStack) -> None:
+        self._x, self._y = subject.data()
+        self._loss = subject.loss
+        self.pipe = stack.enter_context(
+            ps.Pipeline(
+                subject.build(),
+                (self._x,),
+                devices=["cpu", "cpu"],
+                workers="processes",
+                audit=None,
+                **settings,
+            )
+        )
+        self._optimizer = self.pipe.optimizer(torch.optim.Adam, lr=1e-4)
+
+    def step(self) -> tuple[float, float]:
+        """The seconds of a step, and of the optimizer in it."""
+        begun = time.perf_counter()
+        self._optimizer.zero_grad()
+        self.pipe.train_step(self._x, target=self._y, loss_fn=self._loss)
+        trained = time.perf_counter()
+        self._optimizer.step()
+        ended = time.perf_counter()
+        return ended - begun, ended - trained
+
+
+def cost(subject: Subject, seconds: float) -> dict[str, Any]:
+    """Train for a while, and say what a step takes with each setting.
+
+    Args:
+        subject: what is trained.
+        seconds: how long; a few turns at least.
+    """
+    with ExitStack() as stack:
+        first = _Side(subject, {"replicas": 1, "on_failure": _SETTINGS[0]}, stack)
+        plan = first.pipe.plan
+        sides = {_SETTINGS[0]: first}
+        for setting in _SETTINGS[1:]:
+            sides[setting] = _Side(subject, {"plan": plan, "on_failure": setting}, stack)
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(spent[_SETTINGS[0]]) < _WARM_UP + _FEWEST:
+            for name in random.sample([*sides], len(sides)):
+                spent[name].append(sides[name].step())
+    measured = {name: times[_WARM_UP:] for name, times in spent.items()}
+    without = measured[_SETTINGS[0]]
+    ratios = {}
+    for name in _SETTINGS[1:]:
+        whole = [a[0] / b[0] for a, b in zip(measured[name], without, strict=True)]
+        optimizer = [a[1] / b[1] for a, b in zip(measured[name], without, strict=True)]
+        ratios[name] = {
+            "step": [statistics.median(whole), *interval(whole)],
+            "optimizer": [statistics.median(optimizer), *interval(optimizer)],
+        }
+    return {
+        "model": subject.name,
+        "turns": len(without),
+        "milliseconds": 1e3 * statistics.median(step for step, _ in without),
+        "optimizer_milliseconds": 1e3 * statistics.median(own for _, own in without),
+        "ratios": ratios,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print."""
+    parser = record.parser("surviving", __doc__)
+    parser.add_argument("--models", default="gpt,tiny")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each of them")
+    parser.add_argument("--quick", action="store_true", help="small models")
+    options = parser.parse_args(arguments)
+    found = []
+    for name in options.models.split(","):
+        each = cost(subjects(options.quick)[name], options.seconds)
+        found.append(each)
+        print(
+            f"{each['model']}: {each['milliseconds']:.2f} ms a step, of which the optimizer takes "
+            f"{each['optimizer_milliseconds']:.2f}; {each['turns']} turns",
+            flush=True,
+        )
+        for setting, ratios in each["ratios"].items():
+            said = [
+                f"{part} {median:.4f} ({low:.4f} to {high:.4f})"
+                for part, (median, low, high) in ratios.items()
+            ]
+            print(f'  on_failure="{setting}": {", ".join(said)}', flush=True)
+    record.save("surviving", {"costs": found}, options)
+    return 0

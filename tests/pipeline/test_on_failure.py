@@ -1,0 +1,404 @@
+"""Worker processes that end amid whatever they do: others take over, and not a bit changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.comparison.reference import run_with_threads
+from penstock.links.segment import Segment
+from penstock.workers.processes.journal import Chunks, Journal
+
+X, Y = torch.randn(24, 32), torch.randn(24, 32)
+COUNT = 4  # micro-batches
+STEPS = 6
+
+
+def spring(trap: Path) -> None:
+    """End this process by force if the trap is set; it is for one process."""
+    with contextlib.suppress(FileNotFoundError):
+        trap.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Trapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, folder: Path) -> torch.Tensor:
+        spring(folder / "forward")
+        ctx.folder = folder
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        spring(ctx.folder / "backward")
+        return gradients[0], None
+
+
+class Trap(nn.Module):
+    """Ends its process if asked to, and counts its calls in its own process."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = _Trapped.apply(x, self.folder)
+        return result
+
+
+class Deep(nn.Module):
+    """Layers with statistics and a trap."""
+
+    def __init__(self, folder: Path, counts: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(32) for _ in range(6))
+        self.trap = Trap(folder) if counts else nn.Identity()
+        self.folder = folder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            x = norm(layer(x)).tanh()
+            if k == 3:
+                x = self.trap(x)
+        return x
+
+
+class Fatal(torch.optim.Adam):
+    """Ends its process in the midst of a step if asked to."""
+
+    folder = Path()
+
+    def __init__(self, *args: Any, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        super().__init__(*args, **options)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.no_grad():
+            found = super().step(closure)
+        spring(self.folder / "step")
+        return found
+
+
+class Counting(torch.optim.SGD):
+    """Remembers a number, as old optimizers do, on which its steps depend."""
+
+    def __init__(self, *args: Any, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        super().__init__(*args, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+                p.add_(p.grad, alpha=-group["lr"] / self.state[p]["steps"])
+        spring(self.folder / "step")
+
+
+Optimizer = type[Fatal] | type[Counting]
+Event = Callable[[ps.Pipeline], None]
+
+
+def train(
+    pipe: ps.Pipeline | nn.Module,
+    model: Deep,
+    kind: Optimizer,
+    events: dict[int, Event] | None = None,
+    style: str = "train_step",
+) -> dict[str, torch.Tensor]:
+    """All that has come of some steps."""
+    found = {}
+    make = pipe.optimizer if isinstance(pipe, ps.Pipeline) else _plain
+    optimizer = make(kind, model.parameters(), lr=1e-2, folder=model.folder)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if isinstance(pipe, ps.Pipeline):
+            (events or {}).get(step, lambda _: None)(pipe)
+        found[f"loss {step}"] = _step(pipe, style)
+        optimizer.step()
+    for k, own in optimizer.state_dict()["state"].items():
+        found |= {f"{name} {k}": torch.as_tensor(value).clone() for name, value in own.items()}
+    return found | {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _plain(kind: Any, parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(parameters, **options)
+    return optimizer
+
+
+def _step(pipe: Any, style: str) -> torch.Tensor:
+    if isinstance(pipe, ps.Pipeline):
+        if style == "train_step":
+            loss: torch.Tensor = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+            return loss
+        whole = F.mse_loss(pipe(X), Y)
+        whole.backward()
+        return whole.detach()
+    if style == "train_step":
+        total = torch.zeros(())
+        for x, y in zip(X.chunk(COUNT), Y.chunk(COUNT), strict=True):
+            part = F.mse_loss(pipe(x), y) * (len(x) / len(X))
+            part.backward()
+            total += part.detach()
+        return total
+    parts = [pipe(x) for x in X.chunk(COUNT)]
+    cut = torch.cat(parts).detach().requires_grad_()
+    whole = F.mse_loss(cut, Y)
+    whole.backward()
+    for part, gradient in zip(parts, cut.grad.chunk(COUNT), strict=True):
+        part.backward(gradient)
+    return whole.detach()
+
+
+def expected(folder: Path, kind: Optimizer, counts: bool, style: str) -> dict[str, torch.Tensor]:
+    """What plain PyTorch gets on one device."""
+    model = built(folder, counts)
+    return run_with_threads(lambda: train(model, model, kind, style=style), 1)
+
+
+def built(folder: Path, counts: bool = True) -> Deep:
+    torch.manual_seed(3)
+    return Deep(folder, counts)
+
+
+def set_trap(name: str) -> Event:
+    return lambda pipe: (pipe.model.folder / name).touch()
+
+
+def send(number: int, what: signal.Signals = signal.SIGKILL) -> Event:
+    return lambda pipe: os.kill(pipe.members[number].pid, what)
+
+
+def both(pipe: ps.Pipeline) -> None:
+    send(0)(pipe)
+    send(1)(pipe)
+
+
+def check(
+    folder: Path,
+    events: dict[int, Event],
+    kind: Optimizer = Fatal,
+    style: str = "train_step",
+    counts: bool = True,
+    **options: Any,
+) -> ps.Pipeline:
+    """Raise unless a run through these events ends as plain PyTorch does."""
+    wanted = expected(folder, kind, counts, style)
+    model = built(folder, counts)
+    settings = {"devices": ["cpu"] * 2, "replicas": 1} | options
+    pipe = ps.Pipeline(
+        model, (X,), workers="processes", num_microbatches=COUNT, audit=None, **settings
+    )
+    with pipe:
+        found = train(pipe, model, kind, events, style)
+        assert not list(folder.iterdir())  # every trap was sprung
+        assert found.keys() == wanted.keys()
+        assert [k for k, value in found.items() if not torch.equal(value, wanted[k])] == []
+    return pipe
+
+
+TRAPS = {1: set_trap("forward"), 2: set_trap("backward"), 3: set_trap("step"), 4: send(0)}
+
+
+def test_whatever_a_worker_does_as_it_ends_another_completes_it(tmp_path: Path) -> None:
+    pipe = check(tmp_path, TRAPS, on_failure="replace")
+    assert pipe.members.number == 4
+    assert len(pipe.members) == 2
+    said = [event.what for event in pipe.history().events]
+    assert [" in the forward of micro-batch 0 in stage" in what for what in said[:2]] == [1, 0]
+    assert "in the backward of micro-batch 0" in said[1]
+    assert "during optimizer step" in said[2]
+    assert all("2 workers; others have taken over within" in what for what in said)
+
+
+def test_replicas_are_replaced_and_two_at_once(tmp_path: Path) -> None:
+    events = {2: set_trap("step"), 3: both, 5: send(1)}
+    pipe = check(tmp_path, events, replicas=2, on_failure="replace", counts=False)
+    assert pipe.members.number == 3
+
+
+def test_those_that_are_left_go_on_by_plans_made_ahead(tmp_path: Path) -> None:
+    events = {1: set_trap("forward"), 3: set_trap("step")}
+    pipe = check(tmp_path, events, devices=["cpu"] * 3, on_failure="continue")
+    assert len(pipe.members) == 1
+    assert all("; another plan: " in event.what for event in pipe.history().events)
+
+
+def test_a_replica_goes_on_alone(tmp_path: Path) -> None:
+    events = {1: send(0)}
+    pipe = check(tmp_path, events, replicas=2, on_failure="continue", counts=False)
+    assert (len(pipe.members), pipe.plan.replicas) == (1, 1)
+
+
+def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -> None:
+    """A worker ends between a call and its backward, and in the backward."""
+
+    def lose(pipe: ps.Pipeline) -> None:
+        run = pipe._runner.run
+
+        def once(order: Any) -> Any:
+            if order.what == "backward":
+                pipe._runner.run = run  # type: ignore[method-assign]
+                send(1)(pipe)
+            return run(order)
+
+        pipe._runner.run = once  # type: ignore[method-assign]
+
+    events = {1: lose, 3: set_trap("backward"), 4: set_trap("forward")}
+    pipe = check(tmp_path, events, style="plain", on_failure="replace")
+    assert pipe.members.number == 3
+
+
+def test_what_modules_remember_is_what_it_was_before_the_pass(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "on_failure": "replace"}
+    with ps.Pipeline(
+        model, (X,), workers="processes", num_microbatches=COUNT, audit=None, **options
+    ) as pipe:
+        before = model.trap.calls
+        for step in range(3):
+            if step == 2:
+                set_trap("backward")(pipe)
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        pipe.resize(["cpu"])  # which brings what modules remember
+        assert pipe.members.number == 2
+        assert model.trap.calls == before + 3 * COUNT
+
+
+def test_an_optimizer_that_remembers_numbers(tmp_path: Path) -> None:
+    check(tmp_path, {0: set_trap("step"), 3: set_trap("step")}, Counting, on_failure="replace")
+
+
+def test_map_goes_on(tmp_path: Path) -> None:
+    model = built(tmp_path).eval()
+    with torch.no_grad():
+        wanted = run_with_threads(
+            lambda: [torch.cat([model(x) for x in X.chunk(COUNT)]) for _ in range(6)], 1
+        )
+    with ps.Pipeline(
+        model,
+        (X,),
+        devices=["cpu"] * 2,
+        replicas=1,
+        workers="processes",
+        on_failure="replace",
+        num_microbatches=COUNT,
+        audit=None,
+    ) as pipe:
+        found = []
+        for k, result in enumerate(pipe.map([X] * 6)):
+            found.append(result)
+            if k == 1:
+                send(0)(pipe)
+        assert pipe.members.number == 1
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_worker_that_is_asked_to_end_does_so_between_two_steps(tmp_path: Path) -> None:
+    processes: list[Any] = []
+
+    def ask(pipe: ps.Pipeline) -> None:
+        processes.append(pipe._workers._pool._processes[1])  # type: ignore[attr-defined]
+        send(1, signal.SIGTERM)(pipe)
+
+    pipe = check(tmp_path, {2: ask}, on_failure="replace")
+    assert processes[0].popen.returncode == 0
+    assert "a worker was asked to end (SIGTERM)" in pipe.history().events[0].what
+
+
+def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
+    pipe = check(tmp_path, {2: send(0, signal.SIGSTOP)}, on_failure="replace")
+    assert "was stopped by a signal for seconds, and then ended" in pipe.history().events[0].what
+
+
+def test_work_that_ends_every_worker_is_given_up(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    with ps.Pipeline(
+        model,
+        (X,),
+        devices=["cpu"] * 2,
+        replicas=1,
+        workers="processes",
+        on_failure="replace",
+        num_microbatches=COUNT,
+        audit=None,
+    ) as pipe:
+        run, before = pipe._runner.recover, {k: v.clone() for k, v in model.state_dict().items()}
+
+        def again(death: Any, deaths: int) -> None:
+            (tmp_path / "forward").touch()
+            run(death, deaths)
+
+        pipe._runner.recover = again
+        set_trap("forward")(pipe)
+        with pytest.raises(ps.WorkerDied, match="in the forward of micro-batch 0") as raised:
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert "each time a worker has ended at the same work" in raised.value.__notes__[-1]
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        with pytest.raises(ps.ClosedError):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    (tmp_path / "forward").unlink()
+
+
+def test_nobody_is_left(tmp_path: Path) -> None:
+    with ps.Pipeline(
+        built(tmp_path),
+        (X,),
+        devices=["cpu"] * 2,
+        workers="processes",
+        on_failure="continue",
+        num_microbatches=COUNT,
+        audit=None,
+        replicas=1,
+    ) as pipe:
+        both(pipe)
+        with pytest.raises(ps.WorkerDied) as raised:
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert "No worker is left to go on." in raised.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_failure": "ignore"}, "choose one of raise, replace, continue"),
+        ({"on_failure": "replace"}, 'is for workers="processes", not for threads'),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ps.InputError, match=message):
+        ps.Pipeline(nn.Linear(2, 2), (torch.ones(4, 2),), devices=["cpu"] * 2, **options)
+
+
+def test_a_journal_puts_back_the_chunk_that_was_being_updated() -> None:
+    parameters = [nn.Parameter(torch.full((3,), float(k))) for k in range(3)]
+    chunks = [[p] for p in parameters]
+    segment = Segment(Journal.size_of(chunks))
+    driver = Journal(segment, chunks)
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    driver.clear()
+    assert Chunks(optimizer, {"lr": 1.0}, chunks, segment).step([{"lr": 1.0}])
+    assert driver.put_back() == 3
+    assert [float(p[0]) for p in parameters] == [-1.0, 0.0, 1.0]
+    driver.clear()
+    driver.begin(0)
+    driver.end(0)
+    driver.begin(1)
+    with torch.no_grad():
+        parameters[1].fill_(9.0)
+    assert driver.put_back() == 1
+    assert [float(p[0]) for p in parameters] == [-1.0, 0.0, 1.0]
