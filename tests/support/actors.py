@@ -33,7 +33,7 @@ def have_ray() -> None:
         with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("ignore")
             patch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
-            ray.init(num_cpus=CPUS, include_dashboard=False, logging_level="ERROR")
+            ray.init("local", num_cpus=CPUS, include_dashboard=False, logging_level="ERROR")
         atexit.register(ray.shutdown)
 
 
