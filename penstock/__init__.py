@@ -127,5 +127,9 @@ class _Package(ModuleType):
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> Any:
+        """By name, as cloudpickle does with plain modules: functions of scripts refer to it."""
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
