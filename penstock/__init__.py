@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.profile.measure import profile
     from penstock.verification import verify
     from penstock.weights import SeededWeights, empty_weights
+    from penstock.workers.ray.options import Ray
 
 _HOMES = {
     "AuditError": "penstock.errors",
@@ -54,6 +55,7 @@ _HOMES = {
     "PlanError": "penstock.errors",
     "Profile": "penstock.profile",
     "Program": "penstock.capture",
+    "Ray": "penstock.workers.ray.options",
     "RowsWarning": "penstock.errors",
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
@@ -86,6 +88,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "Program",
+    "Ray",
     "RowsWarning",
     "ScheduleError",
     "SeededWeights",
@@ -123,6 +126,10 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> Any:
+        """By name, as cloudpickle does with plain modules: functions of scripts refer to it."""
+        return import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -78,6 +78,11 @@ class Passage:
         self.differentiable = differentiable
         self.gradients: list[list[torch.Tensor | None]] = []
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether parameters have their gradients in this process afterwards."""
+        return self._runner.workers.has_gradients
+
     def chosen(self, values: Sequence[Any]) -> list[Any]:
         """Those of a micro-batch's results that a backward can start from."""
         return [v for v, d in zip(values, self.differentiable, strict=True) if d]
@@ -161,6 +166,11 @@ class _Drive(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         anchor, *nodes = (node for node, _ in ctx.next_functions)
         wanted = _wanted(anchor, nodes[len(ctx.places) :], ctx.parameters)
+        if wanted.apart and not ctx.passage.leaves_gradients:
+            raise InputError(
+                "autograd.grad asks for gradients of parameters, which are with workers in a Ray "
+                "cluster: call backward(), and pipe.gradients() if you need to see them"
+            )
         with _beside(wanted.apart) as taken:
             gradients = ctx.passage.backward(wanted.parameters)
         _guard(ctx.parameters)

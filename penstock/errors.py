@@ -132,17 +132,24 @@ _IN_RANKS = (
     ". Every rank's model has the weights of its own stages only: to continue, build another "
     "pipeline on all ranks and restore a checkpoint"
 )
+_IN_ACTORS = (
+    ". The script's model has what was last fetched from the workers: to continue, build another "
+    "pipeline and restore a checkpoint"
+)
 TORN = "some have done their part, and others not: load a checkpoint"
 IN_A_FORK = "this process is a fork of the process that has built it; only that one can use it"
 
 
-def closed(why: str, in_ranks: bool = False) -> ClosedError:
+def closed(why: str, in_ranks: bool = False, in_actors: bool = False) -> ClosedError:
     """The error for a closed pipeline: why it is closed, and how to continue.
 
     Args:
         why: the reason, in words.
         in_ranks: whether its workers are ranks, each with its own model.
+        in_actors: whether they are in a Ray cluster, and had the weights.
     """
+    if in_actors and why != "close() was called":
+        return ClosedError(f"the pipeline is closed: {why}{_IN_ACTORS}")
     if why == IN_A_FORK or TORN in why:
         return ClosedError(f"the pipeline is closed: {why}")
     return ClosedError(f"the pipeline is closed: {why}{_IN_RANKS if in_ranks else _AGAIN}")

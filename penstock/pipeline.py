@@ -41,7 +41,7 @@ from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
-from penstock.errors import InputError
+from penstock.errors import InputError, PlanError, WorkerError, WorkerTimeout
 from penstock.links.casting import name_of
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
@@ -58,6 +58,7 @@ from penstock.workers.backend import Kind, Workers
 from penstock.workers.clipping import Clipped, Clipping
 from penstock.workers.kinds import OnFailure, WorkerOptions
 from penstock.workers.members import Membership
+from penstock.workers.ray.options import Ray
 
 T = TypeVar("T")
 
@@ -71,6 +72,11 @@ class Pipeline:
     `requires_grad` and other attributes that the script sets; attributes that a module sets itself
     stay in its process. Hooks are called in the worker, and must be registered before the pipeline
     is built.
+
+    Workers in a Ray cluster have weights, gradients and optimizer state of their own, see
+    docs/ray.md. What the script changes in its model is sent to them; what they train comes back
+    with `fetch()`, `state_dict()` and `close()`. `.grad` can be dropped or set to zero; `gradients`
+    returns copies.
 
     Under torchrun every rank runs the same script and is one worker. It uses and trains the
     parameters of its own stages in its model and leaves the others unchanged. All ranks must call
@@ -97,10 +103,12 @@ class Pipeline:
             rows is split into single rows.
         schedule: a name in `penstock.schedule.SCHEDULES`, or `"auto"`.
         workers: `"threads"` of this process; `"processes"` on this machine, driven by this process;
-            or `"torchrun"`, the ranks that torchrun has started, on any number of machines.
-            `"auto"` is `"torchrun"` if torchrun has started several ranks, and `"threads"`
-            otherwise. It is an error if something else has started several ranks (a process group,
-            mpirun, srun).
+            `"ray"`, actors anywhere in a Ray cluster, driven by this process, or `penstock.Ray`
+            with what is asked of the cluster; or `"torchrun"`, the ranks that torchrun has started,
+            on any number of machines.
+            `"auto"` is `"torchrun"` if torchrun or Ray Train has started several ranks, and
+            `"threads"` otherwise. It is an error if something else has started several ranks (a
+            process group, mpirun, srun).
         plan: a plan, or the path of its file, to use instead of profiling and planning. Under
             torchrun, rank 0 plans, or reads the plan, for all.
         cuts: qualified names of modules; the model is cut before them. One fewer than devices of a
@@ -188,7 +196,7 @@ class Pipeline:
         devices: Devices | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
-        workers: Kind = "auto",
+        workers: Kind | Ray = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
         recompute: Recompute = "auto",
@@ -233,6 +241,7 @@ class Pipeline:
         )
         self.model = model
         self._autosave: Autosave | None = None
+        self._refused: set[int] = set()  # numbers of workers that could not be had
         recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
         self.allocator_kept = chosen.keep_freed_memory()
         backend = chosen.backend(self.allocator_kept)
@@ -407,7 +416,7 @@ class Pipeline:
                 Gradients and buffers are as before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
-        self._save_if_due()
+        self._between_steps()
         scale = scale_of(scaler)
         objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs, scale)
         with explaining(self.model, args, kwargs, target):
@@ -446,7 +455,7 @@ class Pipeline:
         Raises:
             InputError, AuditError, WorkerError, ClosedError: as `train_step` does.
         """
-        self._save_if_due()
+        self._between_steps()
         scale, by_hand = scale_of(scaler), True
         objective = Objective(
             targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale, by_hand
@@ -503,7 +512,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         if self.model.training and torch.is_grad_enabled():
-            self._save_if_due()
+            self._between_steps()
         return self._passes.call(args, kwargs)
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None) -> Iterator[Any]:
@@ -574,6 +583,25 @@ class Pipeline:
         """
         return self._workers.state(self.model, self.model if of is None else of)
 
+    def fetch(self) -> None:
+        """Bring the weights that workers have changed to this process's model.
+
+        Threads and worker processes use the model's own, so there is nothing to do. Workers in a
+        Ray cluster have weights of their own: between two calls the model has those of the last
+        one. Under torchrun it does what `state_dict` does, so all ranks have to call it.
+        """
+        self._workers.state(self.model, self.model)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients of the parameters that have one, by their names.
+
+        They are the parameters' own `.grad`; of workers in a Ray cluster, where `.grad` can only be
+        dropped or set to zero, they are copies. A rank has those of its own stages.
+        """
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        found = zip(names, self._workers.gradients(parameters), strict=True)
+        return {name: gradient for name, gradient in found if gradient is not None}
+
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -607,7 +635,7 @@ class Pipeline:
             parameters: as in `clip_grad_norm_`. A rank has only the gradients of its own stages.
         """
         with self._runner.steps.during("clipping"):
-            nn.utils.clip_grad_value_(self._clipped(parameters), clip_value, foreach)
+            self._workers.clip_value(self._clipped(parameters), clip_value, foreach)
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
         """The parameters to clip; by default all of the model, each once."""
@@ -816,6 +844,24 @@ class Pipeline:
 
             autosave.on_sigterm(ask, grace)
         return autosave
+
+    def _between_steps(self) -> None:
+        """Before a pass that trains: save, or change the workers, if that was asked for."""
+        self._save_if_due()
+        self._resize_if_due()
+
+    def _resize_if_due(self) -> None:
+        """Have as many workers as there should be by the user's policy, if there is a plan."""
+        wanted = self._workers.wanted()
+        if wanted is None or wanted == len(self.members) or wanted in self._refused:
+            return
+        if self._runner.is_busy:  # with results whose backward may come; later
+            return
+        try:
+            self.resize(["cpu"] * wanted, progress=None)
+        except (PlanError, InputError, WorkerError, WorkerTimeout) as error:
+            self._refused.add(wanted)
+            self._runner.steps.kept.happened(f"there should be {wanted} workers, but: {error}")
 
     def _save_if_due(self) -> None:
         """Save before a pass that trains, if that was asked for."""

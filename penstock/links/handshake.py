@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import hmac
 import os
@@ -47,6 +48,7 @@ _MOST_STRANGERS = 256  # at once; the one that has been silent for longest goes
 _PAUSE = 0.1  # seconds between two attempts to connect
 _SILENT = 20  # seconds after which a machine that does not answer is given up
 _PROBES, _BETWEEN = 5, 3  # seconds
+_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 
 class Address(NamedTuple):
@@ -391,6 +393,17 @@ def route_to(hosts: Sequence[str]) -> tuple[str, str]:
                     found.append((str(there[0]), str(probe.getsockname()[0])))
     beyond = [pair for pair in found if not (pair[0].startswith("127.") or pair[0] == "::1")]
     return next(iter(beyond + found), ("", ""))
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has an IP address; empty if none is known to."""
+    for _, name in socket.if_nameindex():
+        request = struct.pack("256s", name.encode()[:15])
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET) as any_socket:
+            found = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
 
 
 def _wire(sock: socket.socket) -> Wire:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,8 +79,10 @@ class PipelineScaler(torch.amp.GradScaler):
     ) -> Found:
         with self.workers.operation("unscale_"):
             _check_dtype(optimizer)
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            parts = self.workers.all_gather("unscale_", [*found.values()])
+            unscale = partial(super()._unscale_grads_, optimizer, inv_scale, found_inf, allow_fp16)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            found = self.workers.unscale(parameters, inv_scale, allow_fp16, unscale)
+            parts = self.workers.all_gather("unscale_", found)
         scalars = [scalar.to(self._home) for part in parts for scalar in part]
         return {self._home: torch.stack(scalars).sum()} if scalars else {}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -44,8 +44,9 @@ from penstock.workers.probe import LinkProbe
 from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay
 
-Kind = Literal["auto", "threads", "processes", "torchrun"]
-"""Who runs the stages: threads of this process, processes of this machine, or torchrun's ranks."""
+Kind = Literal["auto", "threads", "processes", "torchrun", "ray"]
+"""Who runs the stages: threads of this process, processes of this machine, torchrun's ranks, or
+actors of a Ray cluster."""
 
 _TIMEOUT = 60.0  # seconds that a pass may take at least, unless the user says otherwise
 TIMEOUTS = 50  # of predicted steps
@@ -229,7 +230,8 @@ class DrivenBackend(Backend):
         if plan is None:
             raise PlanError("this process drives all workers, so it has to plan for them")
         plan.check_fits(program.fingerprint, list(map(str, self._devices)), len(program))
-        if len(set(plan.shares)) > 1 and plan.workers_per_replica > 1:
+        uneven = len(set(plan.shares)) > 1 and plan.workers_per_replica > 1
+        if uneven and self.in_one_memory:
             raise PlanError(
                 f"the plan's replicas of {plan.workers_per_replica} workers run "
                 f"{', '.join(map(str, plan.shares))} micro-batches; in one memory they could wait "
@@ -270,12 +272,14 @@ class Workers(ABC):
         homes: the device of every stage; `None` if its worker is another process with a model of
             its own.
         links: how values get from every stage to the next, in words.
+        has_gradients: whether passes leave gradients in this process, if they are its own.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
         why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
     """
 
     role: Role = Role()
+    has_gradients: bool = True
     job: str = ""
     why_not_profiled: str = ""
     _stops = False
@@ -447,6 +451,36 @@ class Workers(ABC):
         """As `torch.nn.utils.clip_grad_norm_`, wherever the gradients are; returns the norm."""
         return clipping.clip(parameters)
 
+    def gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of these parameters; copies, if they are in other processes."""
+        return [parameter.grad for parameter in parameters]
+
+    def clip_value(
+        self, parameters: Sequence[torch.Tensor], clip_value: float, foreach: bool | None
+    ) -> None:
+        """As `torch.nn.utils.clip_grad_value_`, wherever the gradients are."""
+        nn.utils.clip_grad_value_(parameters, clip_value, foreach)
+
+    def unscale(
+        self,
+        parameters: Sequence[torch.Tensor],
+        inverse: torch.Tensor,
+        allows_half: bool,
+        unscale: Callable[[], Mapping[torch.device, torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """Divide gradients by the scale of a loss scaler, wherever they are.
+
+        Args:
+            parameters: whose gradients.
+            inverse: 1 over the scale.
+            allows_half: whether they may be in float16.
+            unscale: does it with gradients of this process.
+
+        Returns:
+            scalars, of which one is more than 0 if a gradient is not finite.
+        """
+        return list(unscale().values())
+
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of `model`, or of a copy of it, wherever its tensors are."""
         return of.state_dict()
@@ -480,6 +514,10 @@ class Workers(ABC):
         May be called from any thread. Workers that are processes write their stacks even if they
         hang in code that holds the interpreter's lock.
         """
+
+    def wanted(self) -> int | None:
+        """How many workers there should be now, by the user's policy; `None` without one."""
+        return None
 
     def all_alive(self) -> bool:
         """Whether, as far as is known here, no worker has ended; may be called from any thread."""

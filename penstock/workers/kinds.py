@@ -14,7 +14,9 @@ from penstock.workers.backend import Backend, DrivenBackend, Kind
 from penstock.workers.processes.backend import ProcessBackend
 from penstock.workers.processes.pool import Survivors
 from penstock.workers.ranks.backend import RankBackend
-from penstock.workers.ranks.rendezvous import check_is_alone, is_torchrun
+from penstock.workers.ranks.rendezvous import check_is_alone, is_ray_train, is_torchrun
+from penstock.workers.ray.backend import RayBackend
+from penstock.workers.ray.options import Ray
 from penstock.workers.threads.backend import ThreadBackend
 
 OnFailure = Literal["raise", "replace", "continue"]
@@ -30,7 +32,7 @@ class WorkerOptions:
     """Who is to run the stages, see `penstock.Pipeline`.
 
     Attributes:
-        workers: their kind.
+        workers: their kind, or `Ray`, which also says what is wanted of the cluster.
         devices: of the workers; `None` leaves them to the plan.
         timeout: seconds that a step may take; `None` derives it from the plan.
         allocator: whether the process keeps freed memory.
@@ -42,7 +44,7 @@ class WorkerOptions:
         InputError: an option has no meaning.
     """
 
-    workers: Kind
+    workers: Kind | Ray
     devices: Devices | None
     timeout: float | None
     allocator: Allocator
@@ -51,9 +53,10 @@ class WorkerOptions:
     on_failure: OnFailure = "raise"
 
     def __post_init__(self) -> None:
-        if self.workers not in KINDS:
+        if not isinstance(self.workers, Ray) and self.workers not in KINDS:
             raise InputError(
-                f"workers={self.workers!r} is unknown; choose one of {', '.join(KINDS)}"
+                f"workers={self.workers!r} is unknown; choose one of {', '.join(KINDS)}, or "
+                "penstock.Ray(...)"
             )
         timeout: Any = self.timeout
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
@@ -93,11 +96,19 @@ class WorkerOptions:
             DeviceError: a device does not exist.
             WorkerError: not all ranks are there.
         """
-        if self.workers == "torchrun" or (self.workers == "auto" and is_torchrun()):
+        are_ranks = is_torchrun() or is_ray_train()
+        if self.workers == "torchrun" or (self.workers == "auto" and are_ranks):
             self._check_raises("ranks of torchrun, whose agent starts all of them again")
             return RankBackend(self.devices, self.threads)
         if self.workers == "auto":
             check_is_alone()
+        if self.workers == "ray" or isinstance(self.workers, Ray):
+            self._check_raises("actors of a Ray cluster")
+            return RayBackend(
+                *(self.devices, self.least, self.threads),
+                options=self.workers if isinstance(self.workers, Ray) else Ray(),
+                allocator_kept=allocator_kept,
+            )
         if self.workers == "processes":
             return ProcessBackend(
                 *(self.devices, self.least, self.threads),

@@ -24,6 +24,7 @@ class Member:
         pid: the process that it is, or that it is a thread of.
         host: the name of its machine.
         kind: what it is.
+        node: what Ray calls its node, if it is an actor of a Ray cluster.
         since: it is there since the end of this step; 0 for the first workers.
     """
 
@@ -33,8 +34,9 @@ class Member:
     replica: int
     pid: int
     host: str
-    kind: Literal["thread", "process", "rank"] = "rank"
+    kind: Literal["thread", "process", "rank", "actor"] = "rank"
     since: int = 0
+    node: str = ""
 
 
 def members_here(

@@ -204,3 +204,11 @@ def test_functions_are_not_hidden_by_packages_of_the_same_name() -> None:
         "import penstock as ps; print(*(callable(f) for f in (ps.plan, ps.capture, ps.profile)))"
     )
     assert in_a_new_interpreter(code) == "True True True"
+
+
+def test_functions_that_use_the_package_can_be_pickled_by_value() -> None:
+    code = (
+        "import cloudpickle, pickle, penstock as ps; "
+        "found = pickle.loads(cloudpickle.dumps(lambda: ps.Ray)); print(found().__name__)"
+    )
+    assert in_a_new_interpreter(code) == "Ray"

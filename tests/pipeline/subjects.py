@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -215,7 +215,7 @@ def run(
                 pipe.train_step(*case.args, target=case.target, loss_fn=case.loss_fn, **case.kwargs)
             )
             optimizer.step()
-        return _bits(losses, subject.model, pipe.state_dict())
+        return _bits(losses, pipe.gradients(), pipe.state_dict())
 
 
 @functools.cache
@@ -235,14 +235,14 @@ def expected(name: str, microbatches: int, threads: int) -> Bits:
             )
         )
         optimizer.step()
-    return _bits(losses, model, model.state_dict())
+    return _bits(losses, gradients_of(model), model.state_dict())
 
 
-def _bits(losses: list[torch.Tensor], model: nn.Module, state: dict[str, Any]) -> Bits:
+def _bits(
+    losses: list[torch.Tensor], gradients: Mapping[str, torch.Tensor | None], state: dict[str, Any]
+) -> Bits:
     found = {f"loss {k}": loss for k, loss in enumerate(losses)}
-    found |= {
-        f"gradient of {n}": g.clone() for n, g in gradients_of(model).items() if g is not None
-    }
+    found |= {f"gradient of {n}": g.clone() for n, g in gradients.items() if g is not None}
     return found | {n: t.detach().clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
 
 

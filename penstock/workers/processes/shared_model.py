@@ -237,13 +237,13 @@ class SharedModel:
             if id(segment) not in packages:
                 grant = self._grant(place, segment.fd)
                 packages[id(segment)] = Package(grant, segment.size, [])
-            packages[id(segment)].tensors.append(_described(number, tensor, memory.place))
+            packages[id(segment)].tensors.append(described(number, tensor, memory.place))
             part.tensors.append(tensor)
             part.addresses.append(memory.address)
             part.versions.append(_version(tensor))
             part.known.append(part.versions[-1])
             self._owners[id(tensor)] = place, number
-        part.hooks += _hooks_of(new)
+        part.hooks += hooks_of_tensors(new)
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
         part.places, part.size = _consecutive(part.parameters)
         present = torch.empty(len(part.parameters), dtype=torch.uint8)
@@ -285,7 +285,7 @@ class SharedModel:
             InputError: a tensor has other memory, or other hooks, which the worker does not see.
         """
         part = self._parts[place]
-        if _hooks_of(part.tensors) != part.hooks:
+        if hooks_of_tensors(part.tensors) != part.hooks:
             raise InputError(
                 "hooks of a parameter were registered or removed after the pipeline was built, "
                 "which its worker process does not see; register them before, or use "
@@ -391,13 +391,14 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+def hooks_of_tensors(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The hooks of their gradients, by numbers that are never used twice."""
     registries = chain.from_iterable(map(_HOOKS, tensors))
     return list(chain.from_iterable(filter(None, registries)))
 
 
-def _described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
+def described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
+    """A tensor for a worker, under this number, at this place."""
     is_parameter = isinstance(tensor, nn.Parameter)
     hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     seen, added = (list(found.values()) if found else [] for found in hooks)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from penstock.workers.optimizer_parts import (
 )
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
-from penstock.workers.processes.following import Remote
+from penstock.workers.processes.following import News, Remote
 from penstock.workers.processes.jobs import (
     AddWay,
     Build,
@@ -240,7 +240,7 @@ class ProcessWorkers(Workers):
         """Tell all workers to run a pass."""
         self._pool.check_open()
         self._losses.note(order.loss)
-        loss = None if order.loss is None else _packed_loss(order.loss, order.what == "train")
+        loss = None if order.loss is None else packed_loss(order.loss, order.what == "train")
         replicas, count = self._plan.replicas, len(order.microbatches)
         order = replace(order, before=self._ran) if replicas > 1 else order
         try:
@@ -282,7 +282,7 @@ class ProcessWorkers(Workers):
             loss=loss if is_last else None,
             gradients=None if order.what == "infer" else self._shared.before(place),
             training=remote.training(),
-            attributes=_packed_news(remote),
+            attributes=packed_news(remote.news(), remote.modules),
             forgotten=forgotten,
             settings=Settings.here() if self._settings_changed else None,
             wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
@@ -313,7 +313,7 @@ class ProcessWorkers(Workers):
                 if part.memory or (part.memory is not None and worker in self._memories):
                     self._memories[worker] = _kept(part.memory)
             outcome = Outcome.of(parts)
-            _bring(outcome.buffers, order.loss)
+            bring(outcome.buffers, order.loss)
             if not self._pool.under_way:  # else what they are told may not have arrived
                 self._shared.confirm()
                 for remote in self._remotes:
@@ -360,7 +360,7 @@ class ProcessWorkers(Workers):
         every = []
         for place, remote in enumerate(self._remotes):
             finder = Finder(remote.modules, self._shared.tensors(place))
-            name = partial(_name_of, self._model, finder)
+            name = partial(name_of, self._model, finder)
             every.append((changes([found[k] for k in self._at(place)], finder, name), name))
         check_apart([made for made, _ in every], [remote.modules for remote in self._remotes])
         said = [name(change.key) for made, name in every for change in made]
@@ -434,7 +434,7 @@ class ProcessWorkers(Workers):
         for place in self._places:
             self._shared.check_memory(place)
         places = [member.place for member in self.members]
-        jobs, rest, portion, count = _divided(save, self._shared, places)
+        jobs, rest, portion, count = divided(save, self._shared, places)
         self._run(jobs, timeout=TIMEOUT)
         if rest is not None:
             save.job(rest, portion)()
@@ -494,8 +494,18 @@ def _kept(found: Mapping[Key, Found]) -> dict[Key, Found]:
     return kept
 
 
-def _divided(
-    save: SaveOrder, shared: SharedModel, places: Sequence[int]
+class Numbered(Protocol):
+    """Tensors that workers know by numbers, see `SharedModel`."""
+
+    def number(self, place: int, tensor: Any) -> int | None:
+        """The number by which the workers at a place know a tensor."""
+
+    def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
+        """The names of their tensors by these numbers, out of those by their ids."""
+
+
+def divided(
+    save: SaveOrder, shared: Numbered, places: Sequence[int]
 ) -> tuple[list[WritePart], Part | None, Portion, int]:
     """What worker processes write, and what is left for their driver.
 
@@ -526,7 +536,7 @@ def _divided(
     return jobs, rest, left, len(parts)
 
 
-def _name_of(model: nn.Module, finder: Finder, key: Key) -> str:
+def name_of(model: nn.Module, finder: Finder, key: Key) -> str:
     """A place in a model, in words."""
     if key.kind == "tensor":
         tensor = finder.tensors[key.number]
@@ -556,23 +566,22 @@ def _packed(what: str, obj: Any) -> Packed:
 
 
 @torch.no_grad()
-def _bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
+def bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
     """Let a loss function have the buffers that its twin in a worker's process has now."""
     for mine, theirs in zip(loss.buffers if loss else (), buffers, strict=True):
         mine.copy_(theirs)
 
 
-def _packed_news(remote: Remote) -> Packed | None:
+def packed_news(news: News, modules: Sequence[nn.Module]) -> Packed | None:
     """The attributes of a worker's modules that have changed, if some have."""
-    news = remote.news()
     if not news:
         return None
-    kinds = [type(module).__name__ for module in remote.modules]
+    kinds = [type(module).__name__ for module in modules]
     names = [f"{kinds[k]}.{name}" for k, names in news.items() for name in names]
     return _packed(f"what was changed ({', '.join(names)})", news)
 
 
-def _packed_loss(loss: Loss, backward: bool) -> Packed:
+def packed_loss(loss: Loss, backward: bool) -> Packed:
     """A loss, to be sent to the worker that has the last stage.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -165,7 +166,7 @@ def rendezvous(devices: Devices | None) -> Launch:
     group = os.environ.get("GROUP_RANK", "")
     mine = Entry(*me, new_secret(), started_at(), group)
     try:
-        return _found(rank, count, mine)
+        return launched(_introduced(rank, mine))
     except (RuntimeError, OSError) as error:
         raise WorkerError(None, None, "rendezvous", error) from error
 
@@ -177,8 +178,16 @@ class _Listens(NamedTuple):
     problem: str
 
 
-def _found(rank: int, count: int, mine: Entry) -> Launch:
-    others = _introduced(rank, mine)
+def launched(others: Others) -> Launch:
+    """Connect a rank to rank 0, and rank 0 to all others, who all do the same.
+
+    Args:
+        others: how it gets to them; its listener is closed if that fails.
+
+    Raises:
+        TimeoutError: one cannot be reached.
+    """
+    rank, count = others.rank, len(others.entries)
     try:
         star = {(k or rank): k for k in (range(1, count) if rank == 0 else [0])}
         far = {number: peer for number, peer in star.items() if not others.near(rank, peer)}
@@ -312,6 +321,15 @@ def is_torchrun() -> bool:
     """Whether this process is one of several that torchrun has started."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return several and "RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_ray_train() -> bool:
+    """Whether this process is one of several workers of Ray Train, with a process group."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    package = sys.modules.get("ray")  # which a worker of Ray has imported
+    if not several or package is None or not (dist.is_available() and dist.is_initialized()):
+        return False
+    return package.is_initialized() and bool(package.get_runtime_context().get_actor_id())
 
 
 def check_is_alone() -> None:

@@ -65,6 +65,11 @@ class RankThread(ThreadPool):
         self._drained(self.bell)  # first: whoever rings after this is heard
         return not current.waits_for
 
+    def ring(self) -> None:
+        """Let who waits for a pass look again; may be called from any thread."""
+        if self.bell >= 0:
+            os.eventfd_write(self.bell, 1)
+
     def close(self, why: str = "close() was called") -> None:
         """Dismiss the thread; a pass that it is in is given up."""
         if self._closed_because is None:

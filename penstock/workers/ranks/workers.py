@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.board.activity import EXCHANGING, Activity
-from penstock.board.memory import Board, Reading, moved, opened
+from penstock.board.memory import Board, Reading, Record, moved, opened
 from penstock.board.runs import new_board
 from penstock.capture.trees import map_leaves
 from penstock.devices.streams import on
@@ -135,8 +135,7 @@ class RankWorkers(Workers):
             has_all_weights=False,
             name=launch.ranks.names[launch.ranks.rank],
         )
-        self.board = new_board(1)
-        self._record = self.board.records[0]
+        self.board, self._record = self._noted()
         self._lines: list[Line] = []
         self._groups: LinkGroups | None = None
         self._wires: list[Wire] = []
@@ -165,6 +164,11 @@ class RankWorkers(Workers):
         }
         self._model = model
         self._copy = StaleCopy(model, self._owned)
+
+    def _noted(self) -> tuple[Board, Record]:
+        """A board, and the record on it where this rank notes what it does."""
+        board = new_board(1)
+        return board, board.records[0]
 
     def _owned(self) -> list[torch.Tensor]:
         """The tensors of this rank's stages."""
@@ -308,13 +312,25 @@ class RankWorkers(Workers):
             with self.operation(ticket.order.name):
                 own = self._own(ticket.dispatch)
                 ahead = self._ranks.clock.ahead
-                parts = self._ranks.end(_for_others(own, self._ring is not None, ahead))
+                parts = self._ranks.end(self._for_others(own, ahead))
                 _check_targets(parts)
                 self._check_weights(parts)
         except BaseException as error:
             self.give_up(error)
             raise
         self._backups.drop(ticket.number)
+        return self._whole(own, parts, ahead)
+
+    def _for_others(self, own: Outcome, ahead: int) -> Outcome:
+        """What other ranks get of a pass; with times of rank 0's clock, which is ahead by so much.
+
+        Those with the first stage of another replica get the gradients of what entered, too.
+        """
+        gradients = own.gradients if self._ring is not None else {}
+        return replace(own, gradients=gradients, logs=moved(own.logs, ahead))
+
+    def _whole(self, own: Outcome, parts: Sequence[Outcome], ahead: int) -> Outcome:
+        """What has come of a pass, from what every rank has found; with times of this clock."""
         whole = Outcome.of([_moved(part, self._device) for part in parts])
         whole.logs = moved(whole.logs, -ahead)
         if self._ring is None:
@@ -657,15 +673,6 @@ def _check_targets(parts: Sequence[Outcome]) -> None:
             "give every rank the target of the whole batch, the same on all: Penstock deals its "
             "micro-batches to the replicas"
         )
-
-
-def _for_others(outcome: Outcome, has_replicas: bool, ahead: int) -> Outcome:
-    """What other ranks get of it; with times of rank 0's clock, which is ahead by so much.
-
-    Those with the first stage of another replica get the gradients of what entered, too.
-    """
-    logs = moved(outcome.logs, ahead)
-    return replace(outcome, gradients=outcome.gradients if has_replicas else {}, logs=logs)
 
 
 def _moved(outcome: Outcome, device: torch.device) -> Outcome:

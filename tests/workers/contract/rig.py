@@ -187,15 +187,21 @@ class Rig:
         self.compare()
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Copies of gradients and buffers in this process."""
-        named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
+        """Copies of gradients, and of the buffers that workers have."""
+        if self.workers.all_alive():
+            self.workers.state(self.model, self.model)
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        found = zip(names, self.workers.gradients(parameters), strict=True)
+        named = [(name, gradient) for name, gradient in found if gradient is not None]
         return {n: t.detach().clone() for n, t in [*named, *self.model.named_buffers()]}
 
     def compare(self) -> None:
         """See that the workers have the gradients and the state of one device."""
         held, theirs = {id(p) for p in self.workers.parameters}, dict(self.twin.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            gradient, other = parameter.grad, theirs[name].grad
+        named = dict(self.model.named_parameters())
+        gradients = self.workers.gradients(list(named.values()))
+        for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
+            other = theirs[name].grad
             if id(parameter) in held and other is not None:
                 assert gradient is not None, name
                 assert torch.equal(gradient, other), name

@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 
 from penstock.workers.backend import Kind
+from tests.support.actors import lent_actors
 from tests.support.pool import pooled
 from tests.workers.contract.clauses import CLAUSES
 from tests.workers.ranks.launching import Launcher
@@ -38,10 +39,17 @@ def on_ranks(kind: Kind, name: str, launcher: Launcher) -> None:
     assert found == [""] * len(found), "\n\n".join(found)
 
 
+def in_a_cluster(kind: Kind, name: str, launcher: Launcher) -> None:
+    """In this process, with actors that the clauses use one after the other."""
+    with lent_actors(again=name != "closing"):
+        CLAUSES[name](kind)
+
+
 KINDS: dict[Kind, Callable[[Kind, str, Launcher], None]] = {
     "threads": here,
     "processes": here,
     "torchrun": on_ranks,
+    "ray": in_a_cluster,
 }
 
 

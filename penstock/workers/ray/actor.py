@@ -1,0 +1,224 @@
+"""What a Ray actor has: its rank, its modules and tensors, its parts of optimizers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.board.memory import Reading
+from penstock.errors import InputError, PenstockError, WorkerError
+from penstock.links.handshake import Listener
+from penstock.links.local import Aborted
+from penstock.links.pickling import Inbox, portable
+from penstock.links.wire import SPIN
+from penstock.workers.processes.remembering import Memory
+from penstock.workers.processes.worker_state import loading
+from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
+from penstock.workers.ray.rank import ActorRank
+
+_FRAMES = 4  # of the stack of a worker that is late
+
+
+class ActorState:
+    """One worker, from the inside. Jobs are called with it.
+
+    Args:
+        worker: its number.
+
+    Attributes:
+        worker: its number.
+        patience: seconds of looking again and again before it sleeps; not used here.
+        listener: where other workers connect to this one, until all have.
+        store: that the process group is made with, if this worker has it.
+        tensors: parameters and buffers of the whole model, by number; those of other workers'
+            stages are on `meta`.
+        modules: the user's, in the order in which they came.
+        model: has all of them, by their names.
+        memory: what these and their hooks held when they came.
+        inbox: unpacks stages; modules that several have in common are the same objects.
+        optimizers: its parts of them, by number.
+        tickets: of passes under way, by the numbers of their starts.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.patience = SPIN
+        self.listener: Listener | None = None
+        self.store: Any = None
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.modules: list[nn.Module] = []
+        self.model = nn.Module()
+        self.memory = Memory(self.modules, self.tensors)
+        self.inbox = Inbox(self.tensors.__getitem__)
+        self.optimizers: dict[int, Optimizer] = {}
+        self.tickets: deque[Any] = deque()
+        self._rank: ActorRank | None = None
+        self._buffers: list[tuple[dict[str, Any], str, int]] = []
+
+    @property
+    def rank(self) -> ActorRank:
+        """The rank that it is.
+
+        Raises:
+            PenstockError: it is none yet.
+        """
+        if self._rank is None:
+            raise PenstockError("the actor has no plan yet")
+        return self._rank
+
+    def begin(self, rank: ActorRank) -> None:
+        """From now on it is this rank."""
+        self._rank = rank
+
+    def interrupt(self) -> None:
+        """Have the pass that is waited for given up; called from another thread."""
+        if self._rank is not None:
+            self._rank.interrupt()
+
+    def parameters(self, numbers: Any) -> list[nn.Parameter] | None:
+        """The parameters with these numbers; `None`, which is all, stays."""
+        found = None if numbers is None else (self.tensors[number] for number in numbers)
+        return None if found is None else [t for t in found if isinstance(t, nn.Parameter)]
+
+    def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
+        """What a part of an optimizer remembers, by the numbers of parameters.
+
+        What is no parameter's is under other keys.
+        """
+        numbers: dict[int, Any] = {id(tensor): number for number, tensor in self.tensors.items()}
+        state = self.optimizers[number].state
+        return {numbers.get(id(key), key): value for key, value in state.items()}
+
+    def own_parameters(self) -> dict[int, nn.Parameter]:
+        """Those of this worker's stages, by number."""
+        own = set(map(id, self.rank.parameters))
+        return {
+            number: tensor
+            for number, tensor in self.tensors.items()
+            if isinstance(tensor, nn.Parameter) and id(tensor) in own
+        }
+
+    # -- what forwards replace ------------------------------------------------------------
+
+    def watch(self, modules: list[nn.Module]) -> None:
+        """Note where these modules have buffers that the script knows."""
+        known = {id(tensor): number for number, tensor in self.tensors.items()}
+        self._buffers += [
+            (module._buffers, name, known[id(buffer)])
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and id(buffer) in known
+        ]
+
+    @torch.no_grad()
+    def put_buffers_back(self) -> list[int]:
+        """What a forward has assigned to a buffer goes into the one that the script knows.
+
+        Returns:
+            the numbers of these buffers.
+
+        Raises:
+            InputError: it has another shape or dtype; or other replicas needed it meanwhile.
+        """
+        changed = []
+        for registry, name, number in self._buffers:
+            found, known = registry[name], self.tensors[number]
+            if found is known or found is None:
+                continue
+            if found.shape != known.shape or found.dtype != known.dtype:
+                raise InputError(
+                    f"a forward has replaced the buffer {name!r} of shape {tuple(known.shape)} by "
+                    f"one of shape {tuple(found.shape)}, {found.dtype}, which the script does not "
+                    'see; use workers="threads"'
+                )
+            if self.rank.has_replicas:
+                raise InputError(
+                    f"a forward has replaced the buffer {name!r}, which replicas in other "
+                    "processes do not see; change it in place (copy_), or use "
+                    'workers="threads"'
+                )
+            known.copy_(found)
+            registry[name] = known
+            changed.append(number)
+        return changed
+
+
+class Actor:
+    """The class of the Ray actors. Everything but the end is a job that the script sends.
+
+    Args:
+        worker: its number.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self._state = ActorState(worker)
+        self._given_up = -1
+        self._thread = 0
+
+    def do(self, number: int, parcel: Parcel) -> tuple[bool, Parcel]:
+        """Do a job.
+
+        Args:
+            number: of the jobs that all workers have been given together.
+            parcel: the job.
+
+        Returns:
+            whether it failed; and the result, or the error.
+        """
+        self._thread = threading.get_ident()
+        own = self._state
+        try:
+            if number <= self._given_up:
+                raise Aborted
+            with loading():
+                job: Callable[[ActorState], Any] = unwrapped(parcel)
+            found, failed = job(own), False
+            del job
+        except BaseException as error:  # a sys.exit() in a module must not end the actor
+            found, failed = portable(error, f"worker {own.worker}"), True
+        try:
+            return failed, wrapped(found)
+        except Exception as error:
+            return True, wrapped(portable(_unsent(error, own.worker)))
+
+    def give_up(self, number: int) -> None:
+        """Give up this job and those before it; runs beside them."""
+        self._given_up = max(self._given_up, number)
+        self._state.interrupt()
+
+    def look(self) -> tuple[str, Reading]:
+        """The stack of the thread that does jobs, and what the rank is doing; runs beside them."""
+        try:
+            rank = self._state.rank
+        except PenstockError:
+            return "starting", Reading.nothing()
+        frame = sys._current_frames().get(self._thread)
+        stack = traceback.format_stack(frame)[-_FRAMES:] if frame else []
+        said = [*rank.stacks().values(), "".join(stack).rstrip()]
+        return "\n".join(said), rank.reading()
+
+
+def _unsent(error: Exception, worker: int) -> BaseException:
+    found = InputError(
+        f"the result of worker {worker} cannot be sent to the script: "
+        f'{type(error).__name__}: {error}. Use workers="threads"'
+    )
+    found.__cause__ = error
+    return found
+
+
+def step_failed(error: BaseException, worker: int) -> BaseException:
+    """The error for a step of an optimizer that some workers may have done."""
+    if isinstance(error, PenstockError | Aborted):
+        return error
+    named = WorkerError(None, None, "optimizer step", error, worker)
+    named.__traceback__ = error.__traceback__
+    return named

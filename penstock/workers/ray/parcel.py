@@ -1,0 +1,59 @@
+"""What travels between the script and its actors: bytes, and one array with all tensors.
+
+Ray keeps an array beside its pickle, so that actors of one node read it in the same shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.links.pickling import pack, unpack
+from penstock.links.segment import Place
+from penstock.links.shared_memory import laid_out
+
+
+class Parcel(NamedTuple):
+    """An object on its way.
+
+    Attributes:
+        data: the object, pickled without its tensors.
+        layout: where each of these is.
+        content: all of them; nobody may write to it where it has arrived.
+    """
+
+    data: bytes
+    layout: Sequence[Any]
+    content: np.ndarray[Any, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that."""
+        return len(self.data) + self.content.nbytes
+
+
+@torch.no_grad()
+def wrapped(obj: Any) -> Parcel:
+    """An object as a parcel.
+
+    Functions and classes of the user's script or notebook travel by value.
+    """
+    data, tensors = pack(obj)
+    layout, size = laid_out(tensors)
+    base = torch.empty(size, dtype=torch.uint8)
+    for place, tensor in zip(layout, tensors, strict=True):
+        if isinstance(place, Place):
+            place.target(base.untyped_storage()).fill(tensor.detach())
+    return Parcel(data, layout, base.numpy())
+
+
+def unwrapped(parcel: Parcel) -> Any:
+    """The object; its tensors are on the CPU, in memory of their own."""
+    base = torch.empty(parcel.content.nbytes, dtype=torch.uint8)  # aligned
+    memory = base.numpy()
+    memory[:] = parcel.content
+    tensors = [p.alone(memory.data).requires_grad_(p.requires_grad) for p in parcel.layout]
+    return unpack(parcel.data, tensors)

@@ -1,0 +1,643 @@
+"""Actors with a plan: the script keeps the model, and each of them has its stages of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from time import monotonic_ns
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.board.memory import Reading, moved
+from penstock.devices.settings import Settings
+from penstock.engine.orders import Order, Outcome
+from penstock.errors import InputError, PenstockError, closed
+from penstock.links.handshake import new_secret, this_machine
+from penstock.links.pickling import Outbox, Packed, pack
+from penstock.plan import Plan
+from penstock.plan.shares import blocks
+from penstock.storage.part import Part
+from penstock.workers.backend import Role, Workers
+from penstock.workers.clipping import Clipping
+from penstock.workers.members import Member
+from penstock.workers.memories import Left, Losses
+from penstock.workers.optimizer_parts import Groups, Parts, settings_of
+from penstock.workers.ownership import Ownership
+from penstock.workers.pool import Dispatch, Job
+from penstock.workers.processes.following import Following, Unchanged
+from penstock.workers.processes.jobs import FetchMemory, Modes
+from penstock.workers.processes.remembering import (
+    Finder,
+    Found,
+    Key,
+    changes,
+    check_apart,
+    make_all,
+)
+from penstock.workers.processes.workers import (
+    bring,
+    divided,
+    name_of,
+    packed_loss,
+    packed_news,
+)
+from penstock.workers.ranks.clocks import Apart
+from penstock.workers.ray.jobs import (
+    AddWay,
+    Clip,
+    ClipValue,
+    Done,
+    DropPasses,
+    Fetch,
+    FinishPass,
+    Introduce,
+    Join,
+    Leave,
+    Listen,
+    MakePart,
+    News,
+    StartPass,
+    Tell,
+    Unscale,
+)
+from penstock.workers.ray.model import DriverModel
+from penstock.workers.ray.parts import ActorParts
+from penstock.workers.ray.pool import ActorPool
+from penstock.workers.ray.watch import Watch
+from penstock.workers.saving import TIMEOUT, SaveOrder
+from penstock.workers.ways import NewWay, modules_of
+
+_BUILD_TIMEOUT = 300.0  # seconds; a node may have to prepare an environment first
+_MORE = 30.0  # seconds beside those that ranks give each other
+_LEAVE = 60.0  # seconds to bring weights at the end
+
+Ticket = tuple[Order, Dispatch]
+
+
+class RayWorkers(Workers):
+    """Actors of a Ray cluster; the script has no stage.
+
+    Args:
+        plan: what they run.
+        model: whose stages.
+        pool: the actors; they are dismissed by `close`.
+        devices: of every worker; all are the CPU.
+        timeout: seconds that a pass may take.
+        modes: of every actor.
+    """
+
+    role = Role(calls_loss=False, has_all_weights=False)
+    has_gradients = False
+    why_not_profiled = (
+        "torch.profiler does not see other processes, so there is no profile of workers in a Ray "
+        "cluster: leave out profile=, or record the same plan with workers='threads'"
+    )
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        pool: ActorPool,
+        devices: Sequence[torch.device],
+        timeout: float,
+        modes: Modes,
+    ) -> None:
+        self._plan = plan
+        self._whole = model
+        self._pool = pool
+        self._timeout = timeout
+        self._places = range(plan.workers_per_replica)
+        self.board = pool.board
+        self.devices = devices
+        self.homes = [devices[worker] for worker in plan.placement]
+        self.ownership = Ownership(plan.placement, plan.replicas)
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._modules: list[nn.Module] = []  # that actors have, in the order in which they came
+        self._settings = modes.settings
+        self._settings_changed = False
+        self._training: tuple[bool, ...] = ()
+        self._changing: dict[bool, dict[int, torch.Tensor]] = {True: {}, False: {}}
+        self._forgotten: deque[tuple[bool, int]] = deque()
+        self._optimizers = 0
+        self._parts: weakref.WeakSet[ActorParts] = weakref.WeakSet()
+        self._losses = Losses()
+        self._watch: Watch | None = None
+        self._ahead = Apart()  # of this clock: that of the first worker
+        self._lock = threading.RLock()  # a signal's handler may close, too
+        self._starter: int | None = None  # the thread that gave the last jobs
+        self._closer: int | None = None  # the one that closes
+        self._model = DriverModel(model)
+        self._outbox = Outbox(self._model.number)
+        self._unchanged = Unchanged(model)
+        self._following = Following(self._model.knows)
+        try:
+            self._build(modes)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the start ------------------------------------------------------------------------
+
+    def _build(self, modes: Modes) -> None:
+        """Have the actors find each other; neighbours are on one node, as far as can be."""
+        count = len(self._plan.devices)
+        found = self._prepare([Introduce([os.path.abspath(entry) for entry in sys.path])] * count)
+        nodes = list(dict.fromkeys(node for _, node, _ in found))
+        order = sorted(range(count), key=lambda k: nodes.index(found[k][1]))
+        self._pool.reorder(order)
+        found = [found[k] for k in order]
+        secret = new_secret()
+        entries = [entry._replace(secret=secret) for entry, _, _ in found]
+        places = [(entry, node) for entry, node, _ in found]
+        self.members = [
+            Member(
+                number=worker,
+                device=torch.device(entry.device),
+                place=worker % len(self._places),
+                replica=worker // len(self._places),
+                pid=entry.pid,
+                host=entry.host,
+                kind="actor",
+                node=node,
+            )
+            for worker, (entry, node) in enumerate(places)
+        ]
+        self._pool.nodes[:] = [f"process {e.pid} on {e.host}, node {n[:8]}" for e, n in places]
+        machines = [entry.machine for entry in entries]
+        self._is_near = [machine == this_machine() for machine in machines]
+        several = len(set(machines)) > 1
+        hosts = [address if several else None for _, _, address in found]
+        listens = self._prepare(
+            [Listen(k, host, several and not k) for k, host in enumerate(hosts)]
+        )
+        addresses = [address for address, _ in listens]
+        self.links = [_link(machines[a], machines[b], a == b) for a, b in self._pairs()]
+        self._prepare([modes] * count)
+        board = str(self.board.path or "")
+        join = Join(
+            plan=self._plan,
+            entries=entries,
+            addresses=addresses,
+            port=listens[0][1],
+            threads=modes.threads,
+            timeout=self._timeout,
+            board=board,
+            machine=this_machine(),
+        )
+        self._prepare([join] * count)
+        self._watch = self._pool.watch([node for _, node in places])
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        return pairwise(self._plan.placement)
+
+    def _prepare(self, jobs: Sequence[Job]) -> list[Any]:
+        """Run jobs that import what the user's modules need, and so may take longer than a pass."""
+        return self._pool.run(jobs, max(_BUILD_TIMEOUT, self._timeout))
+
+    def add(self, way: NewWay) -> None:
+        """Let the stages know one more way through the model."""
+        try:
+            self.ownership.add(way)
+            spans = [span for stage in way.stages.values() for span in stage.spans]
+            changing = self._changing[way.training]
+            changing.update((id(t), t) for span in spans for t in span.changing)
+            self._prepare(self._of_places(self._way(way)))
+        except BaseException as error:  # some may know it now, and others not
+            self._pool.close(f"{type(error).__name__} came as its stages were being built")
+            raise
+
+    def _way(self, way: NewWay) -> list[AddWay]:
+        """What the workers at every place have to be told of a way."""
+        held = zip(self.ownership.parameters, self.ownership.buffers, strict=True)
+        deliveries = self._model.deliveries([(*mine, *more) for mine, more in held])
+        every = modules_of(span for stage in way.stages.values() for span in stage.spans)
+        try:
+            packed = self._model.sending(lambda: self._outbox.pack(way))
+            known = set(map(id, self._modules))
+            chosen = dict.fromkeys([*every, *self._outbox.modules])
+            new = [m for m in chosen if id(m) in self._paths and id(m) not in known]
+            modules = self._model.sending(lambda: self._outbox.pack(new))
+        except Exception as error:
+            raise InputError(
+                f"the stages cannot be sent to their workers: {type(error).__name__}: {error}. "
+                'Use workers="threads"'
+            ) from error
+        self._modules += new
+        self._unchanged.add(new, self._model.knows)
+        self._following.add(new)
+        paths = [self._paths[id(module)] for module in new]
+        return [AddWay(delivery, packed, modules, paths) for delivery in deliveries]
+
+    def _of_places(self, jobs: Sequence[Any]) -> list[Any]:
+        """For every worker the job of its place."""
+        return [jobs[member.place] for member in self.members]
+
+    # -- passes ---------------------------------------------------------------------------
+
+    def start(self, order: Order) -> Ticket:
+        """Tell all workers to start a pass."""
+        self._check_open()
+        self._losses.note(order.loss)
+        loss = None if order.loss is None else packed_loss(order.loss, order.what == "train")
+        try:
+            self._unchanged.check()
+            self._settings_changed |= Settings.here() != self._settings
+            attributes = packed_news(self._following.news(), self._modules)
+            training = self._modes()
+            forgotten = tuple(self._forgotten)
+            news = self._model.news(len(self._places))
+            jobs = [
+                self._start_of(member, order, loss, news[member.place], training, attributes)
+                for member in self.members
+            ]
+            jobs = [replace(job, forgotten=forgotten) for job in jobs]
+            with self._starting():
+                current = self._pool.start(jobs, self._timeout)
+            for _ in forgotten:
+                self._forgotten.popleft()
+        except BaseException as error:
+            self._doubt()
+            if not isinstance(error, InputError):
+                self.give_up(error)
+            raise
+        return order, current
+
+    def _start_of(
+        self,
+        member: Member,
+        order: Order,
+        loss: Packed | None,
+        news: News,
+        training: Sequence[bool] | None,
+        attributes: Packed | None,
+    ) -> StartPass:
+        """A worker's part of a pass; that of a replica has its own micro-batches' values only."""
+        place, placement = member.place, self._plan.placement
+        is_first, is_last = placement[0] == place, placement[-1] == place
+        part = order.part(is_first, is_last)
+        share = blocks(len(order.microbatches), self._plan.weights)[member.replica]
+        if len(share) < len(order.microbatches):
+            values = [v if k in share else () for k, v in enumerate(part.values)]
+            part = replace(part, values=values)
+        values = [tuple(map(_detached, each)) for each in part.values]
+        wanted = self.ownership.own(place, order.wanted)
+        asking = part.values
+        return StartPass(
+            order=replace(part, loss=None, wanted=None, values=_asking(values, asking)),
+            loss=loss if is_last else None,
+            news=news,
+            training=training,
+            attributes=attributes,
+            forgotten=(),
+            settings=Settings.here() if self._settings_changed else None,
+            wanted=None if wanted is None else self._model.numbers(wanted),
+        )
+
+    def _modes(self) -> tuple[bool, ...] | None:
+        """Of every module whether it is in training mode, if workers do not know that yet."""
+        now = tuple(module.training for module in self._modules)
+        if now == self._training:
+            return None
+        self._training = now
+        return now
+
+    def finish(self, ticket: Ticket) -> Outcome:
+        """Wait for a pass; its gradients stay with the workers."""
+        order, started = ticket
+        self._pool.check_under_way(started)
+        try:
+            with self._starting():
+                current = self._pool.start([FinishPass()] * len(self.members), self._timeout)
+            self._pool.finish(started, self._timeout + _MORE)
+            found: list[Done] = self._pool.finish(current, self._timeout + _MORE)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        outcome = Outcome.of([done.outcome for done in found])
+        self._ahead.note(found[0].now, monotonic_ns())
+        if not self._is_near[0]:
+            outcome.logs = moved(outcome.logs, self._ahead.least or 0)
+        bring(outcome.buffers, order.loss)
+        for place in self._places:
+            if (present := found[place].present) is not None:
+                self._model.have_gradients(place, present)
+            self._model.stale.update(found[place].replaced)
+        if order.what != "backward" and not order.trial:
+            self._model.has_changed(self._changing[order.training].values())
+        self._confirm()
+        return outcome
+
+    def give_up(self, why: BaseException) -> None:
+        """Give up the passes that are under way, and undo them."""
+        try:
+            self._pool.give_up(why)
+            with suppress(PenstockError):  # if they are closed, there is nothing to undo
+                self._pool.run([DropPasses()] * len(self.members), _MORE)
+        finally:
+            self._doubt()
+
+    def forget(self, training: bool, number: int) -> None:
+        """Let go of what stages hold of this batch, with the next pass."""
+        self._forgotten.append((training, number))
+
+    def check(self) -> None:
+        """Raise if tensors were changed here that the script had older values of."""
+        self._model.check()
+
+    def _confirm(self) -> None:
+        """What workers were told has arrived, unless they are still told something."""
+        if not self._pool.under_way:
+            self._model.confirm()
+            self._following.confirm()
+
+    def _doubt(self) -> None:
+        """Send the workers everything anew: nobody knows what has reached them."""
+        self._training = ()
+        self._model.doubt()
+        self._following.doubt()
+
+    def _check_open(self) -> None:
+        if self._pool.why_closed is not None:
+            raise closed(self._pool.why_closed, in_actors=True)
+
+    def _run(
+        self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None
+    ) -> list[Any]:
+        """Run a job on every worker, and wait for all."""
+        self._check_open()
+        seconds = timeout or self._timeout + _MORE
+        try:
+            with self._starting():
+                current = self._pool.start(jobs, seconds, whole)
+            found = self._pool.finish(current, seconds)
+        except BaseException:
+            self._doubt()
+            raise
+        self._confirm()
+        return found
+
+    # -- parameters -----------------------------------------------------------------------
+
+    def optimizer(
+        self,
+        kind: type[Optimizer],
+        groups: Groups,
+        options: Mapping[str, Any],
+        owners: Sequence[Sequence[nn.Parameter]],
+    ) -> Parts:
+        """An optimizer whose parts are in the workers."""
+        number, self._optimizers = self._optimizers, self._optimizers + 1
+        used = [parts.number for parts in self._parts]
+        try:
+            pack((kind, dict(options), settings_of(groups)))
+        except Exception as error:
+            raise InputError(
+                f"the optimizer's options cannot be sent to workers: {type(error).__name__}: "
+                f'{error}. Use workers="threads"'
+            ) from error
+        try:
+            every = [
+                [p for m in self.members if m.place == place for p in owners[m.number]]
+                for place in self._places
+            ]
+            deliveries = self._model.deliveries(every)
+            packed = self._outbox.pack((kind, [dict(group) for group in groups], dict(options)))
+            jobs = [
+                MakePart(
+                    number,
+                    deliveries[member.place],
+                    packed,
+                    self._model.numbers(owners[member.number]),
+                    used,
+                )
+                for member in self.members
+            ]
+            self._prepare(jobs)
+        except BaseException as error:  # as above
+            self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
+            raise
+        places = [member.place for member in self.members]
+        parts = ActorParts(number, owners, places, self._model, self._run)
+        self._parts.add(parts)
+        return parts
+
+    def _with_news(self, job: Callable[[News], Job]) -> list[Any]:
+        """For every worker a job that comes with the news of its tensors."""
+        return self._of_places([job(news) for news in self._model.news(len(self._places))])
+
+    def _known(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """The numbers of parameters.
+
+        Raises:
+            InputError: one is not the model's.
+        """
+        for parameter in parameters:
+            if not self._model.knows(parameter):
+                raise InputError(
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the model's, whose "
+                    "gradients are with workers in a Ray cluster; give them together only"
+                )
+        return self._model.numbers(parameters)
+
+    def clip(self, parameters: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` over the gradients of all workers; the same bits."""
+        numbers = self._known(parameters)
+        found: list[torch.Tensor] = self._run(
+            self._with_news(lambda news: Clip(numbers, clipping, news))
+        )
+        return found[0]
+
+    def gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Copies of the workers' gradients."""
+        numbers = self._known(parameters)
+        found = self._fetched(lambda place: [], self._model.with_gradients)
+        every = {number: gradient for _, own in found for number, gradient in own.items()}
+        return [every.get(number) for number in numbers]
+
+    def clip_value(
+        self, parameters: Sequence[torch.Tensor], clip_value: float, foreach: bool | None
+    ) -> None:
+        """As `torch.nn.utils.clip_grad_value_`."""
+        numbers = self._known(parameters)
+        self._run(self._with_news(lambda news: ClipValue(numbers, clip_value, foreach, news)))
+
+    def unscale(
+        self,
+        parameters: Sequence[torch.Tensor],
+        inverse: torch.Tensor,
+        allows_half: bool,
+        unscale: Callable[[], Mapping[torch.device, torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """Divide the workers' gradients by the scale of a loss scaler."""
+        numbers = self._known(parameters)
+        found = self._run(
+            self._with_news(lambda news: Unscale(numbers, inverse, allows_half, news))
+        )
+        return [scalar for own in found for scalar in own]
+
+    def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
+        """The state dict of the model, which is brought up to date; or of a copy that is here."""
+        if of is model and self._pool.why_closed is None:
+            self._fetch()
+        return of.state_dict()
+
+    def _fetch(self) -> None:
+        """Have the values that the workers have changed."""
+        for values, _ in self._fetched(self._model.stale_at, lambda place: []):
+            self._model.have(values)
+
+    def _fetched(
+        self,
+        tensors: Callable[[int], Sequence[int]],
+        gradients: Callable[[int], Sequence[int]],
+        timeout: float | None = None,
+    ) -> list[tuple[dict[int, torch.Tensor], dict[int, Any]]]:
+        """Values and gradients from the workers of the first replica, by number.
+
+        Args:
+            tensors: for every place the numbers of those whose values are wanted.
+            gradients: and of those whose gradients are.
+            timeout: seconds.
+        """
+        news = self._model.news(len(self._places))
+        jobs = [Fetch(tensors(place), gradients(place), news[place]) for place in self._places]
+        silent = [replace(job, tensors=(), gradients=()) for job in jobs]
+        every = [(silent if m.replica else jobs)[m.place] for m in self.members]
+        return self._run(every, timeout=timeout)
+
+    def save(self, save: SaveOrder) -> list[Part]:
+        """Have every worker write its part of a checkpoint, and this process what is left."""
+        save.check_remote(self._parts)
+        self._run(self._with_news(Tell))
+        places = [member.place for member in self.members]
+        jobs, rest, portion, count = divided(save, _At(self._model), places)
+        self._run(jobs, timeout=TIMEOUT)
+        if rest is not None:
+            save.job(rest, portion)()
+        return save.parts(count - len(jobs))
+
+    # -- what they remember ---------------------------------------------------------------
+
+    def left(self) -> Left:
+        """What forwards have left with the actors, and what losses may remember."""
+        found: list[dict[Key, Found]] = self._run([FetchMemory()] * len(self.members))
+        finder = Finder(self._modules, self._model.tensors)
+        name = partial(name_of, self._whole, finder)
+        every = [
+            changes([found[m.number] for m in self.members if m.place == place], finder, name)
+            for place in self._places
+        ]
+        check_apart(every, [self._modules for _ in every])
+        said = [name(change.key) for made in every for change in made]
+        said += ["the loss function or the metrics"] if self._losses.may_remember() else []
+        all_made = [change for made in every for change in made]
+        return Left(", ".join(said), partial(make_all, all_made))
+
+    # -- status ---------------------------------------------------------------------------
+
+    def status(self) -> Mapping[int, Reading]:
+        """What members are doing; those on other machines are asked, and have two seconds."""
+        found = dict(super().status())
+        far = [number for number, near in enumerate(self._is_near) if not near]
+        if far:
+            found |= {number: reading for number, (_, reading) in self._pool.look(far).items()}
+        return found
+
+    def stacks(self) -> Mapping[int, str]:
+        """What the actors are doing, with the stacks of their threads."""
+        return self._pool.describe(self.recorded)
+
+    def all_alive(self) -> bool:
+        """Whether no actor has ended, as far as Ray has said."""
+        return self._pool.all_alive()
+
+    def wanted(self) -> int | None:
+        """How many workers there should be now, by `Ray.min` and `Ray.max`."""
+        return self._watch.wanted() if self._watch is not None else None
+
+    # -- the end --------------------------------------------------------------------------
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """While open, no other thread closes.
+
+        Raises:
+            ClosedError: one does.
+        """
+        with self._lock:
+            if self._closer not in (None, threading.get_ident()):
+                raise closed("close() was called")
+            self._starter = threading.get_ident()
+            yield
+
+    def close(self) -> None:
+        """Bring weights, gradients and optimizer state here, and end the actors."""
+        me = threading.get_ident()
+        with self._lock:
+            self._closer = me
+            if self._watch is not None:
+                self._watch.close()
+            is_used = self._pool.under_way and self._starter != me  # that thread hears of it
+        if not is_used and self._pool.why_closed is None:
+            with suppress(PenstockError):  # if they are gone already, so is what they have
+                for parts in self._parts:
+                    parts.keep()
+                model = self._model
+                for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
+                    model.have(values)
+                    model.have_real_gradients(found)
+                self._pool.run([Leave()] * len(self.members), _LEAVE)
+        self._model.close()
+        self._pool.close()
+        self.board.close()
+
+
+class _At:
+    """The tensors whose values workers have, as `divided` wants to know them.
+
+    Args:
+        model: the script's.
+    """
+
+    def __init__(self, model: DriverModel) -> None:
+        self._model = model
+
+    def number(self, place: int, tensor: Any) -> int | None:
+        """The number by which the workers at a place know a tensor."""
+        return self._model.number_at(place, tensor)
+
+    def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
+        """The names of tensors by their numbers, out of those by their ids."""
+        return self._model.names(names)
+
+
+def _link(one: str, other: str, same: bool) -> str:
+    if same:
+        return "by reference"
+    return "shared memory" if one == other else "torch.distributed (gloo)"
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _asking(values: Sequence[Any], given: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Detached values that ask for gradients where those that were given do."""
+    return [
+        tuple(
+            v.requires_grad_() if isinstance(g, torch.Tensor) and g.requires_grad else v
+            for v, g in zip(each, one, strict=True)
+        )
+        for each, one in zip(values, given, strict=True)
+    ]
