@@ -122,11 +122,9 @@ class Dividing:
 
     Attributes:
         workers: that there are now.
-        surviving: does something with them, and again if others had to take over.
     """
 
     workers: Workers
-    surviving: Callable[[Callable[[], Any]], Any]
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

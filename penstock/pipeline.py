@@ -556,7 +556,9 @@ class Pipeline:
         """
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
-        optimizer = PipelineOptimizer(kind, chosen, self._running.dividing, **options)
+        optimizer = PipelineOptimizer(
+            *(kind, chosen, self._running.dividing), surviving=self._runner.surviving, **options
+        )
         self._running.add(optimizer)
         return optimizer
 

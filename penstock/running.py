@@ -110,7 +110,6 @@ class Running:
         self._fallbacks = self._planned_ahead(of)
         workers = self._begun(backend, plan, stack)
         self.runner = Runner(program, plan, workers, deferred=given.batchnorm == "deferred")
-        self.dividing.surviving = self.runner.surviving
         if given.workers.survives:
             self.runner.recover = _recovering(weakref.WeakMethod(self.recover))
             self.runner.relieve = _recovering(weakref.WeakMethod(self.relieve))

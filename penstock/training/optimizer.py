@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,15 +13,11 @@ from penstock.errors import InputError
 from penstock.training.masters import MasterWeights, restore_float32
 from penstock.workers.optimizer_parts import Groups, Parts, move_state
 
+Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
-class Divide(Protocol):
-    """Divides optimizers among the workers that there are."""
 
-    def __call__(self, kind: type[Optimizer], groups: Groups, options: Mapping[str, Any]) -> Parts:
-        """The workers' parts of an optimizer."""
-
-    def surviving(self, work: Callable[[], None]) -> None:
-        """Do something with the workers, and again if others had to take over."""
+def _once(work: Callable[[], None]) -> None:
+    work()
 
 
 class PipelineOptimizer(Optimizer):
@@ -43,6 +39,7 @@ class PipelineOptimizer(Optimizer):
         divide: makes the workers' parts of an optimizer from its class, groups and options.
         master_weights: whether to update half-precision parameters with float32 copies, see
             `penstock.training.masters`.
+        surviving: does a step, and again if other workers had to take over; once by default.
         options: arguments of `kind`.
 
     Raises:
@@ -55,6 +52,7 @@ class PipelineOptimizer(Optimizer):
         params: Iterable[Any],
         divide: Divide,
         master_weights: bool = False,
+        surviving: Callable[[Callable[[], None]], None] = _once,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):
@@ -69,6 +67,7 @@ class PipelineOptimizer(Optimizer):
         self._kind = kind
         self._options = options
         self._divide = divide
+        self._surviving = surviving
         self._parts: Parts | None = None
         self._divided: list[list[int]] = []
         self._updated: Collection[torch.Tensor] = ()  # by a step that is still to be completed
@@ -106,7 +105,7 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._divide.surviving(self._step)
+        self._surviving(self._step)
         return loss
 
     def _step(self) -> None:
