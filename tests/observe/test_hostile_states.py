@@ -46,7 +46,7 @@ def state() -> bytes:
         for _ in range(3):
             pipe.train_step(x, target=x, loss_fn=F.mse_loss)
         board = pipe._workers.board
-        return state_of(Run(pipe._description, board, board.path))
+        return state_of(Run(pipe._running.description, board, board.path))
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

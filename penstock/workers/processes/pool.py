@@ -409,7 +409,9 @@ class ProcessPool(Pool):
 
     def _blamed(self, error: WorkerTimeout | WorkerDied) -> WorkerTimeout | WorkerDied:
         """The end of a process, if one has ended; a stopped one is ended, if others can go on."""
-        for process in self._processes if self.keeps_survivors else ():
+        if not (self.keeps_survivors and self._finalizer.alive):
+            return error
+        for process in self._processes:
             if process.pulse.is_stopped():
                 process.how = "was stopped by a signal for seconds, and then ended"
                 process.kill()
@@ -439,9 +441,9 @@ class ProcessPool(Pool):
 
     def close(self, why: str = "close() was called") -> None:
         """Let the workers go, for good; `why` is what later calls will say."""
-        if self._closed_because is None:
-            self._closed_because = why
-        self._dismiss()
+        if self._closed_because is None or self.keeps_survivors:  # which may still wait
+            self._closed_because = self._closed_because or why
+            self._dismiss()
 
     def _give_up(self, why: BaseException) -> None:
         if self._closed_because or STARTING in self._codes():

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.workers.processes import workers as process_workers
+from penstock.workers.processes.parts import RemoteParts
 from tests.support.models import mlp
 from tests.support.pool import drain
 
@@ -327,7 +327,7 @@ def test_a_state_whose_loading_is_interrupted(
         if divided:
             optimizer.step()
         with monkeypatch.context() as patch:
-            patch.setattr(process_workers._RemoteParts, "load", _interrupt)
+            patch.setattr(RemoteParts, "load", _interrupt)
             load = partial(optimizer.load_state_dict, saved)
             if not divided:
                 load()
@@ -352,7 +352,7 @@ def test_another_thread_closes_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> 
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
         step(pipe)
         optimizer.step()
-        monkeypatch.setattr(process_workers._RemoteParts, "fetch", lambda *a: fetched.append(a))
+        monkeypatch.setattr(RemoteParts, "fetch", lambda *a: fetched.append(a))
         workers = pipe._runner.workers._pool  # type: ignore[attr-defined]
         finish = workers.finish
 
