@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,8 @@ _FINAL = 5.0  # seconds after which a process ends that does not run Python code
 class Sigterm:
     """Handles SIGTERM as long as it is not removed: once it is noted, and then it ends the process.
 
-    The handler that was there before is called as well. If the process is not `leaving` within
+    The handler that was there before is called as well. If it ends the process by `SystemExit`, as
+    that of Ray does, that waits until the run is saved. If the process is not `leaving` within
     `grace` seconds, or if a SIGTERM comes that is not the same request sent twice, it gets the
     signal as if this had never been here.
 
@@ -39,7 +41,8 @@ class Sigterm:
         self.leaving = False
         self._ask, self._grace = ask, grace
         self._pid, self._since, self._is_late = os.getpid(), 0.0, False
-        self._before: Any = signal.getsignal(signal.SIGTERM)
+        self._is_removed = False
+        self._before = _in_use(signal.getsignal(signal.SIGTERM))
         if self._before == signal.SIG_IGN:
             return
         if threading.current_thread() is threading.main_thread():
@@ -53,7 +56,7 @@ class Sigterm:
 
     def remove(self) -> None:
         """Have SIGTERM do what it did before, unless somebody else has a handler by now."""
-        self._ask = lambda: False
+        self._ask, self._is_removed = lambda: False, True
         is_ours = signal.getsignal(signal.SIGTERM) == self._handle
         if is_ours and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._restored)
@@ -73,7 +76,13 @@ class Sigterm:
             self.received, self._since = True, now
             threading.Thread(target=self._watch, name="penstock-sigterm", daemon=True).start()
         if callable(self._before):
-            self._before(number, frame)
+            with suppress(SystemExit):  # as of Ray: it will end, but not before it is saved
+                self._before(number, frame)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has done its work, in a process that goes on nevertheless, as notebooks do."""
+        return self.leaving or self._is_removed
 
     @property
     def _restored(self) -> Any:
@@ -99,3 +108,9 @@ class Sigterm:
         time.sleep(_FINAL)
         if self._restored == signal.SIG_DFL and not self.leaving:
             os._exit(128 + signal.SIGTERM)
+
+
+def _in_use(handler: Any) -> Any:
+    """A handler, without those around it that have done their work."""
+    owner = getattr(handler, "__self__", None)
+    return _in_use(owner._before) if isinstance(owner, Sigterm) and owner.is_over else handler

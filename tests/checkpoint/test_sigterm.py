@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import penstock as ps
+from penstock.checkpoint import sigterm
 from tests.checkpoint.autosaving import Run
 from tests.workers.ranks.launching import ROOT
 from tests.workers.ranks.test_torchrun import assert_equal
@@ -61,6 +62,32 @@ def test_a_driver_saves_and_ends(tmp_path: Path, kind: Any) -> None:
     assert len(first.seen) == 3
     assert all(torch.equal(a, b) for a, b in zip(seen, whole.seen, strict=True))
     assert_equal("weights", second.weights, whole.weights)
+
+
+def test_a_handler_that_exits_at_once_waits_for_the_save(tmp_path: Path) -> None:
+    """Such as the one that Ray installs."""
+
+    def leave(*_: Any) -> None:
+        sys.exit(15)
+
+    signal.signal(SIGTERM, leave)
+    run = Run(tmp_path, every=100, before=asked_at(2), workers="threads")
+    with pytest.raises(SystemExit) as ended:
+        run.go()
+    assert ended.value.code == 0
+    assert ps.load(tmp_path).batches == 2
+
+
+def test_a_run_that_goes_on_after_another_one_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, where SystemExit does not end the process."""
+    monkeypatch.setattr(sigterm, "_SAME", 0.0)
+    for name in ("first", "second"):
+        run = Run(tmp_path / name, every=100, before=asked_at(2), workers="threads")
+        with pytest.raises(SystemExit):
+            run.go()
+        assert ps.load(tmp_path / name).batches == 2
 
 
 def test_not_while_gradients_are_accumulated(tmp_path: Path) -> None:
