@@ -45,7 +45,8 @@ class Event:
         step: in which it came, or before which.
         workers: that there were before.
         now: those that there were after it.
-        seconds: that the step took longer than the median step.
+        seconds: that the steps from then to the next event took longer than the median step, those
+            that took more than twice as long.
     """
 
     what: str
@@ -163,15 +164,15 @@ class _Happening:
                 pipe.train_step(x, target=target, loss_fn=task.loss)
                 optimizer.step()
                 self._pids.update(member.pid for member in pipe.members)
-                took = time.monotonic() - began
+                self._times.append(time.monotonic() - began)
                 if event is not None:
-                    event.now, event.seconds = len(pipe.members), took
-                else:
-                    self._times.append(took)
+                    event.now = len(pipe.members)
             found = {name: value.clone() for name, value in model.state_dict().items()}
-        outcome.step_seconds = statistics.median(self._times)
-        for event in outcome.events:
-            event.seconds = max(0.0, event.seconds - outcome.step_seconds)
+        outcome.step_seconds = usual = statistics.median(self._times)
+        ends = [event.step for event in outcome.events[1:]]
+        for event, end in zip(outcome.events, [*ends, steps], strict=True):
+            late = [t - usual for t in self._times[event.step : end] if t > 2 * usual]
+            event.seconds = sum(late)
         left = [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
         outcome.problems += [f"these processes are left: {left}"] if left else []
         return found
