@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
-from penstock.links.segment import Segment
-from penstock.workers.processes.journal import Chunks, Journal
+from penstock.links.segment import Segment, place_of
+from penstock.workers.processes.journal import Chunks, Journal, spans_of
 
 X, Y = torch.randn(24, 32), torch.randn(24, 32)
 COUNT = 4  # micro-batches
@@ -387,13 +387,14 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
 def test_a_journal_puts_back_the_chunk_that_was_being_updated() -> None:
     parameters = [nn.Parameter(torch.full((3,), float(k))) for k in range(3)]
     chunks = [[p] for p in parameters]
-    segment = Segment(Journal.size_of(chunks))
-    driver = Journal(segment, chunks)
+    spans = [spans_of(chunk, [None]) for chunk in chunks]
+    segment = Segment(Journal.size_of(spans))
+    driver = Journal(segment, chunks, spans)
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     for parameter in parameters:
         parameter.grad = torch.ones(3)
     driver.clear()
-    assert Chunks(optimizer, {"lr": 1.0}, chunks, segment).step([{"lr": 1.0}])
+    assert Chunks(optimizer, {"lr": 1.0}, chunks, segment, spans).step([{"lr": 1.0}])
     assert driver.put_back() == 3
     assert [p[0].item() for p in parameters] == [-1.0, 0.0, 1.0]
     driver.clear()
@@ -404,3 +405,16 @@ def test_a_journal_puts_back_the_chunk_that_was_being_updated() -> None:
         parameters[1].fill_(9.0)
     assert driver.put_back() == 1
     assert [p[0].item() for p in parameters] == [-1.0, 0.0, 1.0]
+
+
+def test_memory_that_lies_together_is_copied_at_once() -> None:
+    segment, other = Segment(1024), Segment(64)
+    places = [
+        place_of(torch.empty(5), 0),
+        place_of(torch.empty(3), 20),
+        place_of(torch.empty(2), 512),
+    ]
+    tensors = [*segment.tensors(places), *other.tensors([place_of(torch.empty(2), 0)])]
+    homes = [segment, segment, segment, other]
+    assert sorted(spans_of(tensors, homes)) == [(0, 64 + 12), (2, 8), (3, 8)]
+    assert sorted(spans_of(tensors[1::-1], homes[:2])) == [(1, 64 + 12)]

@@ -10,6 +10,7 @@ back that was under way, and goes on with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from ctypes import memmove
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from penstock.board.activity import UPDATING
 from penstock.engine.stage import Before
-from penstock.links.segment import Place, Segment, place_of
+from penstock.links.segment import ALIGNMENT, Place, Segment, aligned, place_of
 from penstock.workers.optimizer_parts import part_of, use_settings
 from penstock.workers.processes.shared_model import Gradients
 from penstock.workers.processes.worker_state import WorkerState
@@ -48,55 +49,93 @@ def chunks_of(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
+Spans = Sequence[tuple[int, int]]
+"""Memory that is copied at once, behind one another: the first tensor of a chunk that is in it, and
+how many bytes it has."""
+
+
+def spans_of(tensors: Sequence[torch.Tensor], segments: Sequence[object]) -> list[tuple[int, int]]:
+    """The memory of tensors in as few pieces as possible.
+
+    Between two tensors of a segment that are less than `ALIGNMENT` bytes apart there is no other.
+
+    Args:
+        tensors: of a chunk.
+        segments: for each the segment in which it is.
+    """
+    order = sorted(range(len(tensors)), key=lambda k: tensors[k].data_ptr())
+    found: list[tuple[int, int]] = []
+    end, home = 0, None
+    for k in order:
+        start, size = tensors[k].data_ptr(), _extent(tensors[k])
+        if found and segments[k] is home and 0 <= start - end < ALIGNMENT:
+            first = found[-1][0]
+            found[-1] = first, start + size - tensors[first].data_ptr()
+        elif size:
+            found.append((k, size))
+        end, home = start + size, segments[k]
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last of a tensor."""
+    place = place_of(tensor.detach(), 0)
+    return place.end - place.offset
+
+
 class Journal:
     """Where a chunk is copied to before it is updated; both the driver and a worker have one.
 
     Args:
-        segment: the memory, of `size_of(chunks)` bytes.
+        segment: the memory, of `size_of(spans)` bytes.
         chunks: for each its tensors: parameters, and what is remembered of them.
+        spans: for each the memory of these tensors.
     """
 
-    def __init__(self, segment: Segment, chunks: Sequence[list[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        chunks: Sequence[Sequence[torch.Tensor]],
+        spans: Sequence[Spans],
+    ) -> None:
         self._header = segment.integers()
-        self._tensors = chunks
-        self._copies = [segment.tensors(_places(chunk)) for chunk in chunks]
+        self._kept = segment, chunks  # whose memory it is
+        self._moves: list[list[tuple[int, int, int]]] = []  # from, to, and bytes
+        for tensors, own in zip(chunks, spans, strict=True):
+            to = segment.base.data_ptr() + _HEADER
+            moves = []
+            for first, size in own:
+                moves.append((tensors[first].data_ptr(), to, size))
+                to += aligned(size)
+            self._moves.append(moves)
 
     @staticmethod
-    def size_of(chunks: Iterable[Sequence[torch.Tensor]]) -> int:
+    def size_of(spans: Iterable[Spans]) -> int:
         """How many bytes a journal of these chunks takes; a multiple of 8."""
-        ends = [place.end for chunk in chunks for place in _places(chunk)]
-        return -(-max(ends, default=_HEADER) // 8) * 8
+        return _HEADER + max((sum(aligned(size) for _, size in own) for own in spans), default=0)
 
     def clear(self) -> None:
         """Note that no chunk was begun. The driver does, before every step."""
         self._header[0] = self._header[1] = 0
 
-    @torch.no_grad()
     def begin(self, number: int) -> None:
         """Copy a chunk that is about to be updated."""
-        torch._foreach_copy_(self._copies[number], self._tensors[number])
+        for there, here, size in self._moves[number]:
+            memmove(here, there, size)
         self._header[0] = number + 1
 
     def end(self, number: int) -> None:
         """Note that a chunk was updated."""
         self._header[1] = number + 1
 
-    @torch.no_grad()
     def put_back(self) -> int:
         """Put back the chunk that was being updated; returns how many were before it."""
         begun, ended = self._header[0], self._header[1]
         if begun > ended:
-            torch._foreach_copy_(self._tensors[ended], self._copies[ended])
+            for there, here, size in self._moves[ended]:
+                memmove(there, here, size)
             self._header[0] = ended
         return int(ended)
-
-
-def _places(chunk: Sequence[torch.Tensor]) -> list[Place]:
-    places, end = [], _HEADER
-    for tensor in chunk:
-        places.append(place_of(tensor.detach(), end))
-        end = places[-1].end
-    return places
 
 
 class Chunks:
@@ -107,6 +146,7 @@ class Chunks:
         options: the arguments of its class.
         chunks: the parameters of every chunk; what is remembered of them is in shared memory.
         journal: the segment for it.
+        spans: the memory of every chunk.
     """
 
     def __init__(
@@ -115,6 +155,7 @@ class Chunks:
         options: Mapping[str, Any],
         chunks: Sequence[Sequence[torch.Tensor]],
         journal: Segment,
+        spans: Sequence[Spans],
     ) -> None:
         self._state = part.state
         self._chunks = chunks
@@ -123,7 +164,7 @@ class Chunks:
             each.state = part.state
         self._expected = [self._remembered(chunk) for chunk in chunks]
         tensors = [[*chunk, *own] for chunk, own in zip(chunks, self._expected, strict=True)]
-        self._journal = Journal(journal, tensors)
+        self._journal = Journal(journal, tensors, spans)
 
     def _remembered(self, chunk: Sequence[torch.Tensor]) -> list[Any]:
         state = self._state
@@ -170,6 +211,7 @@ class Adopt:
         entries: for everything in it the number of the parameter, its name there, and the place.
         journal: the grant and the size of another one.
         chunks: the numbers of parameters, in chunks.
+        spans: the memory of every chunk.
     """
 
     number: int
@@ -177,6 +219,7 @@ class Adopt:
     entries: Sequence[tuple[int, str, Place]]
     journal: tuple[int, int]
     chunks: Sequence[Sequence[int]]
+    spans: Sequence[Spans]
 
     def __call__(self, own: WorkerState) -> None:
         """Remember what is there, and nothing else."""
@@ -186,7 +229,8 @@ class Adopt:
         for (number, name, _), tensor in zip(self.entries, memory, strict=True):
             part.state[own.tensors[number]][name] = tensor
         chunks = [[own.tensors[number] for number in chunk] for chunk in self.chunks]
-        own.chunks[self.number] = Chunks(part, options, chunks, own.segment(*self.journal))
+        journal = own.segment(*self.journal)
+        own.chunks[self.number] = Chunks(part, options, chunks, journal, self.spans)
 
 
 @dataclass(frozen=True)

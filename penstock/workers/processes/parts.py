@@ -28,6 +28,7 @@ from penstock.workers.processes.journal import (
     OutlivingStep,
     chunks_of,
     entries_of,
+    spans_of,
 )
 from penstock.workers.processes.shared_model import SharedModel
 
@@ -220,10 +221,16 @@ class OutlivingParts(RemoteParts):
         self._state.update(state)
         chunks = chunks_of(self._owners[worker])
         tensors = [[*c, *(t for p in c for t in state.get(p, {}).values())] for c in chunks]
-        journal = Segment(Journal.size_of(tensors))
+        memories = self._access.shared.memories
+        homes = [
+            [memories[id(t)].segment if id(t) in memories else segment for t in chunk]
+            for chunk in tensors
+        ]
+        spans = list(map(spans_of, tensors, homes))
+        journal = Segment(Journal.size_of(spans))
         if worker == 0:
             self._journals = []
-        self._journals.append(Journal(journal, tensors))
+        self._journals.append(Journal(journal, tensors, spans))
         numbers = partial(self._access.shared.numbers, place)
         named = zip(numbers([p for p, *_ in entries]) or [], entries, spots, strict=True)
         job = Adopt(
@@ -232,6 +239,7 @@ class OutlivingParts(RemoteParts):
             entries=[(number, name, spot) for number, (_, name, _), spot in named],
             journal=(self._access.grant(journal.fd, worker), journal.size),
             chunks=[numbers(chunk) or [] for chunk in chunks],
+            spans=spans,
         )
         segment.close()
         journal.close()
