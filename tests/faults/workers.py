@@ -106,8 +106,7 @@ def in_the_loss(spring: str, error: type[BaseException], words: str) -> None:
             session.go(1)
         session.took()
         last = len(session.plan.stages) - 1
-        action = "loss" if error is ps.WorkerError else "forward"
-        check(session, (last, microbatch, action), session.plan.placement[last], words)
+        check(session, (last, microbatch, "loss"), session.plan.placement[last], words)
         undone = session.is_undone(maybe_done=False)
         if error is ps.WorkerError:
             session.goes_on(undone)
