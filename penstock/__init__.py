@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.batches import Batches
     from penstock.checkpoint.checkpoint import Checkpoint, load
     from penstock.comparison.compare import VerifyReport
+    from penstock.engine.whole_batch import whole_batch
     from penstock.errors import (
         AuditError,
         CaptureError,
@@ -71,6 +72,7 @@ _HOMES = {
     "profile": "penstock.profile.measure",
     "resume": "penstock.checkpoint.autosave",
     "verify": "penstock.verification",
+    "whole_batch": "penstock.engine.whole_batch",
 }
 
 __all__ = [
@@ -104,6 +106,7 @@ __all__ = [
     "profile",
     "resume",
     "verify",
+    "whole_batch",
 ]
 __version__ = "0.1.0"
 

@@ -70,7 +70,12 @@ class Passage:
         runner: runs the backward pass.
         order: of the forward.
         differentiable: which results of a micro-batch a backward can start from.
+
+    Attributes:
+        loss: of the batch, if it is known before the backward.
     """
+
+    loss: torch.Tensor | None = None
 
     def __init__(self, runner: Runner, order: Order, differentiable: Sequence[bool]) -> None:
         self._runner = runner
@@ -106,7 +111,7 @@ class Passage:
         steps = self._runner.steps
         with steps.failing():
             gradients = self._runner.run(back).gradients
-            steps.tell()
+            steps.tell(self.loss)
         return gradients
 
 

@@ -150,9 +150,32 @@ class Oracle:
         Raises:
             ValueError: the result cannot be put together, see `merged`.
         """
+        return self._whole_step(step, loss_fn, target, nullcontext())[0]
+
+    def whole_step(
+        self, step: int, loss_fn: Callable[..., torch.Tensor], target: object = None
+    ) -> torch.Tensor:
+        """Accumulate the gradients of one loss of the batch's result; the loss, detached.
+
+        Random numbers that the loss draws are those of the first micro-batch's.
+
+        Raises:
+            ValueError: the result cannot be put together, see `merged`.
+        """
+        return self._whole_step(step, loss_fn, target, self._around.loss(step, 0))[1]
+
+    def _whole_step(
+        self,
+        step: int,
+        loss_fn: Callable[..., torch.Tensor],
+        target: object,
+        around: AbstractContextManager[Any],
+    ) -> tuple[Any, torch.Tensor]:
+        """The result of the batch, and the loss, which is computed in this context."""
         outputs = self.forwards(step)
         result = map_tensors(_as_leaf, self.merged(outputs))
-        loss = loss_fn(result) if target is None else loss_fn(result, target)
+        with around:
+            loss = loss_fn(result) if target is None else loss_fn(result, target)
         loss.backward()
         whole = tensors(result)
         dims = self._row_dims([tensors(output) for output in outputs])
@@ -164,7 +187,7 @@ class Oracle:
                 if own.requires_grad and all_.grad is not None
             ]
             torch.autograd.backward([own for own, _ in pairs], [g for _, g in pairs])
-        return result
+        return result, loss.detach()
 
     def unsplit(self) -> Any:
         """What the model in its present mode gives for the whole batch, without history.

@@ -16,19 +16,22 @@ from penstock.audit.auditor import Auditor
 from penstock.autograd import Passage, backward_into_inputs, check_untransformed, deliver
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
-from penstock.capture.trees import flatten
+from penstock.capture.calls import ambient
+from penstock.capture.trees import flatten, map_leaves
 from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, ByHand, Whole, arguments
-from penstock.engine.ends import Apart, Loss
+from penstock.engine.ends import Apart, Loss, without_history
 from penstock.engine.hooks import Opened
 from penstock.engine.microbatch import Merge, merge
 from penstock.engine.objective import Mixing, Objective
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.stage import MicroBatch
 from penstock.engine.user_functions import Left, check_reads
+from penstock.engine.whole_batch import WholeBatch, WholeObjective, stand_in
 from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
 from penstock.runner import Runner, Started
+from penstock.units import show_bytes
 from penstock.workers.ways import Ways
 
 
@@ -108,20 +111,33 @@ class Passes:
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """See `Pipeline.__call__`."""
         graph = torch.is_grad_enabled()
-        with self._operation("a call" if graph else "a call without gradients"):
-            check_untransformed((args, kwargs), self._model.parameters())
-            batch = self._batch(Whole(args, kwargs), graph and self._model.training)
+        name = "a call" if graph else "a call without gradients"
+        return self._call(name, Whole(args, kwargs), graph and self._model.training).output
+
+    def _call(self, name: str, inputs: Whole, trains: bool) -> _Called:
+        """The forwards of a batch; a backward may come from its result if gradients are enabled.
+
+        Args:
+            name: of the operation.
+            inputs: the batch.
+            trains: whether it counts as a step of training.
+        """
+        graph = torch.is_grad_enabled()
+        with self._operation(name):
+            check_untransformed(inputs.given, self._model.parameters())
+            batch = self._batch(inputs, trains)
             order = self._order("forward" if graph else "infer", batch)
             result = self._result_of(order, self._merge, graph)
             with self._runner.held(order), self._auditor.around(order, batch):
                 outcome = self._runner.run(order)
         if not graph:
-            return result(outcome.parts)
+            return _Called(result(outcome.parts), order, None)
         passage = Passage(self._runner, order, outcome.differentiable)
         self._runner.forget_with(passage, order)
-        unfed = () if self._runner.workers.role.has_inputs else _differentiable((args, kwargs))
+        unfed = () if self._runner.workers.role.has_inputs else _differentiable(inputs.given)
         parameters = self._runner.workers.parameters
-        return result(deliver(passage, order.values, outcome.parts, parameters, unfed))
+        parts = deliver(passage, order.values, outcome.parts, parameters, unfed)
+        return _Called(result(parts), order, passage)
 
     def map(self, batches: Iterable[Any], ahead: int | None) -> Iterator[Any]:
         """See `Pipeline.map`.
@@ -182,6 +198,8 @@ class Passes:
             inputs: the batch.
             objective: the loss, and what else is made of the outputs.
         """
+        if isinstance(objective.loss_fn, WholeBatch):
+            return self._step_of_whole(what, name, inputs, WholeObjective(objective))
         with self._operation(name):
             given = (inputs.given, objective.given)
             check_untransformed(given, self._model.parameters())
@@ -202,6 +220,58 @@ class Passes:
         if what == "train":
             self._runner.steps.tell(outcome.loss if outcome.losses else None)
         return found
+
+    def _step_of_whole(
+        self, what: Pass, name: str, inputs: Whole | ByHand, whole: WholeObjective
+    ) -> Any:
+        """A step with one loss of all micro-batches: their forwards, the loss, their backwards."""
+        if isinstance(inputs, ByHand):
+            raise InputError("whole_batch needs one batch, which Penstock splits")
+        objective, trains = whole.objective, what == "train"
+        if trains:
+            self._check_room()
+        check_untransformed(objective.given, self._model.parameters())
+        with torch.set_grad_enabled(trains), objective.undone():
+            called = self._call(f"{name} with a loss of the whole batch", inputs, trains)
+            loss, found = self._made_of(whole, called)
+            if called.passage is not None:
+                called.passage.loss = found.loss
+                with ambient().without_autocast().autocasting():
+                    loss.backward(whole.start(loss))
+        if not objective.wants_more:
+            return found.loss
+        if objective.metrics is not None and not found.metrics:
+            raise InputError(_missing("metrics"))
+        outputs = map_leaves(without_history, called.output) if objective.outputs else None
+        return found._replace(outputs=outputs)
+
+    def _made_of(self, whole: WholeObjective, called: _Called) -> tuple[torch.Tensor, StepResult]:
+        """The loss of a batch, to be differentiated, and what all processes are told of it."""
+        workers, device = self._runner.workers, self._runner.loss_device
+        what, key = "the loss of a whole batch", called.order.microbatches[0].key
+        with workers.operation(what):
+            loss = told = None
+            if workers.role.has_loss:
+                loss = whole.loss(key, called.output, device)
+                told = StepResult(loss.detach(), None, whole.measured(key, called.output, device))
+            everyones = workers.all_gather(what, told)
+        found = told or next(each for each in everyones if each is not None)
+        return stand_in(called.output) if loss is None else loss, found
+
+    def _check_room(self) -> None:
+        """Raise if the activations of all micro-batches are more than workers may hold."""
+        plan = self._runner.plan
+        if plan.memory_limit is None or plan.schedule == "gpipe":
+            return
+        most = -(-plan.num_microbatches // plan.replicas)
+        held = plan.memory_with([most] * len(plan.stages))
+        if held > plan.memory_limit:
+            raise InputError(
+                f"whole_batch holds the activations of all {plan.num_microbatches} micro-batches "
+                f"at once, which takes {show_bytes(held)} on one worker, and memory_limit is "
+                f'{show_bytes(plan.memory_limit)}: build the pipeline with schedule="gpipe", '
+                "whose plan counts them, and recompute=True if they do not fit"
+            )
 
     def _loss(self, objective: Objective, batch: Batch) -> Loss | None:
         """The loss for the last stage; `None` in a process that does not have it."""
@@ -304,15 +374,19 @@ def step_result(
     wanted = {"outputs": bool(objective.outputs), "metrics": objective.metrics is not None}
     for name, found in there.items():
         if wanted[name] and not found:
-            raise InputError(
-                f"{name}= was given on this rank, but not on the rank with the last stage, which "
-                "computes them: give it there, too"
-            )
+            raise InputError(_missing(name))
     metrics = [outcome.metrics[k] for k in sorted(outcome.metrics)]
     return StepResult(
         outcome.loss,
         result(outcome.parts) if result else None,
         metrics if wanted["metrics"] else None,
+    )
+
+
+def _missing(name: str) -> str:
+    return (
+        f"{name}= was given on this rank, but not on the rank with the last stage, which "
+        "computes them: give it there, too"
     )
 
 
@@ -350,3 +424,17 @@ class Result:
 
 _Started = tuple[Started, Result]
 """A batch of `map`: the ticket of its pass, and what makes its result."""
+
+
+class _Called(NamedTuple):
+    """A batch that has gone forward.
+
+    Attributes:
+        output: the model's result.
+        order: the pass.
+        passage: runs the backward; `None` without gradients.
+    """
+
+    output: Any
+    order: Order
+    passage: Passage | None

@@ -37,6 +37,7 @@ from penstock.devices.choice import Devices
 from penstock.display.terminal import Progress
 from penstock.engine.batch import Weight
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
+from penstock.engine.whole_batch import WholeBatch
 from penstock.errors import InputError
 from penstock.oracle import Oracle, tensors
 from penstock.pipeline import Pipeline
@@ -313,6 +314,8 @@ class _Both:
         loss_fn, weight = self.training.loss_fn, self.training.weight
         args, kwargs = oracle.batch
         ours = self.pipe.train_step(*args, target=target, loss_fn=loss_fn, weight=weight, **kwargs)
+        if isinstance(loss_fn, WholeBatch):
+            return ours, self._alone(lambda: oracle.whole_step(step, loss_fn, target))
         return ours, self._alone(lambda: oracle.train_step(step, loss_fn, target, weight))
 
     def _can_be_uneven(self) -> bool:

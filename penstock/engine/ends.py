@@ -217,7 +217,7 @@ class Outlet:
     def send(self, microbatch: int, results: Values) -> Roots:
         """Keep a micro-batch's results, or compute its loss and metrics; where backward starts."""
         if self._loss is None or self._loss.keeps_outputs:
-            self.results[microbatch] = tuple(_without_history(r) for r in results)
+            self.results[microbatch] = tuple(without_history(r) for r in results)
         if self._loss is None:
             return edges(results)
         key = self._keys[microbatch]
@@ -304,12 +304,12 @@ class Loss:
             output = endings.result(microbatch, results)
             with values_saved(self.buffers):
                 loss = self._of(key, LOSS, output, *self.targets[microbatch], **self.more)
-            _check_scalar(loss)
+            check_scalar(loss)
             _check_parameters(loss, results, self.apart)
         except BaseException as error:  # a sys.exit() as well
             raise LossFailed("loss") from error
         weight = self.weights[microbatch]
-        return loss, self._start(loss, weight) if weight else None
+        return loss, gradient_of(loss, weight, self.scale) if weight else None
 
     def mismatch(self, loss: torch.Tensor, outputs: Sequence[Any]) -> tuple[float, float] | None:
         """The loss of a micro-batch and what its pieces make, if that is something else.
@@ -351,19 +351,21 @@ class Loss:
                 output = endings.result(microbatch, results)
                 target = self.targets[microbatch]
                 found = self._measured(key, METRICS, output, *target)  # type: ignore[misc]
-            return map_leaves(_without_history, found)
+            return map_leaves(without_history, found)
         except BaseException as error:
             raise LossFailed("metrics") from error
 
-    def _start(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """The gradient of `loss` in `loss * weight * scale`, in the bits of autograd."""
-        if self.scale is None:
-            return torch.full_like(loss, weight)
-        scale = torch.full_like(loss, self.scale, dtype=torch.float32)
-        return scale.to(loss.dtype) * weight
+
+def gradient_of(loss: torch.Tensor, weight: float, scale: float | None) -> torch.Tensor:
+    """The gradient of `loss` in `loss * weight * scale`, in the bits of autograd."""
+    if scale is None:
+        return torch.full_like(loss, weight)
+    scales = torch.full_like(loss, scale, dtype=torch.float32)
+    return scales.to(loss.dtype) * weight
 
 
-def _check_scalar(loss: object) -> None:
+def check_scalar(loss: object) -> None:
+    """Raise an `InputError` unless this is a number that can be differentiated, if it has to be."""
     if not isinstance(loss, torch.Tensor):
         raise InputError(
             f"the loss function returned a {type(loss).__name__}, not a scalar tensor; "
@@ -424,5 +426,6 @@ def to_device(value: object, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
-def _without_history(value: object) -> Any:
+def without_history(value: object) -> Any:
+    """A tensor without its history, everything else as it is."""
     return value.detach() if isinstance(value, torch.Tensor) else value

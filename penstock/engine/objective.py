@@ -24,9 +24,9 @@ Outputs = bool | Literal["list"]
 """Whether a step returns the model's result, too: put together, or in a list by micro-batch."""
 
 _INSTEAD = (
-    "loss_fn(pipe(x), target).backward() gives one loss of all rows, if the result can be put "
-    "together (Pipeline(merge=)), and so does num_microbatches=1. Where it is meant by "
-    'micro-batch, as in gradient accumulation: warnings.filterwarnings("ignore", '
+    "train_step(..., loss_fn=penstock.whole_batch(fn)) computes one loss of all rows, if the "
+    "result can be put together (Pipeline(merge=)), and so does num_microbatches=1. Where it is "
+    'meant by micro-batch, as in gradient accumulation: warnings.filterwarnings("ignore", '
     "category=penstock.RowsWarning)"
 )
 

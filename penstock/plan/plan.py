@@ -13,7 +13,7 @@ from penstock.display.tables import aligned
 from penstock.errors import PlanError
 from penstock.files import read_whole, readable, save_whole, version_of, what_is
 from penstock.plan.shares import dealt
-from penstock.schedule import SCHEDULES, Costs, Event, Rules, Schedule, Timeline, build
+from penstock.schedule import SCHEDULES, Costs, Event, Rules, Schedule, Timeline, build, check
 from penstock.simulate import Network, simulate
 from penstock.units import show_bytes, show_seconds
 
@@ -243,6 +243,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
         workers = self.workers_per_replica
         return build(self.schedule, len(self.stages), num_microbatches, num_workers=workers)
+
+    def memory_with(self, in_flight: Sequence[int]) -> int:
+        """The most bytes that a worker of the first replica holds, if its stages hold so much.
+
+        Args:
+            in_flight: for every stage, how many micro-batches it holds at once.
+        """
+        planned = check(self.schedule_for(self.num_microbatches)).in_flight
+        held = [0] * len(self.devices)
+        for stage, now, then in zip(self.stages, in_flight, planned, strict=True):
+            held[stage.worker] += stage.memory_bytes + (now - then) * stage.held_bytes
+        return max(held)
 
     @property
     def weights(self) -> tuple[int, ...]:

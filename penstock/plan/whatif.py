@@ -7,7 +7,6 @@ replicas, each on workers of its own, the gradients are added in order at the en
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -215,7 +214,7 @@ def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
     schedule = _planned_schedule(plan, case)
     costs = _planned_costs(plan, case)
     found = check(schedule)
-    held = _planned_memory(plan, found.in_flight)
+    held = plan.memory_with(found.in_flight)
     rows = case.num_microbatches * case.microbatch_size
     outcome = Outcome(case, 1, len(plan.stages), case.batch or rows, None, memory_bytes=held)
     if case.memory.limit is not None and held > case.memory.limit:
@@ -364,15 +363,6 @@ def _planned_costs(plan: Plan, case: WhatIf) -> Costs:
         latency=latency,
         transfer=transfer,
     )
-
-
-def _planned_memory(plan: Plan, in_flight: Sequence[int]) -> int:
-    """The most that a worker holds, when its stages hold so many micro-batches at once."""
-    planned = check(plan.schedule_for(plan.num_microbatches)).in_flight
-    held = [0] * len(plan.devices)
-    for stage, now, then in zip(plan.stages, in_flight, planned, strict=True):
-        held[stage.worker] += stage.memory_bytes + (now - then) * stage.held_bytes
-    return max(held)
 
 
 def _divisors(number: int) -> list[int]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.trees import flatten
+from penstock.engine.whole_batch import WholeBatch
 from penstock.oracle import map_tensors
 from tests.support.models import replicated, uniform_plan
 
@@ -114,6 +115,8 @@ class Plain:
         return torch.cat(parts)
 
     def train_step(self, *args: Any, target: Any = None, **options: Any) -> Any:
+        if isinstance(options.get("loss_fn"), WholeBatch):
+            return self._whole_step(args, target, **options)
         inputs = [self._part(args, k) for k in range(self._count)]
         targets = None
         if target is not None:
@@ -151,6 +154,28 @@ class Plain:
             return total
         results = torch.cat(kept) if merge and outputs else kept if outputs else None
         return ps.StepResult(total, results, found if metrics else None)
+
+    def _whole_step(
+        self,
+        args: Any,
+        target: Any,
+        loss_fn: Any,
+        loss_kwargs: Any = None,
+        metrics: Any = None,
+        outputs: bool = False,
+    ) -> Any:
+        parts = [self.model(*self._part(args, k)) for k in range(self._count)]
+        result = torch.cat(parts).detach().requires_grad_()
+        rest = () if target is None else (target,)
+        loss = loss_fn(result, *rest, **(loss_kwargs or {}))
+        loss.backward()
+        assert result.grad is not None
+        for part, gradient in zip(parts, result.grad.tensor_split(self._count), strict=True):
+            part.backward(gradient)
+        if metrics is None and not outputs:
+            return loss.detach()
+        kept = result.detach() if outputs else None
+        return ps.StepResult(loss.detach(), kept, [metrics(kept, *rest)] if metrics else None)
 
     def clip_grad_norm_(self, *args: Any, parameters: Any = None, **options: Any) -> torch.Tensor:
         chosen = self.model.parameters() if parameters is None else parameters
@@ -291,10 +316,45 @@ def clipping(pipe: Any) -> Found:
     return {"found": found}
 
 
+def contrastive(
+    output: torch.Tensor, target: torch.Tensor, *, temperature: float = 0.1
+) -> torch.Tensor:
+    """Every row against all others."""
+    similarity = F.normalize(output) @ F.normalize(target).t() / temperature
+    return F.cross_entropy(similarity, torch.arange(len(X)))
+
+
+def spread(output: torch.Tensor) -> torch.Tensor:
+    """Depends on statistics of the batch."""
+    assert len(output) == len(X)
+    return output.std(0).sub(1).square().mean()
+
+
+def whole(pipe: Any) -> Found:
+    """Losses of a whole batch, added up."""
+    found = [
+        pipe.train_step(X, target=Y, loss_fn=ps.whole_batch(contrastive)),
+        pipe.train_step(X, loss_fn=ps.whole_batch(spread)),
+        pipe.train_step(
+            X, target=Y, loss_fn=ps.whole_batch(contrastive), loss_kwargs={"temperature": 0.5}
+        ),
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss),
+    ]
+    asked = pipe.train_step(
+        *(X,),
+        target=Y,
+        loss_fn=ps.whole_batch(contrastive),
+        metrics=lambda output, target: (output * target).sum(),
+        outputs=True,
+    )
+    return {"losses": found, "asked": asked, "gradients": gradients(pipe)}
+
+
 USES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], Callable[[Any], Found]]] = {
     "losses": (routed, (X, LABELS), losses),
     "accumulation": (hooked, (X,), accumulation),
     "clipping": (hooked, (X,), clipping),
+    "whole": (hooked, (X,), whole),
 }
 """By name: the model, its inputs, and what is done."""
 
