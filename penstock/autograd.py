@@ -29,6 +29,7 @@ from penstock.engine.orders import Order
 from penstock.errors import InputError, PenstockError
 from penstock.links.link import Gradients
 from penstock.runner import Runner
+from penstock.torch_internals import has_tangents, is_batched, is_transformed, will_run
 
 """Runs a backward pass from these gradients of the results, for these parameters or for all;
 returns the gradients of the inputs."""
@@ -44,13 +45,13 @@ def check_untransformed(given: object, parameters: Iterable[torch.Tensor]) -> No
     Raises:
         InputError: a transform of `torch.func` is at work, or a tensor has a forward-mode tangent.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         raise InputError(
             "a pipeline cannot be transformed by torch.func (grad, vmap, jvp and the like), which "
             "do not reach into its workers. Transform the model itself, pipe.model; gradients in "
             "reverse mode are available by torch.autograd.grad(pipe(x).sum(), x)"
         )
-    if torch.autograd.forward_ad._current_level < 0:
+    if not has_tangents():
         return
     tensors = [leaf for leaf in flatten(given)[0] if isinstance(leaf, torch.Tensor)]
     if any(unpack_dual(tensor).tangent is not None for tensor in [*tensors, *parameters]):
@@ -203,7 +204,7 @@ class _Deliver(torch.autograd.Function):
                 "that term: out = pipe.model(x) has the same parameters, and its gradients add "
                 "up in the same .grad"
             )
-        if any(_is_batched(gradient) for gradient in gradients if gradient is not None):
+        if any(is_batched(gradient) for gradient in gradients if gradient is not None):
             raise InputError(
                 "is_grads_batched=True, or vmap over a backward, does not reach into the workers "
                 "of a pipeline. Ask for one gradient at a time, each of a call of its own, or run "
@@ -216,11 +217,6 @@ class _Deliver(torch.autograd.Function):
             for _ in range(len(gradients) // sum(passage.differentiable))
         ]
         return (None, torch.empty(0), *(None for _ in gradients))
-
-
-def _is_batched(gradient: torch.Tensor) -> bool:
-    """Whether it is one of many in one, by whichever of torch's two kinds of vmap."""
-    return "Batched" in torch._C._dispatch_keyset_to_string(torch._C._dispatch_keys(gradient))
 
 
 class _Wanted(NamedTuple):
@@ -246,12 +242,12 @@ def _wanted(anchor: Node, nodes: Sequence[Node], parameters: Sequence[nn.Paramet
     Raises:
         InputError: `autograd.grad` asks for a parameter with hooks.
     """
-    if torch._C._will_engine_execute_node(anchor):
+    if will_run(anchor):
         return _Wanted(None)
     added, apart = [], []
     for node, parameter in zip(nodes, parameters, strict=True):
         try:
-            runs = torch._C._will_engine_execute_node(node)
+            runs = will_run(node)
         except RuntimeError:  # so it says that autograd.grad asks for this leaf
             apart.append(parameter)
         else:

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from penstock.capture import capture
@@ -43,6 +42,7 @@ from penstock.oracle import Oracle, tensors
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute
+from penstock.torch_internals import NormBase
 
 _STEPS = 3
 _LEAST = 3  # micro-batches: fewer show little of how they add up, and of what is between them
@@ -325,7 +325,7 @@ class _Both:
         it.
         """
         least, most = min(self.oracle.rows), max(self.oracle.rows)
-        has_batchnorm = any(isinstance(module, _NormBase) for module in self.oracle.model.modules())
+        has_batchnorm = any(isinstance(module, NormBase) for module in self.oracle.model.modules())
         return least == most > (2 if has_batchnorm else 1) and len(self.oracle.rows) > 1
 
     def _gradients(self, what: str) -> Comparison:

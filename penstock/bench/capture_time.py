@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 
 import penstock as ps
 from penstock.bench import record
@@ -36,6 +35,7 @@ from penstock.bench.footprint import SETTINGS, Live, forget_peak, resident
 from penstock.bench.subjects import gpt2, resnet50
 from penstock.bench.turns import Contestant, take_turns, timed
 from penstock.loading import tolerate_missing_torchvision_operators
+from penstock.torch_internals import pytree
 
 Case = tuple[nn.Module, dict[str, Any]]
 """A model, and the example as `capture` takes it."""
@@ -173,14 +173,14 @@ def hold(case: Case, way: str, frozen: bool) -> dict[str, int]:
     model, given = case
     if frozen:
         model.requires_grad_(False)
-        for leaf in tree_leaves(given):
+        for leaf in pytree.tree_leaves(given):
             leaf.requires_grad_()
     step(*_small())
     ps.capture(_small()[0], **_small()[1])  # what is imported late
     found: dict[str, int] = {}
     if way == "row":
-        given = tree_map(lambda leaf: leaf[:1].clone(), given)
-    known = (*model.parameters(), *model.buffers(), *tree_leaves(given))
+        given = pytree.tree_map(lambda leaf: leaf[:1].clone(), given)
+    known = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(given))
     forget_peak()
     before = resident()
     with Live(known) as live:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from penstock.devices.allocator import keep_freed_memory
+from penstock.torch_internals import TorchDispatchMode, pytree
 
 _M_ARENA_MAX = -8
 
@@ -45,7 +44,7 @@ class Live(TorchDispatchMode):
     ) -> Any:
         """Run an operation, and count what it gives."""
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
+        for leaf in pytree.tree_iter(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self._note(leaf.untyped_storage())
         return result

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import InputError
+from penstock.torch_internals import NormBase
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -76,7 +76,7 @@ def lone_row(error: BaseException, rows: Sequence[int]) -> InputError | None:
     total = sum(rows)
     fewer = f"with num_microbatches={total // 2} or fewer each has two at least. Otherwise "
     evaluated = ", or put that module into evaluation mode, where it takes its running statistics"
-    has_none = isinstance(inner, _NormBase) and inner.running_mean is None
+    has_none = isinstance(inner, NormBase) and inner.running_mean is None
     return InputError(
         f"{name} ({type(inner).__name__}) normalises by the statistics of a micro-batch, and was "
         f"given the shape {found[1]}, one value per channel, which has no variance. The batch of "

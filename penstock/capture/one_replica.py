@@ -9,15 +9,14 @@ and what is not in a buffer, replicas in other processes do not see at all.
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from penstock.capture.attributes import HOOKS_OF_MODULES, owner_of
 from penstock.capture.preserve import own_generators
 from penstock.capture.program import Program
 from penstock.capture.watching import is_compiled
+from penstock.torch_internals import BatchNorm, InstanceNorm
 
-NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
+NORMS = (BatchNorm.forward, InstanceNorm.forward)
 """While they train, their backwards do not use the running statistics that forwards change."""
 
 
@@ -68,7 +67,7 @@ def _reason(program: Program) -> str:
     for name in program.train.changed:
         path, _ = owner_of(program.model, name)
         owner = modules[path]
-        if not (isinstance(owner, _BatchNorm) and id(owner) in alone):
+        if not (isinstance(owner, BatchNorm) and id(owner) in alone):
             return f"a forward changes {name!r}, a buffer of {type(owner).__name__}"
     return ""
 

@@ -17,6 +17,7 @@ from penstock.capture.equality import same_tensor
 from penstock.capture.objects import GENERATORS, Objects
 from penstock.capture.randomness import generators_kept
 from penstock.errors import CaptureError
+from penstock.torch_internals import set_version
 
 # Those whose `copy()` is known to give an equal one. A class derived from them may have a state of
 # its own, or forbid changes, as the configurations of diffusers do: such are left as they are.
@@ -74,7 +75,7 @@ class Parameters:
                 )
             self.written.add(self._names[id(parameter)])
             parameter.detach().copy_(copied)
-            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+            set_version(parameter, version)
 
 
 @contextmanager

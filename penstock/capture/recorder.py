@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.capture.attributes import memory_of, named_tensors
@@ -82,6 +82,7 @@ from penstock.capture.watching import (
     check_decision,
     compiled,
 )
+from penstock.torch_internals import current_function_mode, without_function_mode
 
 
 def record(
@@ -249,7 +250,7 @@ class Recorder(TorchFunctionMode):
         self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a closed module: what is inside is not looked at."""
-        with nullcontext() if _get_current_function_mode() is not self else _pop_mode_temporarily():
+        with nullcontext() if current_function_mode() is not self else without_function_mode():
             return call(module, *args, **kwargs)
 
     def _undisturbed(self, *args: Any, **kwargs: Any) -> Any:

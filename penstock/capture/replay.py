@@ -20,6 +20,7 @@ from penstock.capture.program import Program
 from penstock.capture.randomness import Key, draw, draw_in_python, python_kept
 from penstock.capture.recorder import Recorder
 from penstock.capture.trees import flatten
+from penstock.torch_internals import without_functions
 
 CallResults = dict[int, list[torch.Tensor]]
 """Copies of the tensors that calls gave, by the calls' identities."""
@@ -176,5 +177,5 @@ class _Replay(fx.Interpreter):
 
 def _copies(result: object) -> list[torch.Tensor]:
     tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), without_functions():
         return [tensor.detach().clone() for tensor in tensors]

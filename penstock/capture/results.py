@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.capture.calls import (
     INPUTS,
@@ -36,6 +35,7 @@ from penstock.capture.calls import (
 )
 from penstock.capture.dims import Varying
 from penstock.capture.trees import flatten, leaf_paths, leaves_of
+from penstock.torch_internals import BatchNorm
 
 Make = Callable[[], Callable[[Sequence[Any]], Any]]
 """Makes what runs a trace on the leaves of inputs, with the same random numbers every time."""
@@ -218,7 +218,7 @@ def _normalises_batches(model: nn.Module, call: Call) -> bool:
     if not isinstance(call.target, str):
         return function_name(call.target) == "batch_norm"
     modules = model.get_submodule(call.target).modules()
-    return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules)
+    return any(isinstance(m, BatchNorm) and m.running_mean is None for m in modules)
 
 
 # -- comparing ------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Flattening of nested arguments and results, and putting them together again.
 
-Like `torch.utils._pytree`, with what a model's forward really passes around: plain dataclasses,
+Like `torch.utils.pytree`, with what a model's forward really passes around: plain dataclasses,
 slices and subclasses of the built-in containers, without registering anything process-wide.
 Types that somebody else registered there (`transformers`' outputs, for one) are honoured.
 """
@@ -15,7 +15,8 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+
+from penstock.torch_internals import pytree
 
 
 class Leaf:
@@ -64,7 +65,7 @@ class _Rebuild:
             return slice(*children)
         if self.kind is dict:
             return dict(zip(self.context, children, strict=True))
-        registered = _pytree.SUPPORTED_NODES.get(self.kind)
+        registered = pytree.SUPPORTED_NODES.get(self.kind)
         if registered is not None:
             return registered.unflatten_fn(children, self.context)
         if issubclass(self.kind, tuple):
@@ -97,7 +98,7 @@ def _open(value: Any) -> _Level | None:
     if kind is slice:
         parts = [("attribute", name) for name in ("start", "stop", "step")]
         return [value.start, value.stop, value.step], tuple(parts), _Rebuild(slice)
-    if kind in _pytree.SUPPORTED_NODES:
+    if kind in pytree.SUPPORTED_NODES:
         return _open_registered(value, kind)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return list(value), _items(len(value)), _Rebuild(kind)
@@ -110,7 +111,7 @@ def _open(value: Any) -> _Level | None:
 
 
 def _open_registered(value: object, kind: type) -> _Level:
-    children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
     keys: tuple[tuple[str, Any] | None, ...] = (None,) * len(children)
     if isinstance(value, dict) and len(value) == len(children):
         same = all(child is value[k] for k, child in zip(value, children, strict=True))

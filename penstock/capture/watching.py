@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import Assigned, Call, Origin, Unrecordable
 from penstock.capture.equality import same_tensor
 from penstock.capture.known_shapes import KnownShapes
 from penstock.capture.preserve import own_generators, same_state, state_of
+from penstock.torch_internals import TorchDispatchMode
 
 _COPIED = 1 << 16  # bytes
 _PART = 1 << 16  # elements

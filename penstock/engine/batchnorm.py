@@ -23,11 +23,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from penstock.capture.watching import is_compiled
 from penstock.errors import InputError
+from penstock.torch_internals import BatchNorm, NormBase, without_subclass_functions
 
 BatchNormMode = Literal["microbatch", "deferred"]
 """When running statistics are updated: with every micro-batch, or with the batch that they make."""
@@ -52,7 +52,7 @@ class Statistics(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-Seen = Mapping[_BatchNorm, Mapping[int, Sequence[Statistics]]]
+Seen = Mapping[BatchNorm, Mapping[int, Sequence[Statistics]]]
 """What BatchNorms have seen: for each, by micro-batch, the statistics of its calls in order."""
 
 
@@ -92,12 +92,12 @@ class _Watched(torch.Tensor):
                 "training, which replicas with a model each only update at the end of a pass. Use "
                 'workers="threads", or replicas=1'
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             return func(*args, **kwargs)
 
     def plain(self) -> torch.Tensor:
         """The same memory."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             return self.as_subclass(torch.Tensor)
 
 
@@ -135,17 +135,17 @@ class Norms:
     def __init__(self) -> None:
         self.current = Current()
         self.replayed = False
-        self._modules: dict[_BatchNorm, None] = {}
-        self._handles: dict[_BatchNorm, list[RemovableHandle]] = {}
-        self._lent: dict[_BatchNorm, _Lent] = {}
-        self._hidden: dict[_BatchNorm, dict[str, torch.Tensor]] = {}
-        self._seen: dict[_BatchNorm, dict[int, list[Statistics]]] = {}
+        self._modules: dict[BatchNorm, None] = {}
+        self._handles: dict[BatchNorm, list[RemovableHandle]] = {}
+        self._lent: dict[BatchNorm, _Lent] = {}
+        self._hidden: dict[BatchNorm, dict[str, torch.Tensor]] = {}
+        self._seen: dict[BatchNorm, dict[int, list[Statistics]]] = {}
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Watch those of these modules that are BatchNorms, too."""
-        self._modules |= {m: None for m in modules if isinstance(m, _BatchNorm)}
+        self._modules |= {m: None for m in modules if isinstance(m, BatchNorm)}
 
-    def __iter__(self) -> Iterator[_BatchNorm]:
+    def __iter__(self) -> Iterator[BatchNorm]:
         return iter(self._modules)
 
     def are_training(self) -> bool:
@@ -191,7 +191,7 @@ class Norms:
             self.clear()
             move(seen)
 
-    def take(self, microbatches: range) -> dict[_BatchNorm, dict[int, list[Statistics]]]:
+    def take(self, microbatches: range) -> dict[BatchNorm, dict[int, list[Statistics]]]:
         """What was seen of these, whose pass is over, while others may be under way."""
         mine = {
             module: {number: found.pop(number) for number in microbatches if number in found}
@@ -210,7 +210,7 @@ class Norms:
         self._hidden = {}
         self._handles, self._seen, self.current.microbatch = {}, {}, None
 
-    def _before(self, module: _BatchNorm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before(self, module: BatchNorm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called with the arguments of a forward: lend the module other buffers."""
         if module not in self._modules:  # it stands for one of them where a forward runs again
             return
@@ -230,7 +230,7 @@ class Norms:
         module._buffers.update(zip(_RUNNING, [*fresh, None], strict=True))
         module.momentum = 1.0
 
-    def _after(self, module: _BatchNorm, args: object, result: object) -> None:
+    def _after(self, module: BatchNorm, args: object, result: object) -> None:
         """Called when the forward is over: note what it has left there."""
         if module not in self._lent:
             return
@@ -245,11 +245,11 @@ class Norms:
             self._seen.setdefault(module, {}).setdefault(number, []).append(statistics)
         self._give_back(module)
 
-    def _give_back(self, module: _BatchNorm) -> None:
+    def _give_back(self, module: BatchNorm) -> None:
         *_, module.momentum, buffers = self._lent.pop(module)
         module._buffers.update(buffers)
 
-    def _check_replay(self, module: _BatchNorm, mean: torch.dtype, values: torch.Tensor) -> None:
+    def _check_replay(self, module: BatchNorm, mean: torch.dtype, values: torch.Tensor) -> None:
         """Raise if what this forward does to the running statistics cannot be done again later.
 
         Raises:
@@ -294,8 +294,8 @@ def combined(parts: Sequence[Statistics]) -> Statistics:
     return Statistics(total, mean, squares.sum(0) / (total - 1))
 
 
-def _move(module: _BatchNorm, statistics: Statistics) -> None:
-    """What `_BatchNorm.forward` does with the statistics of its input; in double precision."""
+def _move(module: BatchNorm, statistics: Statistics) -> None:
+    """What `BatchNorm.forward` does with the statistics of its input; in double precision."""
     share = _next_share(module)
     for buffer, found in zip(_running(module), statistics[1:3], strict=True):
         buffer.copy_(share * found + (1 - share) * buffer.double())
@@ -309,7 +309,7 @@ def replay(seen: Seen) -> None:
             _update(*_running(module), statistics, _next_share(module))
 
 
-def _next_share(module: _BatchNorm) -> float:
+def _next_share(module: BatchNorm) -> float:
     """Count one more batch; how much of it goes into the running statistics."""
     share = 0.0 if module.momentum is None else module.momentum
     if module.num_batches_tracked is not None:
@@ -319,7 +319,7 @@ def _next_share(module: _BatchNorm) -> float:
     return share
 
 
-def _running(module: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
+def _running(module: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
     assert module.running_mean is not None
     assert module.running_var is not None
     return module.running_mean, module.running_var
@@ -376,7 +376,7 @@ def _is_replayed_exactly(
 
 def running_statistics(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     """What normalising modules may change, also those that are in evaluation mode for now."""
-    norms = [module for module in modules if isinstance(module, _NormBase)]
+    norms = [module for module in modules if isinstance(module, NormBase)]
     return [buffer for module in norms for buffer in module.buffers(recurse=False)]
 
 
@@ -415,14 +415,14 @@ def closed_norms(model: object, mode: str, keep_closed: Iterable[str]) -> Iterab
                 f"{name or 'the model'!r} is compiled, so the BatchNorms in it cannot be "
                 'observed; compile only modules without any, or use batchnorm="microbatch"'
             )
-    norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and name]
+    norms = [name for name, m in model.named_modules() if isinstance(m, BatchNorm) and name]
     return [*keep_closed, *norms]  # also one that is called twice, or has modules of its own
 
 
 def _is_norm(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return "BatchNorm" in str(module.original_name)
-    return isinstance(module, _BatchNorm)
+    return isinstance(module, BatchNorm)
 
 
 def check_closed(model: nn.Module, changed: Iterable[str], watched: Collection[nn.Module]) -> None:
@@ -440,7 +440,7 @@ def check_closed(model: nn.Module, changed: Iterable[str], watched: Collection[n
     for buffer in changed:
         path = buffer.rpartition(".")[0]
         module = modules.get(path)
-        if isinstance(module, _BatchNorm) and module not in watched:
+        if isinstance(module, BatchNorm) and module not in watched:
             raise InputError(
                 f"the program has opened {path!r}, a BatchNorm that has modules or is called "
                 "twice, so its statistics cannot be deferred; capture it with "

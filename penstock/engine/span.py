@@ -27,6 +27,7 @@ from penstock.capture.one_replica import NORMS, may_have_a_twin
 from penstock.capture.randomness import Key
 from penstock.engine.state import State, plain_attributes, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
+from penstock.torch_internals import without_subclass_functions
 
 
 @dataclass
@@ -124,7 +125,7 @@ class _Again(threading.local):
 
 def _become(twin: nn.Module, module: nn.Module, attributes: Mapping[str, Any]) -> None:
     """Make the twin what the module is, with its weights and with buffers of its own."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), without_subclass_functions():
         buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
     object.__setattr__(twin, "__class__", type(module))
     object.__setattr__(twin, "__dict__", {**vars(module), **attributes, "_buffers": buffers})

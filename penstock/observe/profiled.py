@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 from penstock.errors import InputError
 from penstock.files import save_whole
+from penstock.torch_internals import is_profiling, profiler_config
 
 
 @contextmanager
@@ -28,12 +27,12 @@ def profiled(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         InputError: a profiler is running already, or the file cannot be written.
     """
-    if torch.autograd.profiler._is_profiler_enabled:
+    if is_profiling():
         raise InputError(
             "torch.profiler is running already, and there can be one at a time: leave out "
             "profile=, or end the other one before"
         )
-    threads = _ExperimentalConfig(profile_all_threads=True)  # by default it sees the caller's alone
+    threads = profiler_config(all_threads=True)  # by default it sees the caller's alone
     with profile(experimental_config=threads) as found:
         yield
     with tempfile.TemporaryDirectory() as folder:  # as it only logs that it cannot write

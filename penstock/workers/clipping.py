@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from penstock.torch_internals import foreach_norms, group_by_device_and_dtype
 
 Clipped = torch.Tensor | Iterable[torch.Tensor] | None
 """The parameters whose gradients are clipped: one, or some, or all of the model's."""
@@ -55,7 +56,7 @@ def norms_of(parameters: Mapping[int, torch.Tensor], clipping: Clipping) -> dict
         }
         tensors = list(gradients.values())
         norms = (
-            torch._foreach_norm(tensors, order)
+            foreach_norms(tensors, order)
             if together
             else [torch.linalg.vector_norm(gradient, order) for gradient in tensors]
         )
@@ -78,7 +79,7 @@ def total_norm(norms: Sequence[Norm], clipping: Clipping, device: torch.device) 
     if not norms:
         return torch.tensor(0.0)
     stand_ins = [torch.empty(0, dtype=dtype) for _, dtype in norms]
-    grouped = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True)  # type: ignore[list-item]
+    grouped = group_by_device_and_dtype([stand_ins], with_indices=True)  # type: ignore[list-item]
     order = [k for _, numbers in grouped.values() for k in numbers]
     stacked = torch.stack([norms[k][0].to(device) for k in order])
     total: torch.Tensor = torch.linalg.vector_norm(stacked, float(clipping.norm_type))

@@ -15,7 +15,6 @@ from operator import attrgetter
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.capture.attributes import HOOKS_OF_MODULES
 from penstock.capture.equality import same_tensor
@@ -25,6 +24,7 @@ from penstock.engine.span import Span
 from penstock.engine.user_functions import may_have_effects
 from penstock.errors import InputError
 from penstock.links.pickling import pack
+from penstock.torch_internals import BatchNorm
 from penstock.workers.ways import modules_of
 
 
@@ -103,7 +103,7 @@ def check_buffers(spans: Iterable[Span], replicas: int, model: nn.Module) -> Non
     running = {
         id(buffer)
         for module in modules
-        if isinstance(module, _BatchNorm)
+        if isinstance(module, BatchNorm)
         for buffer in module.buffers(recurse=False)
     }
     for span in spans:

@@ -14,7 +14,10 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "display", "units", "forks", "files", "names", "devices", "loading", "oracle"],
+    [
+        *("errors", "display", "units", "forks", "files", "names", "devices", "loading"),
+        *("oracle", "torch_internals"),
+    ],
     ["capture"],
     ["weights"],
     ["profile"],
@@ -212,3 +215,34 @@ def test_functions_that_use_the_package_can_be_pickled_by_value() -> None:
         "found = pickle.loads(cloudpickle.dumps(lambda: ps.Ray)); print(found().__name__)"
     )
     assert in_a_new_interpreter(code) == "Ray"
+
+
+def private_uses(tree: ast.AST) -> Iterator[str]:
+    """What a module names of torch that is private."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                if is_private(path := f"{node.module}.{alias.name}"):
+                    yield path
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name[:6] == "torch." and is_private(a.name))
+        elif isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            is_torch = path.startswith("torch.") and path.replace(".", "").isidentifier()
+            if is_torch and is_private(path):
+                yield path
+
+
+def is_private(path: str) -> bool:
+    """Whether a part of it begins with an underscore, and is no `__version__`."""
+    return any(part[0] == "_" and part[:2] != "__" for part in path.split("."))
+
+
+def test_what_is_private_to_torch_is_named_in_one_module() -> None:
+    """The oracle, which imports nothing of Penstock, has `pytree` of its own."""
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.name not in ("torch_internals.py", "oracle.py"):
+            found = list(private_uses(ast.parse(path.read_text())))
+            assert not found, f"{path}: {found}"
+    own = ROOT / "torch_internals.py"
+    assert {"torch._C.DisableTorchFunction"} < set(private_uses(ast.parse(own.read_text())))

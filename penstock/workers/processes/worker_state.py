@@ -24,6 +24,7 @@ from penstock.links.pickling import Inbox, pack, portable, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
+from penstock.torch_internals import foreach_copy_
 from penstock.workers.assembly import Assembly
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 from penstock.workers.processes.remembering import Memory
@@ -306,7 +307,7 @@ class WorkerState:
                     'which only workers="threads" can have; use sparse=False'
                 )
         if new:
-            torch._foreach_copy_([slot.gradients[k] for k, _, _ in new], [g for _, _, g in new])
+            foreach_copy_([slot.gradients[k] for k, _, _ in new], [g for _, _, g in new])
         for k, parameter, _ in new:
             parameter.grad = slot.gradients[k]
             slot.present[k] = 1

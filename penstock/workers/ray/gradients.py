@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
+from penstock.torch_internals import foreach_zero, wrapper_subclass
 
-_zeros = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+_zeros = (torch.ops.aten.zero_.default, foreach_zero)
 _detaches = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
@@ -29,7 +30,7 @@ class GradientElsewhere(torch.Tensor):
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> GradientElsewhere:
         """The gradient of this parameter."""
-        made: GradientElsewhere = torch.Tensor._make_wrapper_subclass(
+        made: GradientElsewhere = wrapper_subclass(
             cls,
             parameter.size(),
             strides=parameter.stride(),

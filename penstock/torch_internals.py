@@ -1,0 +1,114 @@
+"""Everything private to PyTorch that Penstock uses. It is named nowhere else; a test holds that.
+
+Another version of torch that has moved or renamed one of these is supported here, and nowhere else.
+What is said to be the same in all versions is so in those that pyproject.toml allows. For none of
+these is there a public function yet.
+
+Attributes of public objects that start with an underscore (`_version`, `_parameters`, `_buffers`,
+`_forward_hooks` and their kind) are used where they are; they have been there for years.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.overrides import _pop_mode_temporarily as without_function_mode
+from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import (
+    _group_tensors_by_device_and_dtype as group_by_device_and_dtype,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+# The same in all versions:
+# - layers with running statistics, of any number of dimensions: BatchNorm, NormBase, InstanceNorm
+# - the leaves of containers of every registered type, DynamicCache among them: pytree
+# - what watches the operators that a call runs: TorchDispatchMode
+# - how the recorder steps aside while a closed module runs: current_function_mode,
+#   without_function_mode
+# - norms and copies in the bits of torch's own: group_by_device_and_dtype, foreach_...
+# - a tensor with a shape and without memory: wrapper_subclass
+# - tensors of the user's own classes, read without their __torch_function__: without_...functions
+__all__ = [
+    "BatchNorm",
+    "InstanceNorm",
+    "NormBase",
+    "TorchDispatchMode",
+    "current_function_mode",
+    "foreach_copy_",
+    "foreach_norms",
+    "foreach_zero",
+    "group_by_device_and_dtype",
+    "has_tangents",
+    "is_batched",
+    "is_profiling",
+    "is_transformed",
+    "profiler_config",
+    "pytree",
+    "set_version",
+    "will_run",
+    "without_function_mode",
+    "without_functions",
+    "without_subclass_functions",
+    "wrapper_subclass",
+]
+
+foreach_copy_ = torch._foreach_copy_
+foreach_norms = torch._foreach_norm
+foreach_zero = torch.ops.aten._foreach_zero_.default
+wrapper_subclass = torch.Tensor._make_wrapper_subclass
+without_functions = DisableTorchFunction
+without_subclass_functions = DisableTorchFunctionSubclass
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have forward-mode tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether it is one of many in one, by whichever of torch's two kinds of vmap."""
+    return "Batched" in torch._C._dispatch_keyset_to_string(torch._C._dispatch_keys(tensor))
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward that is running runs this node.
+
+    Raises:
+        RuntimeError: it is a leaf that `autograd.grad` asks for.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let autograd take a tensor for one that was changed so often."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def is_profiling() -> bool:
+    """Whether torch.profiler is running."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def profiler_config(all_threads: bool) -> Any:
+    """What torch.profiler gets as `experimental_config`.
+
+    Args:
+        all_threads: whether it sees all threads of the process; by default it sees the caller's.
+    """
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=all_threads)
