@@ -29,6 +29,7 @@ from penstock.workers.ranks import rendezvous
 
 LATE = 1.2  # seconds that other ranks come after the first, which listens
 _PATIENCE = 300.0  # seconds without another turn
+_SILENCE = 15.0  # seconds until strangers that have fallen silent were given up, and some more
 _WIDTH, _ROWS, _LAYERS = 96, 32, 6
 
 
@@ -55,6 +56,7 @@ class Job:
         self.kind, self.folder = kind, folder
         self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.connecting, self._is_late = 0.0, False
+        self._fewest = sys.maxsize
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.x, self.y = torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _WIDTH)
@@ -109,8 +111,17 @@ class Job:
             "steps": spent,
             "losses": losses,
             "threads": threading.active_count(),
-            "sockets": sockets(),
+            "sockets": self._sockets(),
         }
+
+    def _sockets(self) -> int:
+        """How many are open when those of strangers that have fallen silent were given up."""
+        found, end = sockets(), time.monotonic() + _SILENCE
+        self._fewest = min(self._fewest, found)
+        while found > self._fewest and time.monotonic() < end:
+            time.sleep(0.05)
+            found = sockets()
+        return found
 
     def _built(self) -> ps.Pipeline:
         torch.manual_seed(1)
