@@ -58,7 +58,7 @@ def prepare(accelerator: Accelerator, model: object, **options: Any) -> Any:
         )
     module = PipelinedModule(model, **options)
     if module.late.are_ranks:
-        raise InputError('under Accelerate, workers is "threads", "processes" or "ray"')
+        raise InputError('under Accelerate, workers= is "threads" or "processes"')
     accelerator.register_for_checkpointing(_RandomState(module.late))
     return accelerator.prepare(module)
 

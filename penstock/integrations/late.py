@@ -16,6 +16,7 @@ from penstock.errors import InputError, PlanError
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.workers.kinds import WorkerOptions
+from penstock.workers.ray.options import Ray
 
 _OWN = ("self", "model", "args", "kwargs", "program")
 _KNOWN = [name for name in inspect.signature(Pipeline.__init__).parameters if name not in _OWN]
@@ -144,7 +145,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise if a pipeline cannot be built with these.
 
     Raises:
-        InputError: `Pipeline` has no such option.
+        InputError: `Pipeline` has no such option, or the workers have weights of their own.
     """
     for name in options:
         if name in _OWN:
@@ -156,7 +157,13 @@ def check_options(options: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, _KNOWN, 1)
             hint = f"; did you mean {close[0]}=?" if close else f"; it has {', '.join(_KNOWN)}"
             raise InputError(f"penstock.Pipeline has no option {name}={options[name]!r}{hint}")
-    _worker_options(options)
+    workers = _worker_options(options).workers
+    if workers == "ray" or isinstance(workers, Ray):
+        raise InputError(
+            "workers in a Ray cluster keep weights and gradients there, and frameworks read them "
+            'in this process: use workers="threads" or "processes", or torchrun or Ray Train, '
+            "whose ranks are workers"
+        )
 
 
 def are_ranks(options: Mapping[str, Any]) -> bool:

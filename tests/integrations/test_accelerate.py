@@ -148,7 +148,7 @@ def test_what_cannot_be_prepared() -> None:
         through(accelerator, torch.optim.SGD(net.parameters()))
     with pytest.raises(InputError, match=r"device=2; did you mean devices=\?"):
         prepare(accelerator, net, device=2)
-    with pytest.raises(InputError, match='"threads", "processes" or "ray"'):
+    with pytest.raises(InputError, match='"threads" or "processes"'):
         through(accelerator, net, workers="torchrun")
     with pytest.raises(InputError, match="prepared already"):
         through(accelerator, accelerator.prepare(network()))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import penstock as ps
 from penstock.errors import InputError
 from penstock.integrations.lightning import PenstockStrategy
 from penstock.oracle import Oracle
@@ -412,6 +413,9 @@ def test_options_that_do_not_exist_are_errors() -> None:
         PenstockStrategy(args=(1,))
     with pytest.raises(InputError, match="workers='thread' is unknown"):
         PenstockStrategy(workers="thread")
+    for workers in ("ray", ps.Ray()):
+        with pytest.raises(InputError, match="workers in a Ray cluster keep weights"):
+            PenstockStrategy(workers=workers)
 
 
 def test_devices_in_two_places_are_an_error() -> None:
