@@ -17,6 +17,7 @@ from torch import nn
 
 import penstock
 from penstock.capture import Program
+from penstock.capture.calls import ambient
 from penstock.devices.machine import processor
 from penstock.devices.settings import Settings
 from penstock.display.terminal import Progress
@@ -160,6 +161,7 @@ def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) 
         *("penstock", penstock.__version__, VERSION, "torch", str(torch.__version__)),
         _MEASURED,
         *(_machine(), *Settings.here().precisions),
+        *(f"{device} {dtype}" for device, dtype in ambient().casting),
         torch.are_deterministic_algorithms_enabled(),
         program.fingerprint,
         repr(model),  # what closed modules are made of, as far as they say

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.capture import Program, Sizes
+from penstock.capture.calls import ambient
 from penstock.capture.halves import run_pending
 from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
@@ -143,13 +144,15 @@ class Team:
     ) -> None:
         errors: list[BaseException] = []
         barrier = threading.Barrier(len(self.members), action=pace.next)
+        modes = ambient()  # a pipeline may be built under autocast, and then is trained under it
 
         def work(index: int) -> None:
             use_threads(self.threads)
             given = start(self.members[index])
             try:
-                while barrier.wait() >= 0 and pace.goes_on:
-                    results[index].append(next(given))
+                with modes.autocasting():
+                    while barrier.wait() >= 0 and pace.goes_on:
+                        results[index].append(next(given))
             except threading.BrokenBarrierError:
                 pass
             except BaseException as error:

@@ -79,6 +79,12 @@ class WorkerOptions:
         return self.allocator == "keep" and keep_freed_memory()
 
     @property
+    def are_ranks(self) -> bool:
+        """Whether every process that runs the script is a worker."""
+        is_started = is_torchrun() or is_ray_train()
+        return self.workers == "torchrun" or (self.workers == "auto" and is_started)
+
+    @property
     def survives(self) -> bool:
         """Whether others go on if a worker ends."""
         return self.on_failure != "raise"
@@ -96,8 +102,7 @@ class WorkerOptions:
             DeviceError: a device does not exist.
             WorkerError: not all ranks are there.
         """
-        are_ranks = is_torchrun() or is_ray_train()
-        if self.workers == "torchrun" or (self.workers == "auto" and are_ranks):
+        if self.are_ranks:
             self._check_raises("ranks of torchrun, whose agent starts all of them again")
             return RankBackend(self.devices, self.threads)
         if self.workers == "auto":

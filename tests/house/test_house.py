@@ -44,6 +44,7 @@ LAYERS = [
     ["running"],
     ["pipeline"],
     ["verification"],
+    ["integrations"],
     ["bench"],
     ["cli"],
 ]

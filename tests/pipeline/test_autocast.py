@@ -104,6 +104,17 @@ def test_train_steps_backward_is_outside() -> None:
     assert_same(model, twin)
 
 
+def test_a_pipeline_can_be_built_and_planned_under_autocast() -> None:
+    """With inputs that only autocast can bring together with the weights."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    x = X.new_ones(6, 6, dtype=torch.bfloat16)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        ps.Pipeline(model, (x,), devices=2, num_microbatches=2, progress=None) as pipe,
+    ):
+        assert pipe(x).dtype is torch.bfloat16
+
+
 def test_the_cache_of_weights_is_followed() -> None:
     """A weight that is used twice gets its gradient in another precision without."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))

@@ -158,6 +158,14 @@ def test_what_a_closed_module_does_is_in_the_key() -> None:
     assert len(keys) == len(models)
 
 
+def test_autocast_is_in_the_key() -> None:
+    """What is measured under it takes another time."""
+    same = program()
+    outside = cache_key(same, [X], ["cpu"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cache_key(same, [X], ["cpu"]) != outside
+
+
 def test_other_values_have_the_same_key() -> None:
     assert _key(mlp(4, 4, 4), X) == _key(mlp(4, 4, 4), X + 1)
 

@@ -664,3 +664,13 @@ def checkpoints(rank: int) -> Any:
 def autosaves(rank: int, what: str, *arguments: str) -> Any:
     """One of `tests.checkpoint.autosaving_ranks`."""
     return getattr(autosaving_ranks, what)(rank, *arguments)
+
+
+def lightning(rank: int) -> Any:
+    """What Lightning trains, and Fabric."""
+    tolerate_missing_torchvision_operators()
+    from tests.integrations import lightning_ranks  # imports much
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return lightning_ranks.found(rank)

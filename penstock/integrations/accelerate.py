@@ -1,0 +1,77 @@
+"""Accelerate: a model that is prepared as a pipeline. See docs/integrations/accelerate.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.integrations.late import LatePipeline
+from penstock.integrations.module import PipelinedModule
+from penstock.pipeline import Pipeline
+
+
+def prepare(accelerator: Accelerator, model: object, **options: Any) -> Any:
+    """Prepare a model so that its calls run through a pipeline.
+
+    What it returns is used like the result of `accelerator.prepare(model)`. The pipeline is built
+    by the first call, whose arguments are its example. `save_state` and `load_state` include the
+    pipeline's random state.
+
+    Args:
+        accelerator: of one process; optimizers, loaders and schedulers are prepared with it as
+            usual.
+        model: any module that is not prepared.
+        **options: of `penstock.Pipeline`, such as `devices=`, `num_microbatches=` and `workers=`.
+
+    Returns:
+        the prepared module, an `nn.Module` with the parameters and the state dict of the model.
+
+    Raises:
+        InputError: the accelerator has several processes, or the model is prepared, or a pipeline;
+            or `Pipeline` has no such option.
+    """
+    if accelerator.num_processes > 1:
+        raise InputError(
+            f"the Accelerator has {accelerator.num_processes} processes, to which it gives parts "
+            "of the batches, while a pipeline's ranks run the same ones. Start the script with "
+            'python instead, and use workers="processes"; or use a pipeline without Accelerate '
+            "under torchrun"
+        )
+    if isinstance(model, Pipeline):
+        raise InputError(
+            "a Pipeline was given, which Accelerate does not save; prepare its model instead: "
+            "prepare(accelerator, model, devices=...)"
+        )
+    if getattr(model, "_is_accelerate_prepared", False):
+        raise InputError(
+            "the model is prepared already, which may have replaced its forward; give the model "
+            "itself, as it was before accelerator.prepare"
+        )
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"a {type(model).__name__} was given, not an nn.Module; optimizers, loaders and "
+            "schedulers are prepared with accelerator.prepare"
+        )
+    module = PipelinedModule(model, **options)
+    if module.late.are_ranks:
+        raise InputError('under Accelerate, workers= is "threads" or "processes"')
+    accelerator.register_for_checkpointing(_RandomState(module.late))
+    return accelerator.prepare(module)
+
+
+class _RandomState:
+    """The random state of a pipeline, as Accelerate saves and loads it."""
+
+    def __init__(self, late: LatePipeline) -> None:
+        self._late = late
+
+    def state_dict(self) -> dict[str, int]:
+        return self._late.random_state() or {}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        if state:
+            self._late.load_random_state(state)

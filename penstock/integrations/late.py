@@ -1,0 +1,201 @@
+"""A pipeline that is built by the first call of its model, whose arguments are its example."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError, PlanError
+from penstock.pipeline import Pipeline
+from penstock.plan import Plan
+from penstock.workers.kinds import WorkerOptions
+from penstock.workers.ray.options import Ray
+
+_OWN = ("self", "model", "args", "kwargs", "program")
+_KNOWN = [name for name in inspect.signature(Pipeline.__init__).parameters if name not in _OWN]
+_OF_STEPS = {
+    name
+    for name, parameter in inspect.signature(Pipeline.train_step).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+
+
+class LatePipeline:
+    """A pipeline that is built when its model is called for the first time.
+
+    Args:
+        model: of the pipeline.
+        options: of `penstock.Pipeline`, without the model and its example.
+
+    Attributes:
+        model: of the pipeline.
+        pipe: the pipeline; `None` before the first call, and after `close()`.
+
+    Raises:
+        InputError: `Pipeline` has no such option, or one has no meaning.
+    """
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        check_options(options)
+        self.model = model
+        self.pipe: Pipeline | None = None
+        self.are_ranks = are_ranks(options)
+        self._options = dict(options)
+        self._plan: Plan | None = None
+        self._random: dict[str, int] | None = None
+        self._is_routed = False
+        self._before: Callable[..., Any] | None = None  # what torch called before that
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, as from `Pipeline.__call__`."""
+        with self.direct():
+            return self._built(args, kwargs)(*args, **kwargs)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of a batch, as `Pipeline.train_step` does."""
+        example = {name: value for name, value in kwargs.items() if name not in _OF_STEPS}
+        with self.direct():
+            return self._built(args, example).train_step(*args, **kwargs)
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """While open, calls of the model in this thread, `model(...)`, run through the pipeline.
+
+        The model is not changed otherwise: not its class, its `forward`, its hooks, or the names in
+        its state dict. In other threads, which are workers, it is called as it is.
+        """
+        thread, model = threading.get_ident(), self.model
+        before = vars(model).get("_compiled_call_impl")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                return self(*args, **kwargs)
+            return (before or model._call_impl)(*args, **kwargs)
+
+        self._before, self._is_routed = before, True
+        try:
+            with _called(model, call):
+                yield
+        finally:
+            self._before, self._is_routed = None, False
+
+    @contextmanager
+    def direct(self) -> Iterator[None]:
+        """While open within `routed`, the model is called as it is in all threads."""
+        with _called(self.model, self._before) if self._is_routed else nullcontext():
+            yield
+
+    def _built(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
+        if self.pipe is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.pipe = self._again(args, kwargs)
+                if self.pipe is None:
+                    self.pipe = Pipeline(self.model, args, kwargs, **self._options)
+            if self._random is not None:
+                self.pipe.load_random_state(self._random)
+        return self.pipe
+
+    def _again(self, args: Any, kwargs: Any) -> Pipeline | None:
+        """A pipeline on the plan that was used before `close()`, if it still fits the model."""
+        if self._plan is None:
+            return None
+        options = {name: given for name, given in self._options.items() if name != "cuts"}
+        try:
+            return Pipeline(self.model, args, kwargs, **(options | {"plan": self._plan}))
+        except PlanError:
+            return None
+
+    def has(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these are the model's."""
+        own = set(map(id, self.model.parameters()))
+        return all(id(parameter) in own for parameter in parameters)
+
+    def fetch(self) -> None:
+        """Bring the weights that other ranks have trained here; all ranks have to call it."""
+        if self.pipe is not None:
+            self.pipe.fetch()
+
+    def random_state(self) -> dict[str, int] | None:
+        """`Pipeline.random_state()`, or what was loaded before there is a pipeline."""
+        return self._random if self.pipe is None else self.pipe.random_state()
+
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """As `Pipeline.load_random_state`, now or when the pipeline is built."""
+        self._random = dict(state)
+        if self.pipe is not None:
+            self.pipe.load_random_state(state)
+
+    def close(self) -> None:
+        """Stop the workers. The next call starts others, on the same plan."""
+        if self.pipe is not None:
+            self._random = self.pipe.random_state()
+            self._plan = self.pipe.plan
+            self.pipe.close()
+            self.pipe = None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise if a pipeline cannot be built with these.
+
+    Raises:
+        InputError: `Pipeline` has no such option, or the workers have weights of their own.
+    """
+    for name in options:
+        if name in _OWN:
+            raise InputError(
+                f"{name}= is not given: the first batch is the example from which the pipeline is "
+                "built"
+            )
+        if name not in _KNOWN:
+            close = difflib.get_close_matches(name, _KNOWN, 1)
+            hint = f"; did you mean {close[0]}=?" if close else f"; it has {', '.join(_KNOWN)}"
+            raise InputError(f"penstock.Pipeline has no option {name}={options[name]!r}{hint}")
+    workers = _worker_options(options).workers
+    if workers == "ray" or isinstance(workers, Ray):
+        raise InputError(
+            "workers in a Ray cluster keep weights and gradients there, and frameworks read them "
+            'in this process: use workers="threads" or "processes", or torchrun or Ray Train, '
+            "whose ranks are workers"
+        )
+
+
+def are_ranks(options: Mapping[str, Any]) -> bool:
+    """Whether every process that runs the script is a worker, as under torchrun."""
+    return _worker_options(options).are_ranks
+
+
+def _worker_options(options: Mapping[str, Any]) -> WorkerOptions:
+    return WorkerOptions(
+        options.get("workers", "auto"),
+        options.get("devices"),
+        options.get("timeout"),
+        options.get("allocator", "keep"),
+        threads=options.get("threads_per_worker") or 0,
+        on_failure=options.get("on_failure", "raise"),
+    )
+
+
+@contextmanager
+def _called(model: nn.Module, call: Callable[..., Any] | None) -> Iterator[None]:
+    """While open, torch calls this instead of the module, as it does with a compiled forward."""
+    own = vars(model)  # not by `setattr`, which a pipeline notices
+    before = own.get("_compiled_call_impl")  # of `model.compile()`, if there is one
+    try:
+        _put(own, call)
+        yield
+    finally:
+        _put(own, before)
+
+
+def _put(own: dict[str, Any], call: Callable[..., Any] | None) -> None:
+    if call is None:
+        own.pop("_compiled_call_impl", None)
+    else:
+        own["_compiled_call_impl"] = call
