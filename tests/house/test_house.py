@@ -41,6 +41,7 @@ LAYERS = [
     ["running"],
     ["pipeline"],
     ["verification"],
+    ["integrations"],
     ["bench"],
     ["cli"],
 ]

@@ -1,0 +1,1 @@
+"""Penstock in the trainers of other packages, one module each."""
