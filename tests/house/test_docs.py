@@ -9,7 +9,7 @@ import pytest
 from tests.house.test_house import ROOT
 
 HOME = ROOT.parent
-PAGES = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted((HOME / "docs").glob("*.md"))]
+PAGES = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted((HOME / "docs").rglob("*.md"))]
 _FILE = re.compile(r"`((?:penstock|tests|examples|docs|[a-z_]+)/[\w/.-]+\.(?:py|md|json))`")
 
 
