@@ -285,6 +285,16 @@ class Pipeline:
         return self._running.members
 
     @property
+    def shares_model(self) -> bool:
+        """Whether the workers train the parameters of this process's model themselves.
+
+        If so, any optimizer over `model.parameters()` works. Ranks of torchrun train those of
+        their own stages only, and workers in a Ray cluster train copies: they need `optimizer`,
+        and `fetch` brings the weights here.
+        """
+        return self._workers.role.has_all_weights
+
+    @property
     def threads_per_worker(self) -> int:
         """Intra-op threads of each CPU worker; bits depend on it."""
         return self._running.threads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from copy import copy, deepcopy
+from types import MethodType
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
             twin.__dict__[name] = OrderedDict()
         elif isinstance(value, torch.Tensor):
             twin.__dict__[name] = made.setdefault(id(value), _moved(value, device))
+        elif isinstance(value, MethodType) and value.__self__ is module:  # a replaced forward
+            twin.__dict__[name] = MethodType(value.__func__, twin)
         elif type(value) in (list, tuple, dict, set):
             twin.__dict__[name] = made.setdefault(id(value), _copied(value, device))
     twin.__dict__["_parameters"] = {

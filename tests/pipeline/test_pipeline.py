@@ -241,6 +241,7 @@ def test_clipping_is_torchs(pipe: ps.Pipeline) -> None:
 def test_the_models_own_parameters_are_trained() -> None:
     case = cases()["unet"]
     with pipeline(case, planned("unet", 2, 3)) as pipe:
+        assert pipe.shares_model
         before = [p.clone() for p in pipe.model.parameters()]
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         pipe.train_step(*case.args, target=case.target, loss_fn=case.loss_fn)

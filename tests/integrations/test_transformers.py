@@ -1,0 +1,485 @@
+"""The Trainer of transformers on a pipeline, beside the plain Trainer with the same arguments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.oracle import Oracle
+from tests.workers.ranks.launching import ROOT, environment
+
+pytest.importorskip("accelerate")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    from penstock.integrations.transformers import PenstockMixin, PenstockTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+TOKENS, ROWS = 16, 24
+WORKERS = {"devices": 2, "threads_per_worker": 1, "replicas": 1, "progress": None}
+FOUR = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+_numbers = torch.Generator().manual_seed(1)
+
+
+def row(k: int, length: int = TOKENS) -> dict[str, torch.Tensor]:
+    """Tokens and labels, of which another number is ignored in each row."""
+    tokens = torch.randint(64, (length,), generator=_numbers)
+    return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(length) < k % 7, -100)}
+
+
+DATA = [row(k) for k in range(ROWS)]
+LENGTHS = [row(k, 8 + 2 * (k // 4 % 3)) for k in range(ROWS)]  # four in a row are as long
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As each of the workers has, because bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model(dropout: float = 0.0, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=64,
+            n_positions=TOKENS,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+        )
+    )
+
+
+def arguments(folder: Path, **given: Any) -> Any:
+    return TrainingArguments(
+        str(folder),
+        **{
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "num_train_epochs": 1,
+            "learning_rate": 1e-2,
+            **given,
+        },
+    )
+
+
+def trained(kind: Any, args: Any, *, data: Any = DATA, resume: Any = None, **given: Any) -> Any:
+    """A trainer that has trained."""
+    given.setdefault("model", model())
+    trainer = kind(args=args, train_dataset=data, eval_dataset=data[:4], **given)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def on_pipeline(args: Any, *, kind: Any = PenstockTrainer, **given: Any) -> Any:
+    given["pipeline"] = {**WORKERS, **given.get("pipeline", {})}
+    return trained(kind, args, **given)
+
+
+def logged(trainer: Any, name: str = "loss") -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Both trainers have trained to the same bits, and logged the same numbers."""
+    for (name, ours), theirs in zip(
+        one.model.named_parameters(), other.model.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert logged(one, name) == logged(other, name) != []
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulation": {},
+    "a last step with fewer batches": {"gradient_accumulation_steps": 5},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "bfloat16": {"bf16": True},
+    "label smoothing in bfloat16": {"label_smoothing_factor": 0.1, "bf16": True},
+    "no clipping": {"max_grad_norm": 0.0},
+    "sgd": {"optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "activation checkpointing": {"activation_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_batches_of_a_step_are_its_microbatches(name: str, tmp_path: Path) -> None:
+    given = {**FOUR, **CASES[name]}
+    plain = trained(Trainer, arguments(tmp_path, **given))
+    ours = on_pipeline(arguments(tmp_path, **given))
+    assert_same(ours, plain)
+    assert ours.pipe.plan.num_microbatches == given["gradient_accumulation_steps"]
+    assert len(ours.pipe.plan.stages) > 1
+    ours.end()
+
+
+def test_a_batch_that_is_split_is_one_that_is_accumulated(tmp_path: Path) -> None:
+    plain = trained(Trainer, arguments(tmp_path, **FOUR))
+    args = arguments(tmp_path, per_device_train_batch_size=8)
+    ours = on_pipeline(args, pipeline={"num_microbatches": 4})
+    assert_same(ours, plain)
+    ours.end()
+
+
+def test_batches_that_are_split_and_accumulated(tmp_path: Path) -> None:
+    plain = trained(Trainer, arguments(tmp_path, **FOUR))
+    args = arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    ours = on_pipeline(args, pipeline={"num_microbatches": 2})
+    assert_same(ours, plain)
+    ours.end()
+
+
+def test_worker_processes(tmp_path: Path) -> None:
+    given = {**FOUR, "label_smoothing_factor": 0.1, "max_steps": 2}
+    plain = trained(Trainer, arguments(tmp_path, **given))
+    ours = on_pipeline(arguments(tmp_path, **given), pipeline={"workers": "processes"})
+    assert_same(ours, plain)
+    ours.end()
+
+
+def test_batches_of_other_lengths_get_another_pipeline(tmp_path: Path) -> None:
+    given = {**FOUR, "train_sampling_strategy": "sequential"}
+    plain = trained(Trainer, arguments(tmp_path, **given), data=LENGTHS)
+    ours = on_pipeline(arguments(tmp_path, **given), data=LENGTHS)
+    assert_same(ours, plain)
+    ours.end()
+
+
+class Mean(torch.nn.Module):
+    """Accepts the number of items, as the Trainer looks for, and returns a mean nevertheless."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)
+
+    def forward(self, input_ids: Any, labels: Any, **more: Any) -> dict[str, torch.Tensor]:
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+FULL = [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in DATA]
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_mean_is_not_added_up(accepts: bool, tmp_path: Path) -> None:
+    """It was four times as large, and nobody noticed, because gradients are clipped."""
+    given = {"per_device_train_batch_size": 8, "optim": "sgd", "max_grad_norm": 1e9}
+    other, reference = Mean(), Mean()
+    other.accepts_loss_kwargs = accepts  # type: ignore[assignment]
+    args = arguments(tmp_path, **given, max_steps=1, train_sampling_strategy="sequential")
+    ours = on_pipeline(args, data=FULL, model=other, pipeline={"num_microbatches": 4})
+    batch = {name: torch.stack([each[name] for each in FULL[:8]]) for name in FULL[0]}
+    oracle = Oracle(reference, (), batch, 4)
+    loss = oracle.train_step(0, lambda output: output["loss"])
+    torch.optim.SGD(reference.parameters(), lr=1e-2).step()
+    assert logged(ours) == [loss.item()]
+    for mine, its in zip(other.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    ours.end()
+
+
+# -- losses of the user's own ----------------------------------------------------------------------
+
+
+def next_token(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class WithComputeLoss(PenstockTrainer):
+    def compute_loss(  # type: ignore[no-untyped-def]
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = next_token(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("how", ["compute_loss_func", "compute_loss"])
+def test_a_loss_of_the_users_is_one_of_the_whole_batch(how: str, tmp_path: Path) -> None:
+    given = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0}
+    args = arguments(
+        tmp_path, per_device_train_batch_size=8, train_sampling_strategy="sequential", **given
+    )
+    more = {"compute_loss_func": next_token} if how == "compute_loss_func" else {}
+    kind = WithComputeLoss if how == "compute_loss" else PenstockTrainer
+    ours = on_pipeline(args, kind=kind, pipeline={"num_microbatches": 4}, **more)
+    reference = model()
+    batch = {name: torch.stack([each[name] for each in DATA[:8]]) for name in DATA[0]}
+    labels = batch.pop("labels")
+    reference.config.use_cache = False
+    oracle = Oracle(reference, (), batch, 4)
+    oracle.call_and_backward(0, next_token, labels)
+    torch.optim.SGD(reference.parameters(), lr=1e-2).step()
+    for mine, its in zip(ours.model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    ours.end()
+
+
+class Counting(Trainer):  # type: ignore[misc]
+    """A subclass that Penstock knows nothing of."""
+
+    steps = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).steps += 1
+        return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class OnPipeline(PenstockMixin, Counting):
+    pass
+
+
+def test_a_subclass_by_the_mixin(tmp_path: Path) -> None:
+    plain = trained(Trainer, arguments(tmp_path, **FOUR))
+    args = arguments(tmp_path, per_device_train_batch_size=8)
+    ours = on_pipeline(args, kind=OnPipeline, pipeline={"num_microbatches": 4})
+    assert_same(ours, plain)
+    assert OnPipeline.steps == 3
+    ours.end()
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def test_evaluation_and_prediction_are_those_of_microbatches(tmp_path: Path) -> None:
+    """Before any training as well, and for data without labels."""
+    args = arguments(tmp_path, per_device_eval_batch_size=6)
+    trainer = PenstockTrainer(
+        model(), args, eval_dataset=DATA[:12], pipeline={**WORKERS, "num_microbatches": 3}
+    )
+    alone = Trainer(model(), arguments(tmp_path, per_device_eval_batch_size=2))
+    expected, found = alone.predict(DATA[:12]), trainer.predict(DATA[:12])
+    assert (found.predictions == expected.predictions).all()
+    assert (found.label_ids == expected.label_ids).all()
+    unlabelled = [{"input_ids": each["input_ids"]} for each in DATA[:12]]
+    assert (trainer.predict(unlabelled).predictions == expected.predictions).all()
+    whole = Trainer(model(), args).evaluate(DATA[:6])["eval_loss"]
+    assert trainer.evaluate(DATA[:6])["eval_loss"] == pytest.approx(whole, rel=1e-6)
+    trainer.end()
+
+
+def test_evaluation_first_leaves_training_as_it_is(tmp_path: Path) -> None:
+    plain = trained(Trainer, arguments(tmp_path, **FOUR))
+    ours = on_pipeline(
+        arguments(tmp_path, **FOUR, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    )
+    assert_same(ours, plain)
+    assert len(logged(ours, "eval_loss")) == 4
+    ours.end()
+
+
+# -- saving and resuming ---------------------------------------------------------------------------
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Also with dropout, whose masks depend on what is saved beside the Trainer's own files."""
+    given = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
+    args = arguments(tmp_path, **given)
+    whole = on_pipeline(args, model=model(0.1), pipeline={"num_microbatches": 2})
+    saved = tmp_path / "checkpoint-2"
+    assert json.loads((saved / "penstock.json").read_text())["num_microbatches"] == 2
+    resumed = on_pipeline(args, model=model(0.1, seed=5), resume=str(saved))
+    assert resumed.pipe.plan.num_microbatches == 2
+    for mine, its in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    whole.end()
+    resumed.end()
+
+
+@pytest.mark.parametrize("first", [PenstockTrainer, Trainer])
+def test_either_resumes_what_the_other_has_saved(first: Any, tmp_path: Path) -> None:
+    args = arguments(tmp_path, **FOUR, save_strategy="steps", save_steps=1)
+    plain = trained(Trainer, arguments(tmp_path / "other", **FOUR))
+    other = Trainer if first is PenstockTrainer else PenstockTrainer
+    for kind, resume in ((first, None), (other, str(tmp_path / "checkpoint-1"))):
+        more = {"pipeline": WORKERS} if kind is PenstockTrainer else {}
+        last = trained(kind, args, resume=resume, **more)
+    for mine, its in zip(last.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_the_best_model_is_loaded(tmp_path: Path) -> None:
+    given = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    given |= {"num_train_epochs": 2, "greater_is_better": True, "metric_for_best_model": "loss"}
+    trainers = [
+        trained(Trainer, arguments(tmp_path / "plain", **FOUR, **given)),
+        on_pipeline(arguments(tmp_path / "ours", **FOUR, **given)),
+    ]
+    assert "checkpoint-3" in str(trainers[1].state.best_model_checkpoint)
+    assert_same(*trainers)
+    losses = logged(trainers[1], "eval_loss")
+    assert trainers[1].evaluate()["eval_loss"] == losses[0] > losses[1]
+
+
+# -- what else Trainers are given ------------------------------------------------------------------
+
+
+def test_adapters_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        base = model()
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        return peft.get_peft_model(base, config)
+
+    given = {**FOUR, "label_smoothing_factor": 0.1}
+    plain = trained(Trainer, arguments(tmp_path, **given), model=adapted())
+    ours = on_pipeline(arguments(tmp_path, **given), model=adapted())
+    assert_same(ours, plain)
+    ours.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    ours.end()
+
+
+class Seen(TrainerCallback):  # type: ignore[misc]
+    """Counts, and reads what callbacks are given."""
+
+    def __init__(self) -> None:
+        self.steps, self.parts, self.norms = 0, 0, list[float]()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self.parts += 1
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        self.norms.append(torch.stack(gradients).norm().item())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps += 1
+
+
+def test_callbacks_see_what_they_see_on_one_device(tmp_path: Path) -> None:
+    seen = Seen(), Seen()
+    trained(Trainer, arguments(tmp_path, **FOUR), callbacks=[seen[0]])
+    on_pipeline(arguments(tmp_path, **FOUR), callbacks=[seen[1]]).end()
+    assert vars(seen[0]) == vars(seen[1])
+    assert (seen[1].steps, seen[1].parts) == (3, 9)
+
+
+def test_a_second_run_goes_on_with_the_same_pipeline(tmp_path: Path) -> None:
+    plain = trained(Trainer, arguments(tmp_path, **FOUR))
+    ours = on_pipeline(arguments(tmp_path, **FOUR))
+    pipe = ours.pipe
+    plain.train()
+    ours.train()
+    assert ours.pipe is pipe
+    assert_same(ours, plain)
+    ours.end()
+
+
+def test_a_model_made_anew_gets_a_pipeline_of_its_own(tmp_path: Path) -> None:
+    made = {"model": None, "model_init": lambda: model()}
+    plain = trained(Trainer, arguments(tmp_path, **FOUR), **made)
+    ours = on_pipeline(arguments(tmp_path, **FOUR), **made)
+    before = ours.pipe
+    ours.train()
+    assert ours.pipe is not before
+    assert ours.pipe.model is ours.model
+    assert_same(ours, plain)
+    ours.end()
+
+
+def test_an_optimizer_and_a_scheduler_of_the_users(tmp_path: Path) -> None:
+    made = []
+    for kind in (Trainer, PenstockTrainer):
+        own = model()
+        optimizer = torch.optim.Adagrad(own.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        more = {"pipeline": WORKERS} if kind is PenstockTrainer else {}
+        args = arguments(tmp_path, **FOUR)
+        made.append(trained(kind, args, model=own, optimizers=(optimizer, scheduler), **more))
+    assert_same(*made)
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
+    (3, {}, r"pipeline=3 is no dict of keyword arguments of Pipeline, such as"),
+    ({"device": 2}, {}, "did you mean 'devices'"),
+    ({"model": 2}, {}, "the Trainer gives it to the Pipeline"),
+    ({"nothing": 2}, {}, "is no keyword argument of Pipeline; there are devices, "),
+    ({}, {"fp16": True}, "fp16=True cannot be used with a pipeline.*use bf16=True"),
+    ({}, {"bf16_full_eval": True}, "bf16_full_eval=True cannot be used with a pipeline"),
+    ({}, {"torch_compile": True}, "torch_compile=True cannot .* compile submodules"),
+]
+
+
+@pytest.mark.parametrize(("pipeline", "given", "message"), MISTAKES)
+def test_mistakes_are_named(pipeline: Any, given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ps.InputError, match=message):
+        PenstockTrainer(model(), arguments(tmp_path, **given), pipeline=pipeline)
+
+
+def test_there_is_no_pipeline_before_the_first_batch(tmp_path: Path) -> None:
+    with pytest.raises(ps.InputError, match="built for the first batch"):
+        _ = PenstockTrainer(model(), arguments(tmp_path)).pipe
+
+
+def test_a_loss_that_is_missing_is_named(tmp_path: Path) -> None:
+    unlabelled = [{"input_ids": each["input_ids"]} for each in DATA]
+    with pytest.raises(ps.InputError, match="returned no loss, only logits: it needs labels"):
+        on_pipeline(arguments(tmp_path), data=unlabelled)
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
+    """With an optimizer and a scheduler of the user's, which both ranks step; saved and resumed."""
+    script = Path(__file__).with_name("trainer_on_ranks.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch += ["--standalone", str(script)]
+    for resume in ("", str(tmp_path / "ours" / "checkpoint-2")):
+        command = [*launch, str(tmp_path / "ours"), resume]
+        run = subprocess.run(
+            command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=150
+        )
+        assert run.returncode == 0, run.stderr[-4000:]
+    command = [sys.executable, str(script), str(tmp_path / "plain"), "", "plain"]
+    subprocess.run(command, env=environment(), cwd=ROOT, check=True, timeout=150)
+    expected = torch.load(tmp_path / "plain" / "0.pt")
+    for rank in (0, 1):
+        found = torch.load(tmp_path / "ours" / f"{rank}.pt")
+        assert found.keys() == expected.keys()
+        assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+    files = [tmp_path / name / "checkpoint-4" / "model.safetensors" for name in ("ours", "plain")]
+    assert files[0].read_bytes() == files[1].read_bytes()
