@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-share test-slow zoo faults resume elastic fuzz lint bench figures clean
+.PHONY: setup demo test test-torch test-share test-slow zoo faults resume elastic fuzz lint bench figures clean
 
 setup: $(READY)
 
@@ -22,6 +22,18 @@ TESTS := $(BIN)/pytest -n 2 --dist loadfile
 
 test: lint
 	$(TESTS)
+
+# The tests with another torch, such as TORCH=2.14.1, in an environment of its own.
+OTHER := .venv-torch-$(TORCH)
+test-torch:
+	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.14.1"; exit 2; }
+	$(PYTHON) -m venv $(OTHER)
+	@grep -v '^torch' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)+cpu \
+		|| $(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	@$(OTHER)/bin/python -c 'import torch; print("torch==" + torch.__version__)' >> $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check -e '.[test]' -c $(OTHER)/constraints.txt
+	$(OTHER)/bin/pytest -n 2 --dist loadfile
 
 # A share of the slow tests, such as SHARE=3/8, and the core that every share has.
 test-share: $(READY)
@@ -79,4 +91,4 @@ figures: $(READY)
 	$(BIN)/python -m penstock.bench tables
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache

@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
 from msgspec.structs import replace as replace_fields
 from torch import nn
 
+from penstock import __version__
 from penstock.account.history import About
 from penstock.audit.auditor import Auditor
 from penstock.board.metrics import Address, MetricsServer
@@ -181,7 +181,7 @@ class Running:
             description=self.description,
             plan=self.plan,
             environment={
-                "penstock": version("penstock"),
+                "penstock": __version__,
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
                 "processor": f"{processor()}, {cores()} cores",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from penstock import __version__
+
 try:
     import click
 except ModuleNotFoundError as error:
@@ -50,7 +52,7 @@ class _Lazy(click.Group):
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="penstock")
+@click.version_option(__version__, prog_name="penstock")
 def main() -> None:
     """Split one PyTorch model over many devices, and keep all of them busy.
 

@@ -47,6 +47,7 @@ LAYERS = [
     ["integrations"],
     ["bench"],
     ["cli"],
+    ["__main__"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 PURE = {"schedule": {"errors", "schedule"}, "simulate": {"errors", "schedule", "simulate"}}
