@@ -8,7 +8,6 @@ trainer.train()
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import warnings
@@ -26,6 +25,7 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.errors import InputError
+from penstock.integrations.late import check_options
 from penstock.pipeline import Pipeline
 from penstock.training.optimizer import PipelineOptimizer
 
@@ -36,8 +36,6 @@ else:
 
 _Inputs = dict[Any, Any]
 _STATE = "penstock.json"  # beside the Trainer's own files in a checkpoint
-_OWN = ("self", "model", "args", "kwargs", "merge", "program")  # what the Trainer gives a Pipeline
-_OPTIONS = tuple(n for n in inspect.signature(Pipeline.__init__).parameters if n not in _OWN)
 
 
 class PenstockMixin(_Base):
@@ -260,7 +258,9 @@ class PenstockMixin(_Base):
     def end(self) -> None:
         """Stop the workers and, as `Trainer.end` does, the process group."""
         self._close()
-        super().end()
+        end = getattr(super(), "end", None)  # transformers 5.0 has none
+        if end is not None:
+            end()
 
     def _fetch(self) -> None:
         """Bring all weights to the model of this process, if they are with the workers."""
@@ -360,9 +360,7 @@ class PipelinedModel:
         self._random_state: Mapping[str, int] | None = None
         self._num_microbatches: int | str = "auto"
         self._divided: PipelineOptimizer | None = None
-        self._kept: dict[str, Any] | None = (
-            None  # state of a divided optimizer, of a pipeline before
-        )
+        self._kept: dict[str, Any] | None = None  # of a divided optimizer, of a pipeline before
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["model"], name)
@@ -771,19 +769,12 @@ def _checked(pipeline: object) -> dict[str, Any]:
             f"{what} is no dict of keyword arguments of Pipeline, such as "
             'pipeline={"devices": 2, "num_microbatches": 4}'
         )
-    for name in pipeline:
-        if name not in _OPTIONS:
-            raise InputError(f"pipeline={{{name!r}: ...}} {_instead_of(name)}")
+    if "merge" in pipeline:
+        raise InputError(
+            "pipeline={'merge': ...} is not given: the Trainer puts results together itself"
+        )
+    check_options(pipeline)
     return dict(pipeline)
-
-
-def _instead_of(name: object) -> str:
-    """What is wrong with the name of an option."""
-    if name in _OWN:
-        return "cannot be given, because the Trainer gives it to the Pipeline"
-    close = difflib.get_close_matches(str(name), _OPTIONS, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_OPTIONS)}"
-    return f"is no keyword argument of Pipeline; {hint}"
 
 
 _REFUSED = {

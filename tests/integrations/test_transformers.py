@@ -432,9 +432,11 @@ def test_an_optimizer_and_a_scheduler_of_the_users(tmp_path: Path) -> None:
 
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (3, {}, r"pipeline=3 is no dict of keyword arguments of Pipeline, such as"),
-    ({"device": 2}, {}, "did you mean 'devices'"),
-    ({"model": 2}, {}, "the Trainer gives it to the Pipeline"),
-    ({"nothing": 2}, {}, "is no keyword argument of Pipeline; there are devices, "),
+    ({"device": 2}, {}, "did you mean devices="),
+    ({"model": 2}, {}, "model= is not given: the first batch is the example"),
+    ({"merge": "list"}, {}, "the Trainer puts results together itself"),
+    ({"workers": "ray"}, {}, "workers in a Ray cluster keep weights and gradients there"),
+    ({"nothing": 2}, {}, "has no option nothing=2; it has "),
     ({}, {"fp16": True}, "fp16=True cannot be used with a pipeline.*use bf16=True"),
     ({}, {"bf16_full_eval": True}, "bf16_full_eval=True cannot be used with a pipeline"),
     ({}, {"torch_compile": True}, "torch_compile=True cannot .* compile submodules"),
