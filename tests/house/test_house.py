@@ -14,7 +14,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "display", "units", "forks", "files", "names", "devices", "loading", "oracle"],
+    ["errors", "display", "units", "forks", "files", "names", "devices", "loading", "oracle", "porting"],
     ["capture"],
     ["weights"],
     ["profile"],
@@ -56,6 +56,7 @@ WITHOUT_TORCH = (
     "profile.data",
     "errors",
     "names",
+    "porting",
 )
 
 
