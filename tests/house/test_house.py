@@ -14,7 +14,10 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 LAYERS = [
-    ["errors", "display", "units", "forks", "files", "names", "devices", "loading", "oracle", "porting"],
+    [
+        *("errors", "display", "units", "forks", "files", "names", "devices", "loading", "oracle"),
+        "porting",
+    ],
     ["capture"],
     ["weights"],
     ["profile"],
@@ -41,6 +44,7 @@ LAYERS = [
     ["running"],
     ["pipeline"],
     ["verification"],
+    ["doctor"],
     ["bench"],
     ["cli"],
 ]
@@ -57,6 +61,7 @@ WITHOUT_TORCH = (
     "errors",
     "names",
     "porting",
+    "doctor",
 )
 
 
