@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.porting.source import Scope, dotted, loaded, parameters, stored
+from penstock.porting.source import Scope, Source, dotted, loaded, parameters, stored
 from penstock.porting.variables import Variable, Variables
 
 _BARS = ("tqdm", "trange", "track", "ProgressBar", "notebook_tqdm")  # show progress, and hand on
@@ -31,6 +32,32 @@ class Example:
     args: str
     needs: frozenset[str]
     loader: str = ""
+
+
+_Line = ast.stmt | tuple[ast.expr, ast.expr]
+"""A statement, or what a loop assigns to what from what."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A call of a function, and what its parameters are then.
+
+    Attributes:
+        call: of the function; of a closure, a call in it.
+        arguments: by parameter.
+    """
+
+    call: ast.AST
+    arguments: Mapping[str, ast.expr]
+
+    def texts(self, source: Source, names: Mapping[str, str]) -> dict[str, str]:
+        """The arguments as text, with other names where the caller's have changed."""
+        found = {}
+        for name, argument in self.arguments.items():
+            text = source.replaced(argument, names, {})
+            is_simple = isinstance(argument, (ast.Name, ast.Attribute, ast.Constant))
+            found[name] = text if is_simple else f"({text})"
+        return found
 
 
 class Examples:
@@ -58,15 +85,57 @@ class Examples:
         Raises:
             Unknown: there is none.
         """
-        scope = self.source.scope(call)
         needed = set().union(*(loaded(each) for each in (*call.args, *call.keywords)))
-        lines: list[ast.stmt | tuple[ast.expr, ast.expr]] = []
+        levels: list[tuple[list[_Line], _Given]] = []
+        at: ast.AST = call
         loader = ""
-        at = self.source.statement(call)
-        while not isinstance(at, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
+        while True:
+            scope = self.source.scope(at)
+            lines, needed, own_loader = self._made_in(scope, at, needed)
+            loader = loader or own_loader
+            if scope is self.owner:
+                break
+            if self._is_closure(scope):
+                levels.append((lines, _Given(at, {})))
+                at = scope
+                continue
+            self._check_local(scope, needed)
+            given = self._given(scope)
+            levels.append((lines, given))
+            at, needed = given.call, self._needed_by_caller(scope, needed, given)
+        fresh = {name for line in lines for name in _stored_by(line)}
+        self._check_known(needed)
+        names = {name: f"example_{name}" for name in fresh if name in used}
+        made = [self._line(line, names) for line in lines]
+        for inner, given in reversed(levels):
+            fresh = {name for line in inner for name in _stored_by(line)}
+            names = {
+                **({} if given.arguments else names),
+                **given.texts(self.source, names),
+                **{name: f"example_{name}" for name in fresh if name in used},
+                **{name: name for name in fresh if name not in used},
+            }
+            made += [self._line(line, names) for line in inner]
+        extra: list[str] = []
+        args = self._arguments(call, names, extra)
+        return Example((*made, *extra), args, frozenset(needed), loader)
+
+    def _made_in(
+        self, scope: Scope, call: ast.AST, needed: set[str]
+    ) -> tuple[list[_Line], set[str], str]:
+        """The statements of a function that make names for a call in it.
+
+        Where the pipeline is built, those are left out that are not in a loop: they come before.
+
+        Returns:
+            the statements, the names that they need, and what a loop takes its batches of.
+        """
+        lines: list[_Line] = []
+        loader = ""
+        at: ast.AST = self.source.statement(call)
+        while at is not scope:
             above = self.source.parent(at)
-            in_loop = any(True for _ in self.source.loops(at))
-            if isinstance(at, ast.stmt) and (in_loop or scope is not self.owner):
+            if isinstance(at, ast.stmt) and (scope is not self.owner or self.source.loops(at)):
                 needed, own = self._made_before(at, needed)
                 lines = own + lines
             if isinstance(above, (ast.For, ast.AsyncFor)) and stored(above.target) & needed:
@@ -75,35 +144,44 @@ class Examples:
                 loader = loader or self.source.of(iterable)
                 needed = (needed - stored(above.target)) | loaded(iterable)
                 lines = [(taken, iterable), *lines]
-            at = above  # type: ignore[assignment]
-        names = self._substitution(scope, 0) if scope is not self.owner else {}
-        fresh = {n for line in lines for n in _stored_by(line)}
-        if scope is not self.owner:
-            local = {
-                name
-                for name in needed - fresh - names.keys()
-                if self.variables.lookup(scope, name).scope is scope
-            }
-            if local:
-                raise Unknown(f"{', '.join(sorted(local))} is known in {scope_name(scope)} only")
-        renamed = {name: f"example_{name}" for name in fresh if name in used}
-        written = {**names, **renamed}
-        made = [self._line(line, written) for line in lines]
-        extra: list[str] = []
-        args = self._arguments(call, written, extra)
-        needs = {
-            each
-            for name in needed - fresh
-            for each in (loaded(ast.parse(names[name], mode="eval")) if name in names else {name})
-        }
-        return Example((*made, *extra), args, frozenset(needs), loader)
+            at = above
+        return lines, needed, loader
 
-    def _made_before(
-        self, at: ast.stmt, needed: set[str]
-    ) -> tuple[set[str], list[ast.stmt | tuple[ast.expr, ast.expr]]]:
+    def _is_closure(self, scope: Scope) -> bool:
+        """Whether a function without parameters is where the pipeline is built, with its names."""
+        is_function = isinstance(scope, ast.FunctionDef) and not parameters(scope)
+        return is_function and self.source.scope(scope) is self.owner
+
+    def _check_local(self, scope: Scope, needed: set[str]) -> None:
+        own = set(parameters(scope))
+        local = {name for name in needed - own if self.variables.lookup(scope, name).scope is scope}
+        if local:
+            raise Unknown(f"{', '.join(sorted(local))} is known in {scope_name(scope)} only")
+
+    def _check_known(self, needed: set[str]) -> None:
+        """Raise if a name is nowhere assigned that the owner can see."""
+        for name in sorted(needed - set(dir(builtins))):
+            scope = self.variables.lookup(self.owner, name).scope
+            known = set(parameters(scope))
+            for node in self.source.walk(scope):
+                if isinstance(node, ast.stmt):
+                    known |= stored(node)
+            if not known & {name, "*"}:
+                raise Unknown(f"where {name} comes from is not known")
+
+    def _needed_by_caller(self, scope: Scope, needed: set[str], given: _Given) -> set[str]:
+        own = set(parameters(scope))
+        found = needed - own
+        for name in needed & own:
+            if name not in given.arguments:
+                raise Unknown(f"what {name} of {scope_name(scope)} is cannot be seen")
+            found |= loaded(given.arguments[name])
+        return found
+
+    def _made_before(self, at: ast.stmt, needed: set[str]) -> tuple[set[str], list[_Line]]:
         """The statements before one in its block that make the names, and what they need."""
         block = self.source.block(at)
-        found: list[ast.stmt | tuple[ast.expr, ast.expr]] = []
+        found: list[_Line] = []
         for statement in reversed(block[: block.index(at)]):
             if not stored(statement) & needed or isinstance(statement, (ast.FunctionDef)):
                 continue
@@ -151,33 +229,35 @@ class Examples:
             parts.append(f"kwargs={{{', '.join(inside)}}}")
         return ", ".join(parts)
 
-    def _substitution(self, scope: Scope, depth: int) -> dict[str, str]:
-        """What the parameters of a function are where the pipeline is built.
+    def _given(self, scope: Scope) -> _Given:
+        """What a function is called with, at the first call.
 
         Raises:
-            Unknown: it is not called from there.
+            Unknown: it is not called in this script.
         """
-        if isinstance(scope, ast.Module) or depth > 8:
+        if isinstance(scope, ast.Module):
             raise Unknown("the training is not called from where the model is made")
-        calls = [each for each in self.variables.passed if each.function is scope]
+        calls = [
+            node
+            for node in ast.walk(self.source.tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and self.variables.functions.get(node.func.id) is scope
+            and self.source.scope(node) is not scope
+        ]
         if not calls:
-            if not parameters(scope):
-                return {}
             raise Unknown(f"{scope_name(scope)} is not called in this script")
-        first = calls[0].call
-        caller = self.source.scope(first)
-        outer = {} if caller is self.owner else self._substitution(caller, depth + 1)
-        found = {}
-        for each in calls:
-            if each.call is first:
-                text = self.source.replaced(each.argument, outer, {})
-                is_simple = isinstance(each.argument, (ast.Name, ast.Attribute, ast.Constant))
-                found[each.parameter] = text if is_simple else f"({text})"
-        given = scope.args
-        plain = [*given.posonlyargs, *given.args]
-        for arg, default in zip(plain[::-1], given.defaults[::-1], strict=False):
-            found.setdefault(arg.arg, self.source.of(default))
-        return found
+        first = calls[0]
+        arguments = {
+            each.parameter: each.argument for each in self.variables.passed if each.call is first
+        }
+        plain = [*scope.args.posonlyargs, *scope.args.args]
+        for arg, default in zip(plain[::-1], scope.args.defaults[::-1], strict=False):
+            arguments.setdefault(arg.arg, default)
+        for arg, given in zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True):
+            if given is not None:
+                arguments.setdefault(arg.arg, given)
+        return _Given(first, arguments)
 
     def _check_can_be_read_twice(self, iterable: ast.expr) -> None:
         """Raise if a first batch that is taken of an iterable would be missing later.
@@ -223,7 +303,7 @@ def scope_name(scope: Scope) -> str:
     return "the script" if isinstance(scope, ast.Module) else f"{scope.name}()"
 
 
-def _stored_by(line: ast.stmt | tuple[ast.expr, ast.expr]) -> set[str]:
+def _stored_by(line: _Line) -> set[str]:
     return stored(line[0] if isinstance(line, tuple) else line)
 
 

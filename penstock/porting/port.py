@@ -21,6 +21,7 @@ SUPPORTED = frozenset(
 
 _SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.GradScaler")
 _CLIPS = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_")
+_PARAMETERS = ("parameters", "named_parameters")
 _MOVES = ("to", "cuda", "cpu")
 _OTHERS = {
     "accelerate": "Accelerate",
@@ -339,12 +340,23 @@ class _Port:
                 waiting += ast.iter_child_nodes(node)
 
     def _is_optimizer(self, node: ast.Call) -> bool:
+        """Whether a call creates an optimizer of the model's parameters alone."""
+        return self._optimizes(node) and not any(self._has_others(each) for each in ast.walk(node))
+
+    def _optimizes(self, node: ast.Call) -> bool:
+        """Whether a call creates an optimizer that the pipeline could create, of the model too."""
         name = self.variables.full(node.func)
         return (
             re.fullmatch(r"torch\.optim\.[A-Z]\w*", name) is not None
             and not name.endswith("LBFGS")
             and any(self._is_model(each) for each in ast.walk(node))
         )
+
+    def _has_others(self, node: ast.AST) -> bool:
+        """Whether a node is `other.parameters()`, of something else than the model."""
+        if not isinstance(node, ast.Attribute) or node.attr not in _PARAMETERS:
+            return False
+        return not any(self._is_model(each) for each in ast.walk(node.value))
 
     def _build(self) -> None:
         """Put the pipeline where it can be, and let it create the optimizer if it can."""
@@ -563,12 +575,13 @@ class _Port:
         for node in ast.walk(self.source.tree):
             if not isinstance(node, ast.Call) or id(node) in self._converted:
                 continue
-            if self._is_optimizer(node):
+            if self._optimizes(node):
                 self.note(
                     node,
                     "left",
-                    "the optimizer is created before the pipeline, and steps in the script's "
-                    f"process; {self.pipe}.optimizer(...) would be divided among the workers",
+                    "the optimizer is created before the pipeline, or has other parameters too; it "
+                    f"steps in the script's process, and {self.pipe}.optimizer(...) would be "
+                    "divided among the workers",
                 )
 
     # -- the steps ----------------------------------------------------------------------------
@@ -848,9 +861,10 @@ class _Port:
         for node in ast.walk(self.source.tree):
             if not isinstance(node, ast.Call) or self.variables.full(node.func) not in _CLIPS:
                 continue
-            if not node.args or not self._is_all(node.args[0]):
+            named = next((k.value for k in node.keywords if k.arg == "parameters"), None)
+            inner = node.args[0] if node.args else named
+            if inner is None or not self._is_all(inner):
                 continue
-            inner = node.args[0]
             assert isinstance(inner, ast.Call)
             assert isinstance(inner.func, ast.Attribute)
             name = self._without_module(inner.func.value)
@@ -859,11 +873,13 @@ class _Port:
                 continue
             function = self.variables.full(node.func).split(".")[-1]
             self.edits.replace(*self.source.span(node.func), f"{self._prefix(name)}.{function}")
+            self.note(node, "changed", "the pipeline clips the gradients of all its stages")
+            if named is not None:
+                continue
             start, end = self.source.span(inner)
             rest = re.compile(r"\s*,\s*").match(self.source.text, end)
             self.edits.replace(start, rest.end() if rest else end, "")
             self._gone.add(id(inner))
-            self.note(node, "changed", "the pipeline clips the gradients of all its stages")
 
     def _samplers(self) -> None:
         """Every rank needs the whole batch."""

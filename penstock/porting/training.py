@@ -246,6 +246,7 @@ class _Reader:
         if any(not self.source.is_alone(each) for each in (*self.chain, self.backward)):
             raise _Unclear("several statements share a line")
         expression, text = self._expression()
+        self._check_no_other_model(expression)
         is_own = self._is_own_loss(expression)
         reduction = "mean" if is_own else self._reduction(expression)
         target, loss_fn = self._loss_fn(expression, text)
@@ -294,24 +295,40 @@ class _Reader:
             raise _Unclear(f"this use of {name} is not a plain mean over rows")
         return "sum" if reduction == "sum" else "mean"
 
+    def _check_no_other_model(self, expression: ast.expr) -> None:
+        others = self.variables.models()
+        for each in ast.walk(expression):
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Name):
+                own = self.variables.lookup(self.source.scope(self.backward), each.func.id)
+                if any(self.variables.are_same(own, other) for other in others):
+                    raise _Unclear(f"the loss calls {each.func.id}, which is another model")
+
     def _made(self, name: str) -> ast.Call | None:
         """The call that has made the object of a name, `nn.MSELoss()`."""
         variable = self.variables.lookup(self.source.scope(self.backward), name)
-        found = []
+        found = [
+            each.argument
+            for each in self.variables.passed
+            if not isinstance(each.argument, ast.Name)
+            and self.variables.are_same(Variable(each.function, each.parameter), variable)
+        ]
+        scope = variable.scope
+        if not isinstance(scope, ast.Module) and not found:
+            plain = [*scope.args.posonlyargs, *scope.args.args]
+            pairs = zip(plain[::-1], scope.args.defaults[::-1], strict=False)
+            found += [value for arg, value in pairs if arg.arg == name]
         for node in ast.walk(self.source.tree):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                target = node.targets[0]
-                is_it = self.variables.are_same(self.variables.variable(target), variable)
-                if target.id != name and not is_it:
-                    continue
-                value = node.value
-                while isinstance(value, ast.Call) and (
-                    isinstance(value.func, ast.Attribute) and value.func.attr in ("to", "cuda")
-                ):
-                    value = value.func.value
-                if is_it:
-                    found.append(value)
+            if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+                continue
+            if self.variables.are_same(self.variables.variable(node.targets[0]), variable):
+                found.append(node.value)
         made = found[0] if len(found) == 1 else None
+        while (
+            isinstance(made, ast.Call)
+            and isinstance(made.func, ast.Attribute)
+            and made.func.attr in ("to", "cuda")
+        ):
+            made = made.func.value
         return made if isinstance(made, ast.Call) else None
 
     def _batch_names(self) -> set[str]:
@@ -364,7 +381,7 @@ class _Reader:
             name
             for argument in getattr(expression, "args", [])[1:]
             for name in loaded(argument)
-            if not self.variables.is_imported(name)
+            if not self.variables.is_imported(name) and name not in _stores_of(self.chain)
         ]
         if len(names) == 1 and _is_plain(expression, text, output, names[0]):
             return names[0], _function(expression, text)
@@ -398,10 +415,11 @@ class _Reader:
                 statement = self.source.statement(node)
                 if not isinstance(node.ctx, ast.Load) or id(statement) in own:
                     continue
+                if self._is_other(node, name):
+                    continue
                 if name != loss:
-                    if not self._is_other(node, name):
-                        raise _Unclear(f"line {node.lineno} uses {name}, too")
-                elif self._is_between(statement) or self._goes_backward(node):
+                    raise _Unclear(f"line {node.lineno} uses {name}, too")
+                if self._is_between(statement) or self._goes_backward(node):
                     raise _Unclear(f"line {node.lineno} uses {name} before its backward")
 
     def _goes_backward(self, name: ast.Name) -> bool:
@@ -413,9 +431,8 @@ class _Reader:
         statement = self.source.statement(node)
         before = straight(self.source, statement)
         own = {id(each) for each in self.chain}
-        return any(name in stored(each) and id(each) not in own for each in before) and not any(
-            id(each) in own for each in before
-        )
+        inside = [any(id(each) in own for each in ast.walk(one)) for one in before]
+        return not any(inside) and any(name in stored(each) for each in before)
 
     def _is_between(self, statement: ast.stmt) -> bool:
         if not self.chain:

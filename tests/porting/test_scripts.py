@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import penstock as ps
 from penstock.loading import tolerate_missing_torchvision_operators
 from penstock.porting import Options, port
 
@@ -20,16 +21,22 @@ HERE = Path(__file__).parent / "scripts"
 STYLES = {
     "accumulation": "train_step",
     "amp": "train_step",
+    "branches": "call",
+    "causal_lm": "train_step",
     "cifar": "train_step",
     "data_parallel": "call",
     "ddp": "train_step",
+    "folds": "call",
     "generator": "train_step",
     "lbfgs": "call",
     "mnist": "train_step",
     "nanogpt": "train_step",
+    "one_line": "call",
     "quickstart": "train_step",
+    "step_function": "train_step",
     "timm_like": "call",
     "transformers_loop": "train_step",
+    "two_models": "call",
 }
 
 
@@ -54,8 +61,9 @@ def trained(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, ranked:
             names = runpy.run_path(str(script), run_name="__main__")
         finally:
             torch.set_num_threads(threads)
-    if (pipe := names.get("pipe")) is not None:
-        pipe.close()
+    for each in names.values():
+        if isinstance(each, ps.Pipeline):
+            each.close()
     gc.collect()  # pipelines that were local to a function
     return torch.load(folder / "model.pth")
 
