@@ -19,6 +19,7 @@ from penstock.doctor.findings import Finding, made
 
 _TORCH = 120.0  # seconds that importing torch and looking at its devices may take
 _TRIAL = 120.0  # seconds that training a tiny model may take
+_LETTING_GO = 5.0  # seconds for what was killed
 _LAST = 400  # characters of what a process has written that says why it failed
 
 
@@ -89,7 +90,8 @@ def asked(name: str, module: Sequence[str], timeout: float) -> list[Finding]:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-        process.communicate()
+        with suppress(subprocess.TimeoutExpired):  # who has left the group may keep the pipes open
+            process.communicate(timeout=_LETTING_GO)
     lines = out.strip().splitlines()
     try:
         return msgspec.json.decode(lines[-1] if lines else "", type=list[Finding])

@@ -313,9 +313,9 @@ def test_what_hangs_is_ended_with_all_that_it_has_started(
 ) -> None:
     (tmp_path / "hangs.py").write_text(
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (one,) = asked("torch", ["hangs"], 2)

@@ -156,6 +156,15 @@ def test_names_that_are_taken() -> None:
     assert "pipeline = penstock.Pipeline(model, (x,))" in found.text
 
 
+def test_names_of_the_example_that_mean_something_else_where_the_model_is_made() -> None:
+    function, _, _ = HEAD.partition("for x, y in loader:\n")
+    step = f"        {FORWARD}\n        {LOSS}\n        {BACKWARD}\n"
+    train = f"def train(model, data):\n    for x, y in data:\n{step}\n"
+    found = port(f"{train}{function}x = 'mine'\ntrain(model, loader)\nprint(x)\n")
+    assert "    example_x, y = next(iter(loader))\n" in found.text
+    assert "ps.Pipeline(model, (example_x,))" in found.text
+
+
 def test_wrappers_go_with_the_condition_around_them() -> None:
     lines = HEAD.replace(
         "mean, total",
