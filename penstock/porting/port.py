@@ -771,6 +771,9 @@ class _Port:
                 return
             self.edits.replace(*self.source.span(name), self.pipe)
             return
+        if isinstance(above, ast.Attribute) and self.is_ranked:
+            self._save_on_ranks(name, above)
+            return
         passed = next((each for each in self.variables.passed if each.argument is name), None)
         if passed is not None:
             if passed.function in self.leading or self._accepts(passed.function, passed.parameter):
@@ -791,6 +794,28 @@ class _Port:
             self.note(
                 name, "left", f"{self.source.of(above.func)}() gets the model itself, unsplit"
             )
+
+    def _save_on_ranks(self, name: ast.Name, above: ast.Attribute) -> None:
+        """Let all ranks bring the model up to date before one of them takes its state dict."""
+        node: ast.AST = above
+        if above.attr == "module":
+            node = self.source.parent(above)
+        if not isinstance(node, ast.Attribute) or node.attr != "state_dict":
+            return
+        condition: ast.If | None = None
+        for each in self.source.parents(node):
+            if isinstance(each, (ast.For, ast.While, ast.FunctionDef, ast.Module)):
+                break
+            if isinstance(each, ast.If):
+                condition = each
+        if condition is None or self.source.among(self.block[: self.begin], condition) is not None:
+            self.edits.replace(*self.source.span(name), self.pipe)
+            self.note(name, "changed", "the state dict is gathered from all ranks")
+            return
+        at, indent = self.source.span(condition)[0], self.source.indent(condition)
+        line = f"{self.pipe}.fetch()  # all ranks bring their models up to date"
+        self.edits.insert(at, f"{line}{self.source.newline}{indent}")
+        self.note(condition, "changed", "all ranks fetch the weights before one saves them")
 
     def _use_in_training(self, name: ast.Name, above: ast.AST) -> None:
         """A function that trains has the pipeline under the model's name."""
@@ -939,8 +964,9 @@ class _Port:
                     node,  # type: ignore[arg-type]
                     "check",
                     "every rank is a worker of one pipeline: all must build the same model (call "
-                    "torch.manual_seed before), have the same batches, and call "
-                    f"{self.pipe}.state_dict() together before one of them saves",
+                    "torch.manual_seed before) and have the same batches. What one of them does "
+                    f"alone must not call the pipeline; all call {self.pipe}.fetch() before it "
+                    "uses the model",
                 )
         dropout = re.search(r"[Dd]ropout", text)
         if dropout:

@@ -179,6 +179,19 @@ def test_wrappers_go_with_the_condition_around_them() -> None:
     assert "    model.train()" in found.text
 
 
+def test_all_ranks_have_the_weights_before_one_saves_them() -> None:
+    lines = "from torch import distributed\ndistributed.init_process_group()\n" + body(
+        FORWARD, LOSS, BACKWARD, STEP, "if rank == 0:", "    torch.save(model.state_dict(), 'f')"
+    )
+    found = port(lines + "state = model.state_dict()\n")
+    assert 'workers="torchrun"' in found.text
+    assert (
+        "\n    pipe.fetch()  # all ranks bring their models up to date\n    if rank" in found.text
+    )
+    assert "torch.save(model.state_dict(), 'f')" in found.text
+    assert "\nstate = pipe.state_dict()\n" in found.text
+
+
 def test_functions_that_need_the_model_itself_get_it() -> None:
     lines = body(FORWARD, LOSS, BACKWARD, "show(model)", "check(model)", "torch.save(model, 'f')")
     functions = (

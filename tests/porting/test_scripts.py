@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import runpy
 import socket
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -104,6 +105,25 @@ def test_ends_with_the_bits_of_the_script_as_it_was(
     assert same(found, expected)
     assert capsys.readouterr().out == printed
     assert script.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = HERE / "ddp.py"
+    expected = trained(script, tmp_path / "one", monkeypatch, True)
+    text = port(script.read_text(), str(script), Options(microbatches=1)).text
+    copy = tmp_path / "ddp_penstock.py"
+    copy.write_text(text.replace("num_microbatches=1", "num_microbatches=1, threads_per_worker=1"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(copy)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    assert same(torch.load(tmp_path / "model.pth"), expected)
 
 
 def test_every_script_is_tried() -> None:
