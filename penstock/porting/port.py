@@ -202,7 +202,13 @@ class _Port:
         )
         self._general_notes()
         text = self.edits.apply(self.source.text)
-        Source(text, f"the changed {self.source.name}")
+        try:
+            ast.parse(text)
+        except SyntaxError as error:
+            raise InputError(
+                f"{self.source.name}:{self.anchor.lineno}: the pipeline has to be built here, but "
+                "other statements, or the loop's head, are on this line: give it a line of its own"
+            ) from error
         unique = sorted(dict.fromkeys(self.notes), key=lambda note: note.line)
         return Ported(text, tuple(unique), style)
 

@@ -31,7 +31,7 @@ class Source:
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
         try:
-            self.tree = ast.parse(text, name)
+            self.tree: ast.Module = _Unannotated().visit(ast.parse(text, name))
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
             where = name if line is None else f"{name}:{line}"
@@ -171,6 +171,15 @@ class Source:
             yield node
             if not isinstance(node, (*_SCOPES, ast.ClassDef)):
                 waiting += ast.iter_child_nodes(node)
+
+
+class _Unannotated(ast.NodeTransformer):
+    """Takes `x: int = 1` for `x = 1`, in the same place."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        if node.value is None:
+            return node
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
 class Edits:

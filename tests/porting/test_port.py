@@ -179,6 +179,20 @@ def test_wrappers_go_with_the_condition_around_them() -> None:
     assert "    model.train()" in found.text
 
 
+def test_annotated_assignments_are_assignments() -> None:
+    text = body("out: torch.Tensor = model(x)", "loss: torch.Tensor = F.mse_loss(out, y)", BACKWARD)
+    found = port(text.replace("model = ", "model: nn.Module = "))
+    assert "model: nn.Module = nn.Sequential" in found.text
+    assert "    loss = pipe.train_step(x, target=y, loss_fn=F.mse_loss)\n" in found.text
+
+
+def test_a_line_that_has_no_room_for_the_pipeline() -> None:
+    lines = body(FORWARD, LOSS, BACKWARD, STEP)
+    with pytest.raises(InputError, match=r":11: .* a line of its own"):
+        port(lines.replace("optimizer = ", "seed = 1; optimizer = "))
+    ast.parse(port(lines.replace("optimizer = ", "if total: optimizer = ")).text)
+
+
 def test_all_ranks_have_the_weights_before_one_saves_them() -> None:
     lines = "from torch import distributed\ndistributed.init_process_group()\n" + body(
         FORWARD, LOSS, BACKWARD, STEP, "if rank == 0:", "    torch.save(model.state_dict(), 'f')"
