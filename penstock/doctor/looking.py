@@ -96,7 +96,8 @@ def asked(name: str, module: Sequence[str], timeout: float) -> list[Finding]:
     try:
         return msgspec.json.decode(lines[-1] if lines else "", type=list[Finding])
     except msgspec.MsgspecError:
-        last = (err.strip() or out.strip())[-_LAST:] or "nothing was written"
+        written = (err.strip() or out.strip()).splitlines()
+        last = written[-1].strip()[:_LAST] if written else "nothing was written"
         ended = f"ended with {process.returncode}"
         return [Finding(name, "problem", f"the process that looks {ended}: {last}", _cause(err))]
 

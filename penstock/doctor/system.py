@@ -57,6 +57,13 @@ READ = {
     "MASTER_PORT": "where rank 0 is",
     "TORCHELASTIC_RUN_ID": "whether torchrun has started this",
     "TORCHELASTIC_USE_AGENT_STORE": "whether torchrun lends its store",
+    **dict.fromkeys(
+        (
+            *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"),
+            *("JSM_NAMESPACE_RANK", "FLUX_TASK_RANK", "HOROVOD_RANK"),
+        ),
+        "the number of this rank, by its launcher",
+    ),
     "OMPI_COMM_WORLD_SIZE": "whether Open MPI has started this",
     "PMI_SIZE": "whether MPICH has started this",
     "MV2_COMM_WORLD_SIZE": "whether MVAPICH has started this",
@@ -225,14 +232,14 @@ def limits() -> Iterator[Finding]:
     """The limits of the shell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_low = 0 <= soft < _FILES
+    raised = f"ulimit -n {_FILES if hard < 0 else min(hard, 1 << 16)} before the script starts"
+    if 0 <= hard < _FILES:
+        raised = "raise the hard limit: docker run --ulimit nofile=65536, or limits.conf"
     yield Finding(
         "open files",
         "warning" if is_low else "ok",
         f"{_limit(soft)} at once, up to {_limit(hard)} may be asked for",
-        f"ulimit -n {_FILES if hard < 0 else min(hard, 1 << 16)} before the script starts; every "
-        "worker needs a few for each of the others"
-        if is_low
-        else "",
+        f"{raised}; every worker needs a few for each of the others" if is_low else "",
     )
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_low = 0 <= soft < _PROCESSES

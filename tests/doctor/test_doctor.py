@@ -22,6 +22,7 @@ from penstock.doctor.findings import made, size
 from penstock.doctor.looking import asked
 from penstock.doctor.trial import trial
 from penstock.errors import PenstockError
+from penstock.workers.ranks.rendezvous import _LAUNCHERS
 
 SOURCES = Path(penstock.__file__).parent
 
@@ -89,6 +90,7 @@ def test_a_misspelt_variable_gets_the_name_that_was_meant(monkeypatch: pytest.Mo
 
 def test_every_variable_that_penstock_reads_is_known() -> None:
     pattern = re.compile(r"environ(?:\.get\(|\.pop\(|\[)\s*\"([A-Z_]+)\"")
+    assert {name for pair in _LAUNCHERS for name in pair} <= set(system.READ)
     others = {"COLUMNS", "PATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
     for path in SOURCES.rglob("*.py"):
         if "bench" not in path.parts:
@@ -111,6 +113,11 @@ def test_low_limits(monkeypatch: pytest.MonkeyPatch, limit: int, finding: str, v
     one = found(system.limits(), finding)
     assert one.state == "warning"
     assert "ulimit" in one.to_do
+
+
+def test_a_hard_limit_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system.resource, "getrlimit", lambda _: (200, 200))
+    assert "hard limit" in found(system.limits(), "open files").to_do
 
 
 def test_a_container_that_gets_less_time_than_it_sees_cores(
