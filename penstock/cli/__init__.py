@@ -15,6 +15,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 _COMMANDS = {
+    "doctor": "Say what this machine has, what would hinder a pipeline, and what to do.",
+    "init": "Write a copy of a training script that trains with a pipeline.",
     "inspect": "Show what a model does, call by call, and where it can be cut.",
     "profile": "Measure what every call of a model costs on these devices.",
     "plan": "Profile a model and say how to run it on these devices.",

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import hmac
 import os
@@ -34,6 +33,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.board.process import is_of_this_user
+from penstock.devices.interfaces import interface_addresses
 from penstock.links.wire import Wire
 
 _MAGIC = b"penstock"
@@ -48,7 +48,6 @@ _MOST_STRANGERS = 256  # at once; the one that has been silent for longest goes
 _PAUSE = 0.1  # seconds between two attempts to connect
 _SILENT = 20  # seconds after which a machine that does not answer is given up
 _PROBES, _BETWEEN = 5, 3  # seconds
-_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 
 class Address(NamedTuple):
@@ -397,13 +396,8 @@ def route_to(hosts: Sequence[str]) -> tuple[str, str]:
 
 def interface_of(address: str) -> str:
     """The name of the network interface that has an IP address; empty if none is known to."""
-    for _, name in socket.if_nameindex():
-        request = struct.pack("256s", name.encode()[:15])
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET) as any_socket:
-            found = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return ""
+    found = interface_addresses().items()
+    return next((name for name, own in found if own == address), "")
 
 
 def _wire(sock: socket.socket) -> Wire:

@@ -16,7 +16,7 @@ ROOT = Path(penstock.__file__).parent
 LAYERS = [
     [
         *("errors", "display", "units", "forks", "files", "names", "devices", "loading"),
-        *("oracle", "torch_internals"),
+        *("oracle", "porting", "torch_internals"),
     ],
     ["capture"],
     ["weights"],
@@ -45,6 +45,7 @@ LAYERS = [
     ["pipeline"],
     ["verification"],
     ["integrations"],
+    ["doctor"],
     ["bench"],
     ["cli"],
     ["__main__"],
@@ -61,6 +62,8 @@ WITHOUT_TORCH = (
     "profile.data",
     "errors",
     "names",
+    "porting",
+    "doctor",
 )
 
 
