@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from tests.support import shares
+from tests.support import shares, tail
 from tests.support.boards import boards
 from tests.support.pool import pooled
 from tests.workers.ranks.launching import Launcher
@@ -26,6 +26,7 @@ __all__ = ["boards"]  # a fixture
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", help="a share of the slow tests, such as 3/8")
+    parser.addoption("--whole", action="store_true", help="with the long tail of the others")
 
 
 def pytest_configure() -> None:
@@ -33,7 +34,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those are left out that are not asked for by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left = set() if config.getoption("whole") else tail.tail() - set(config.args)
+    for item in items:
+        if item.nodeid in left:
+            item.add_marker("slow")
+            item.add_marker("tail")
     chosen = [i for i in items if torch.cuda.is_available() or "cuda" not in i.keywords]
     if share := config.getoption("share"):
         expression = config.getoption("markexpr")

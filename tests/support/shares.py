@@ -2,7 +2,8 @@
 
 The *core* is run with every share. Of each parametrised test it has as many cases as it takes for
 every two values of two parameters to meet in one of them (a case's parameters are its arguments,
-or their fields, where they are records). All other cases are dealt to the shares in the order
+or their fields, where they are records). Of the long tail (`tail.py`) none is in it. All other
+cases are dealt to the shares in the order
 of a hash of their names, so that each share has as many as any other of every test, and the same
 ones on every machine.
 """
@@ -60,7 +61,7 @@ def dealt(
 def core_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Cases in which every two values of two parameters of a test meet."""
     found: list[pytest.Item] = []
-    for group in by_function(items).values():
+    for group in by_function(i for i in items if "tail" not in i.keywords).values():
         if len(group) >= _FEW:
             found += covering(group)
     return found

@@ -35,6 +35,7 @@ class Case:
     def __init__(self, nodeid: str, limit: float = 0, **params: Any) -> None:
         self.nodeid, self.limit = nodeid, limit
         self.callspec = Spec(params)
+        self.keywords: set[str] = set()
 
     def get_closest_marker(self, name: str) -> Any:
         return pytest.mark.timeout(self.limit).mark if self.limit else None
