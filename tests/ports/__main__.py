@@ -34,8 +34,12 @@ HEAD = """# Ten training scripts, ported
 Written by `python -m tests.ports`, at commit {commit} with torch {torch}.
 
 Each script in `examples/ports` is of the usual shape of such trainers, written for this page, and
-small: it trains for a few seconds on data that it draws. Beside it is its port. *Lines* counts the
-lines that the port adds and removes, without empty ones, as `difflib` finds them.
+small: it trains for a few seconds, on data that it draws or on Python's own sources. Beside it is
+its port. *Lines* counts the lines that the port adds and removes, without empty ones, as `difflib`
+finds them.
+
+`python -m tests.ports gan` runs one of them and compares it again. They need the packages that they
+import; diffusers is not among those that `make setup` installs.
 
 The ports run on two CPU workers, as pipelines of stages and as two replicas, with {count}
 micro-batches of unequal sizes. Everything that they save in the end is compared with `torch.equal`:
@@ -59,18 +63,20 @@ NOTES = """
 - **Clear the gradients before `train_step`.** It runs the backward as well. Scripts that call
   `optimizer.zero_grad()` between the loss and `loss.backward()` have to move it, as the contrastive
   one does.
-- **A whole `pipe(x)` or a `train_step`?** `model = ps.Pipeline(model, (x,))` is enough if the model
-  returns rows: the rest of the loop stays, as in the GAN. `train_step` starts backwards earlier, so
-  it is faster and holds fewer activations. It is needed if the model returns a loss.
+- **Call the pipeline, or `train_step`?** `model = ps.Pipeline(model, (x,))` is enough if the model
+  returns rows: the rest of the loop stays, as in the diffusion script and the GAN. `train_step`
+  can start backwards before all forwards are done, so stages wait less and hold fewer activations.
+  It is needed if the model returns a loss.
 - **Say what a mean is over.** Padded tokens and pixels without labels do not count, so
   `weight=` has to count those that do. Otherwise the mean is one of means.
 - **Take the example from the data set.** An example from the data loader, or `torch.randn`, draws
   random numbers, and the batches that follow are others than without Penstock.
-- **Lengths that vary** are named with `dynamic=`.
+- **Lengths that vary** are named with `dynamic=`, by the names in the model's forward.
 - **Give the model, not the pipeline**, to what looks into modules: `create_optimizer_v2`,
-  `ModelEmaV3`, `save_pretrained`, `get_peft_model_state_dict`. It stays available.
-- The recogniser is not cut: `pack_padded_sequence` reads lengths as numbers, so its forward is
-  one call. It runs on replicas.
+  `ModelEmaV3`, `save_pretrained`, `get_peft_model_state_dict`. It stays `pipe.model`.
+- **What reads values stays whole.** `pack_padded_sequence` does, in the forward of the recogniser,
+  which therefore cannot be cut. It runs on replicas. With the packed LSTM in a module of its own,
+  what is before and behind it could be cut.
 
 ## The changes
 """
