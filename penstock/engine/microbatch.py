@@ -144,12 +144,13 @@ def merge(joins: Sequence[Join], results: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _concatenated(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    axis = dim % parts[0].ndim
+    others = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}
     if len(others) > 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise InputError(
             f"the results of the micro-batches have the shapes {shapes}, which differ not only in "
-            f"dimension {dim}, the rows: their sizes depend on values, such as the longest row of "
+            f"dimension {axis}, the rows: their sizes depend on values, such as the longest row of "
             "each. Let the model fill them up to a size of its inputs (total_length= of "
             "pad_packed_sequence), or give Pipeline(merge=) a function of their list, "
             '"list" for the list itself. The losses of train_step and eval_step do not need it'
