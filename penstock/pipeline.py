@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsIndex, TypeVar
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
@@ -915,6 +915,12 @@ class Pipeline:
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, vars(self).get("model"), name)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline cannot be iterated over: an optimizer takes pipe.parameters(), what looks "
+            "into modules takes pipe.model"
+        )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         raise TypeError(

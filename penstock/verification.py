@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture import capture
-from penstock.capture.dims import BatchDim, Dynamic
+from penstock.capture.dims import BatchDim, Dynamic, as_given, positional_names
 from penstock.capture.randomness import generators_kept
 from penstock.comparison.compare import (
     Comparison,
@@ -152,6 +152,8 @@ def verify(
             few = min(_LEAST, pipe.plan.batch_size)
             pipe._running.split_into(max(pipe.plan.num_microbatches, few))
         count, deferred = pipe.plan.num_microbatches, batchnorm == "deferred"
+        if not isinstance(batch_dim, int):
+            batch_dim = as_given(batch_dim, positional_names(theirs), len(args))
         oracle = one_device(
             theirs, program, count, args, named, batch_dim=batch_dim, deferred=deferred
         )

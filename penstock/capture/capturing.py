@@ -27,7 +27,7 @@ from penstock.capture.calls import (
     Trace,
     Unrecordable,
 )
-from penstock.capture.dims import BatchDim, Dynamic, Varying, varying_of_some
+from penstock.capture.dims import BatchDim, Dynamic, Varying, positional_names, varying_of_some
 from penstock.capture.equality import same
 from penstock.capture.meta import META, NoSavedTensors, completed, held_on_meta, is_on_meta
 from penstock.capture.numbers import Given, Numeric, Where, found
@@ -94,7 +94,8 @@ def capture(
     args, kwargs = tuple(args), dict(kwargs or {})
     leaves, structure = flatten((args, kwargs))
     taken = inspect.signature(model.forward).parameters
-    dims = varying_of_some(args, kwargs, batch_dim, dynamic or {}, optional=taken)
+    names = positional_names(model)
+    dims = varying_of_some(args, kwargs, batch_dim, dynamic or {}, names, optional=taken)
     sizes = dims.sizes(leaves)
     if not sizes[ROWS]:
         raise InputError("the example has no rows; give one of the size that is usual")
@@ -274,7 +275,8 @@ class _Capturer:
 
     def varying_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Varying:
         """What varies in the arguments of another signature."""
-        return varying_of_some(args, kwargs, self.batch_dim, self.dynamic)
+        names = positional_names(self.model)
+        return varying_of_some(args, kwargs, self.batch_dim, self.dynamic, names)
 
     def way(self, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Numeric]) -> Trace:
         """The trace that inputs take which decide otherwise than the example.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from penstock.capture.calls import ROWS, Sizes
 from penstock.capture.memory_layout import laid_out_like
@@ -24,7 +26,10 @@ BatchDim = int | Mapping[str | int, Dim]
 Dynamic = Mapping[str | int, Mapping[int, str]]
 """For an argument (by position or name) the dimensions that vary, each with a name of its own."""
 
+T = TypeVar("T")
+
 _SMALL_BATCHES = (2, 3, 4)
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Axis(NamedTuple):
@@ -143,12 +148,14 @@ class Varying:
         Each attempt is a list of sizes for `generalise`: one to start from, each name varied
         alone, each two of them together, and at last all at once, which checks the others. Small
         batches come first, being quick. Some models want particular sizes, or decide on the
-        values of all rows; the example's and multiples of them may do then.
+        values of all rows; the example's and multiples of them may do then. Rows that are sorted
+        by their lengths, which are values of theirs, take no smaller size, and no row twice.
         """
         near = {n: _near(k) for n, k in example.items()}
         multiples = {n: (k, 2 * k, 3 * k) for n, k in example.items()}
         given = {**near, ROWS: multiples[ROWS]}
-        found = [{**near, ROWS: _SMALL_BATCHES}, given, multiples]
+        few = {ROWS: _SMALL_BATCHES}
+        found = [near | few, given, multiples | few, multiples]
         return [_grid(choice) for k, choice in enumerate(found) if choice not in found[:k]]
 
 
@@ -196,13 +203,15 @@ def varying_of_some(
     kwargs: Mapping[str, Any],
     batch_dim: BatchDim,
     dynamic: Dynamic,
+    names: Sequence[str],
     optional: Collection[str | int] | None = None,
 ) -> Varying:
-    """The same where some of the arguments may be left out.
+    """The same where some of the arguments may be left out, or given by name or by position.
 
     Args:
         args, kwargs: those that are there.
         batch_dim, dynamic: as for `penstock.capture`.
+        names: of the arguments that may be given by position, in order.
         optional: the names of those that may be missing; `None` for any.
 
     Raises:
@@ -214,8 +223,44 @@ def varying_of_some(
         return name in there or (optional is not None and name not in optional)
 
     if not isinstance(batch_dim, int):
+        batch_dim = as_given(batch_dim, names, len(args))
         batch_dim = {name: dim for name, dim in batch_dim.items() if counts(name)}
+    dynamic = as_given(dynamic, names, len(args))
     return varying(args, kwargs, batch_dim, {n: d for n, d in dynamic.items() if counts(n)})
+
+
+def positional_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments that a model's forward takes by position, in order."""
+    parameters = inspect.signature(model.forward).parameters
+    return tuple(name for name, p in parameters.items() if p.kind in _BY_POSITION)
+
+
+def as_given(
+    setting: Mapping[str | int, T], names: Sequence[str], count: int
+) -> dict[str | int, T]:
+    """A setting for arguments, by position for those that are given so, by name for the others.
+
+    Args:
+        setting: by position or name, however the arguments are given.
+        names: of the arguments that may be given by position, in order.
+        count: how many are.
+
+    Raises:
+        InputError: an argument is there by position and by name.
+    """
+    positions = {name: k for k, name in enumerate(names[:count])}
+    later = {k: name for k, name in enumerate(names) if k >= count}
+    found: dict[str | int, T] = {}
+    for key, value in setting.items():
+        place = positions.get(key, key) if isinstance(key, str) else later.get(key, key)
+        if place in found:
+            name = names[place] if isinstance(place, int) else place
+            raise InputError(
+                f"argument {names.index(name)} and {name!r} are the same argument of the model's "
+                "forward: name it once in dynamic= or batch_dim="
+            )
+        found[place] = value
+    return found
 
 
 def _axes_of(

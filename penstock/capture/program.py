@@ -250,7 +250,9 @@ class Program:
         raise PlanError(
             f"{count} stages were asked for, one per device, but the program of "
             f"{type(self.model).__name__} can be cut into {possible} at most: it has "
-            f"{len(self)} calls. Use at most {possible} devices."
+            f"{len(self)} call{'s' * (len(self) != 1)}. Use at most {possible} "
+            f"device{'s' * (possible != 1)}; or, on CPUs and under torchrun, more replicas, each "
+            "with a part of the devices (replicas=)."
             + (f" These modules had to stay whole:{why}" if why else "")
         )
 

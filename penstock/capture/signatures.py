@@ -74,13 +74,21 @@ class Signature:
         """
         for k, (leaf, expected) in enumerate(zip(leaves, self.inputs, strict=True)):
             if isinstance(expected, TensorInfo):
-                problem = _mismatch(leaf, expected, self.varying.axes[k])
+                problem, axis = _mismatch(leaf, expected, self.varying.axes[k])
                 if problem:
+                    hint = "" if axis is None else f": {self._varied(k, axis)}"
                     raise InputError(
                         f"input {k} of the batch {problem}; the example that was captured had "
-                        f"{expected}. Only {may_vary} may vary"
+                        f"{expected}. Only {may_vary} may vary{hint}"
                     )
         self.varying.sizes(leaves)
+
+    def _varied(self, leaf: int, axis: int) -> str:
+        """What to write for a dimension of this leaf that is to vary."""
+        args, kwargs = unflatten(self.structure, list(range(len(self.inputs))))
+        named: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+        name = next(name for name, argument in named if leaf in flatten(argument)[0])
+        return f'Pipeline(dynamic={{{name!r}: {{{axis}: "length"}}}}) lets this one vary'
 
     def __str__(self) -> str:
         args, kwargs = unflatten(self.structure, [str(i) for i in self.inputs])
@@ -212,16 +220,19 @@ def _kind(leaf: object) -> str | None:
     return ("tensor" if leaf.shape else "scalar") if isinstance(leaf, TensorInfo) else None
 
 
-def _mismatch(leaf: torch.Tensor, expected: TensorInfo, axes: Mapping[int, Axis]) -> str:
-    """How a tensor differs from what was captured, or an empty string."""
+def _mismatch(
+    leaf: torch.Tensor, expected: TensorInfo, axes: Mapping[int, Axis]
+) -> tuple[str, int | None]:
+    """How a tensor differs from what was captured, or an empty string; in which dimension."""
     if leaf.dtype != expected.dtype:
-        return f"has dtype {leaf.dtype}"
+        return f"has dtype {leaf.dtype}", None
     if leaf.ndim != len(expected.shape):
-        return f"has {leaf.ndim} dimensions, of shape {tuple(leaf.shape)}"
+        return f"has {leaf.ndim} dimensions, of shape {tuple(leaf.shape)}", None
     for axis, (n, wanted) in enumerate(zip(leaf.shape, expected.shape, strict=True)):
         if axis not in axes and n != wanted:
-            return f"has shape {tuple(leaf.shape)}, {n} instead of {wanted} in dimension {axis}"
-    return ""
+            shape = tuple(leaf.shape)
+            return f"has shape {shape}, {n} instead of {wanted} in dimension {axis}", axis
+    return "", None
 
 
 def _listed(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:

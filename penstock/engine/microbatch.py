@@ -130,11 +130,29 @@ def merge(joins: Sequence[Join], results: Sequence[Sequence[Any]]) -> list[Any]:
     Args:
         joins: for every value how it is put together.
         results: for every micro-batch the values.
+
+    Raises:
+        InputError: they differ in other sizes than the number of rows.
     """
     if len(results) == 1:
         return list(results[0])
     parts = zip(*results, strict=True)
     return [
-        each[0] if join.dim is None else torch.cat(each, join.dim)
+        each[0] if join.dim is None else _concatenated(each, join.dim)
         for join, each in zip(joins, parts, strict=True)
     ]
+
+
+def _concatenated(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    axis = dim % parts[0].ndim
+    others = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}
+    if len(others) > 1:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise InputError(
+            f"the results of the micro-batches have the shapes {shapes}, which differ not only in "
+            f"dimension {axis}, the rows: their sizes depend on values, such as the longest row of "
+            "each. Let the model fill them up to a size of its inputs (total_length= of "
+            "pad_packed_sequence), or give Pipeline(merge=) a function of their list, "
+            '"list" for the list itself. The losses of train_step and eval_step do not need it'
+        )
+    return torch.cat(list(parts), dim)

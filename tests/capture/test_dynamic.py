@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import penstock as ps
 from penstock.capture import Key
@@ -145,10 +146,38 @@ def test_a_block_that_decides_on_the_length_is_closed_and_right() -> None:
 
 def test_what_is_not_marked_may_not_vary() -> None:
     program = ps.capture(Mixer(), example())
-    with pytest.raises(ps.InputError, match=r"11 in dimension 1.*that dynamic= names"):
+    with pytest.raises(ps.InputError, match=r"11 in dimension 1.*that dynamic= names.*{0: {1: "):
         program(*example(3, 12))
+    named = dict(zip(("x", "mask"), example(), strict=True))
+    other = dict(zip(("x", "mask"), example(3, 12), strict=True))
+    with pytest.raises(ps.InputError, match=r"dynamic={'x': {1: \"length\"}}\) lets"):
+        ps.capture(Mixer(), kwargs=named)(**other)
+    with pytest.raises(ps.InputError, match=r"has dtype torch.float64;.*may vary$"):
+        program(*(part.double() for part in example()))
     with pytest.raises(ps.InputError, match=r"Only the batch size.* and length may vary"):
         captured()(torch.randn(3, 11, 7), torch.zeros(3, 11))
+
+
+@pytest.mark.parametrize("names", [("x", "mask"), (0, "mask"), ("x", 1), (0, 1)])
+@pytest.mark.parametrize("by_position", [0, 1, 2])
+def test_arguments_are_named_as_the_forward_names_them(
+    names: tuple[str | int, ...], by_position: int
+) -> None:
+    """However they are given, by the example and by later calls."""
+    named = ("x", "mask")
+    both = example()
+    kwargs = dict(zip(named[by_position:], both[by_position:], strict=True))
+    dynamic = {name: {1: "length"} for name in names}
+    program = ps.capture(Mixer(), both[:by_position], kwargs, dynamic=dynamic)
+    for count in (0, 1, 2):
+        x = example(3, 14)
+        rest = dict(zip(named[count:], x[count:], strict=True))
+        assert torch.equal(program(*x[:count], **rest)["out"], program.model(*x)["out"])
+
+
+def test_one_argument_named_twice() -> None:
+    with pytest.raises(ps.InputError, match="argument 1 and 'mask' are the same argument"):
+        ps.capture(Mixer(), example(), batch_dim={1: 0, "mask": None})
 
 
 @pytest.mark.parametrize(
@@ -210,3 +239,36 @@ def test_several_entries_for_each_row() -> None:
             pipe(ids=batch["ids"], patches=batch["patches"][:27])
     with pytest.raises(ps.InputError, match=r"input 0 has 5, input 1 has 20.*\(0, 4\)"):
         ps.capture(model, kwargs=pictured(5))
+
+
+def test_verify_splits_arguments_that_are_named_but_given_by_position() -> None:
+    ids, patches = pictured(6).values()
+    found = ps.verify(
+        Patches(),
+        (ids, patches),
+        loss_fn=lambda out: out.square().mean(),
+        devices=["cpu", "cpu"],
+        batch_dim={"patches": (0, 4)},
+    )
+    assert found.ok
+
+
+class Packed(nn.Module):
+    """An LSTM over rows that are sorted by their lengths, as `pack_padded_sequence` wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Linear(6, 5), nn.LSTM(5, 5, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(self.embed(x), lengths, batch_first=True)
+        out, _ = pad_packed_sequence(self.lstm(packed)[0], True, total_length=x.shape[1])
+        return out
+
+
+def test_rows_that_are_sorted_by_their_lengths() -> None:
+    lengths = torch.tensor([9, 8, 8, 5, 4, 1])
+    program = ps.capture(Packed(), (torch.randn(6, 9, 6), lengths), dynamic={"x": {1: "time"}})
+    for time in (9, 12, 30):
+        x = torch.randn(5, time, 6)
+        assert torch.equal(program(x, lengths[:5]), program.model(x, lengths[:5]))

@@ -99,7 +99,7 @@ def test_schedules_and_their_simulation_know_nothing_else(name: str) -> None:
 def test_tests_are_where_their_subjects_are() -> None:
     """Folders of tests are named after packages or modules, but for those in CONTRIBUTING.md."""
     here = ROOT.parent / "tests"
-    others = "floor support house benchmarks elastic faults fuzz resume zoo programs".split()
+    others = "floor support house benchmarks elastic faults fuzz ports resume zoo programs".split()
     known = {path.stem for path in ROOT.iterdir()} | set(others)
     assert {p.name for p in here.iterdir() if p.is_dir() and any(p.glob("*.py"))} <= known
     assert [path.name for path in here.glob("*.py")] == ["conftest.py"]

@@ -256,6 +256,12 @@ def test_a_pipeline_that_could_not_be_built_has_no_model() -> None:
         _ = ps.Pipeline.__new__(ps.Pipeline).model
 
 
+def test_what_a_model_is_given_to(pipe: ps.Pipeline) -> None:
+    for take in (torch.optim.SGD, list, nn.ParameterList):
+        with pytest.raises(TypeError, match=r"optimizer takes pipe\.parameters.*pipe\.model"):
+            take(pipe)  # type: ignore[operator]
+
+
 def test_copies_and_pickles(pipe: ps.Pipeline, tmp_path: Path) -> None:
     for do in (
         *(copy.copy, copy.deepcopy, pickle.dumps),

@@ -259,3 +259,21 @@ def test_the_order_of_rows_shows_in_a_way_that_two_rows_are_the_first_to_take() 
         trace = program.trace_for(program.flatten_inputs((x[:2],), {}), False)
     assert trace is not program.eval
     assert trace.joins[0].mixes
+
+
+def test_micro_batches_of_other_lengths() -> None:
+    """A model that shortens its result to the longest row of what it is given."""
+
+    def shortened(_: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y[:, : int((x[:, :, 0] != 0).sum(1).max())]
+
+    x = SEQUENCES.clone()
+    x[3:, 4:, 0] = 0
+    model = Returns(shortened)
+    pipe = ps.Pipeline(model, (x,), devices=["cpu"], num_microbatches=3)
+    shapes = r"\(3, 5, 4\), \(3, 4, 4\), \(2, 4, 4\).*not only in dimension 0.*merge="
+    with pipe:
+        with pytest.raises(ps.InputError, match=shapes):
+            pipe(x)
+        pipe.train_step(x, loss_fn=lambda out: out.square().mean())
+        assert torch.equal(pipe(x[3:]), torch.cat([model(part) for part in x[3:].split((2, 2, 1))]))
