@@ -19,7 +19,7 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import penstock as ps
 
@@ -62,6 +62,22 @@ def functions() -> Names:
     }
 
 
+def process_group() -> Names:
+    """The same in a script of one rank, with its process group."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return functions() | {
+        **{"dist": torch.distributed, "DistributedSampler": DistributedSampler},
+        **{"DistributedDataParallel": nn.parallel.DistributedDataParallel},
+    }
+
+
+def pipelining() -> Names:
+    """The same with batches in a list."""
+    names = functions()
+    return names | {"batches": names["batches"]()}
+
+
 def pipeline() -> Names:
     """The same with its pipeline, its optimizer, a scheduler and a gradient scaler."""
     names = functions()
@@ -94,6 +110,14 @@ def language_model() -> Names:
         **{"config": config, "tokens": tokens, "labels": tokens, "loss_fn": loss_fn},
         **{"batches": [(tokens, target)] * 2, "devices": ["cpu", "cpu"]},
     }
+
+
+def pretrained() -> Names:
+    """The folder of a small GPT-2 with its weights."""
+    names = language_model()
+    transformers.GPT2LMHeadModel(names["config"]).save_pretrained("gpt2")
+    tokens = names["tokens"]
+    return names | {"path": "gpt2", "batches": [(tokens, tokens)] * 2}
 
 
 def model_with_loss() -> Names:
