@@ -1,4 +1,4 @@
-"""A page of the docs as a notebook: its Python blocks are cells, and what is between them is text."""
+"""A page of the docs as a notebook: Python blocks are cells, what is between them is text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def notebook(markdown: str) -> str:
             cells.append(_code(len(cells), text) if k % 2 else _text(len(cells), text))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     found = {
-        **{"cells": cells, "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}}},
-        **{"nbformat": 4, "nbformat_minor": 5},
+        "cells": cells,
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
     }
     return json.dumps(found, ensure_ascii=False, indent=1) + "\n"
 
@@ -29,6 +31,10 @@ def _text(number: int, text: str) -> dict[str, object]:
 
 def _code(number: int, text: str) -> dict[str, object]:
     return {
-        **{"id": f"cell-{number}", "cell_type": "code", "metadata": {}, "source": text.strip()},
-        **{"execution_count": None, "outputs": []},
+        "id": f"cell-{number}",
+        "cell_type": "code",
+        "metadata": {},
+        "source": text.strip(),
+        "execution_count": None,
+        "outputs": [],
     }

@@ -25,9 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(
-    markdown: str, page: Page, config: MkDocsConfig, files: Files
-) -> str:
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lists the messages of all errors, and names files that the site does not have."""
     if page.file.src_uri == "troubleshooting.md":
         markdown = markdown.replace("<!-- every message -->", messages.markdown())

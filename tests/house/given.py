@@ -43,9 +43,17 @@ def model() -> Names:
     """A script before its pipeline: a classifier, a batch, a loss, two devices."""
     made, x, y = Blocks(), torch.randn(8, 6), torch.randint(0, 4, (8,))
     return {
-        **{"torch": torch, "nn": nn, "F": F, "ps": ps},
-        **{"model": made, "x": x, "y": y, "loss_fn": F.cross_entropy},
-        **{"class_weights": torch.ones(4), "devices": ["cpu", "cpu"], "batches": [(x, y)] * 2},
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "ps": ps,
+        "model": made,
+        "x": x,
+        "y": y,
+        "loss_fn": F.cross_entropy,
+        "class_weights": torch.ones(4),
+        "devices": ["cpu", "cpu"],
+        "batches": [(x, y)] * 2,
     }
 
 
@@ -58,7 +66,11 @@ def functions() -> Names:
         "build_model": Blocks,
         "first_batch": lambda: (x, y),
         "batches": lambda: [(x, y)] * 2,
-        **{"data": data, "dataset": data, "example": x, "DataLoader": DataLoader, "Path": Path},
+        "data": data,
+        "dataset": data,
+        "example": x,
+        "DataLoader": DataLoader,
+        "Path": Path,
     }
 
 
@@ -67,8 +79,9 @@ def process_group() -> Names:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     return functions() | {
-        **{"dist": torch.distributed, "DistributedSampler": DistributedSampler},
-        **{"DistributedDataParallel": nn.parallel.DistributedDataParallel},
+        "dist": torch.distributed,
+        "DistributedSampler": DistributedSampler,
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel,
     }
 
 
@@ -96,8 +109,13 @@ def embedding() -> Names:
 def language_model() -> Names:
     """A small GPT-2, tokens, and the tokens that should follow."""
     config = transformers.GPT2Config(
-        **{"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16},
-        **{"bos_token_id": 0, "eos_token_id": 0},
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        vocab_size=32,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     tokens = torch.randint(0, 32, (4, 9))
     tokens, target = tokens[:, :-1], tokens[:, 1:]
@@ -106,9 +124,17 @@ def language_model() -> Names:
         return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
     return {
-        **{"torch": torch, "nn": nn, "F": F, "ps": ps, "transformers": transformers},
-        **{"config": config, "tokens": tokens, "labels": tokens, "loss_fn": loss_fn},
-        **{"batches": [(tokens, target)] * 2, "devices": ["cpu", "cpu"]},
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "ps": ps,
+        "transformers": transformers,
+        "config": config,
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_fn": loss_fn,
+        "batches": [(tokens, target)] * 2,
+        "devices": ["cpu", "cpu"],
     }
 
 
@@ -154,10 +180,22 @@ def varying_lengths() -> Names:
         return F.cross_entropy(output.flatten(0, 1), labels.flatten())
 
     return {
-        **{"torch": torch, "nn": nn, "F": F, "ps": ps, "model": Tagger(), "loss_fn": loss_fn},
-        **{"devices": ["cpu", "cpu"], "batch": made(4, 5), "longer_batch": made(4, 9)},
-        **{"labels": labels(4, 9), "short": made(2, 3), "longer": made(2, 7)},
-        **{"longest": made(1, 12), "a": labels(2, 3), "b": labels(2, 7), "c": labels(1, 12)},
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "ps": ps,
+        "model": Tagger(),
+        "loss_fn": loss_fn,
+        "devices": ["cpu", "cpu"],
+        "batch": made(4, 5),
+        "longer_batch": made(4, 9),
+        "labels": labels(4, 9),
+        "short": made(2, 3),
+        "longer": made(2, 7),
+        "longest": made(1, 12),
+        "a": labels(2, 3),
+        "b": labels(2, 7),
+        "c": labels(1, 12),
     }
 
 
@@ -178,8 +216,13 @@ def plain_script() -> Names:
     made = Blocks()
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
     return {
-        **{"torch": torch, "ps": ps, "json": json, "Path": Path, "safetensors": safetensors},
-        **{"model": made, "optimizer": optimizer},
+        "torch": torch,
+        "ps": ps,
+        "json": json,
+        "Path": Path,
+        "safetensors": safetensors,
+        "model": made,
+        "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.LinearLR(optimizer),
     }
 
@@ -222,8 +265,12 @@ def experts() -> Names:
 def large_model() -> Names:
     """A Llama whose weights are in several files."""
     config = transformers.LlamaConfig(
-        **{"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 32},
-        **{"num_attention_heads": 2, "num_key_value_heads": 2},
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=16,
+        vocab_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(".", max_shard_size="4KB")
     batch = {"input_ids": torch.randint(0, 32, (4, 8))}
@@ -273,11 +320,19 @@ def trainer() -> Names:
     names = language_model()
     rows = [{"input_ids": row, "labels": row} for row in names["tokens"]]
     arguments = transformers.TrainingArguments(
-        **{"output_dir": "out", "num_train_epochs": 1, "per_device_train_batch_size": 4},
-        **{"use_cpu": True, "report_to": "none", "save_strategy": "no"},
+        output_dir="out",
+        num_train_epochs=1,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
     )
     return names | {
-        **{"model": transformers.GPT2LMHeadModel(names["config"]), "args": arguments},
-        **{"train": rows, "held_out": rows, "collator": transformers.default_data_collator},
-        **{"PenstockMixin": PenstockMixin, "SFTTrainer": transformers.Trainer},
+        "model": transformers.GPT2LMHeadModel(names["config"]),
+        "args": arguments,
+        "train": rows,
+        "held_out": rows,
+        "collator": transformers.default_data_collator,
+        "PenstockMixin": PenstockMixin,
+        "SFTTrainer": transformers.Trainer,
     }

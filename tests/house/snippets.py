@@ -9,10 +9,13 @@ A comment on the line before a block says what it needs, or why it is not run:
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HOME = Path(__file__).parents[2]
 PAGES = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted((HOME / "docs").rglob("*.md"))]
@@ -80,3 +83,13 @@ def commands(page: Path) -> Iterator[str]:
     prose = _BLOCK.sub("", page.read_text()).replace("\\\n", " ")
     yield from (line.strip() for line in prose.splitlines() if line.startswith("    "))
     yield from (" ".join(quoted.split()) for quoted in re.findall(r"`([^`]+)`", prose))
+
+
+def hook(name: str) -> Any:
+    """A module of docs/hooks, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"hook_{name}", HOME / f"docs/hooks/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

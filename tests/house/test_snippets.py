@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import shlex
-import warnings
 from pathlib import Path
 from typing import Any
 

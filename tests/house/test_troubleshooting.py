@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from docs.hooks import messages as found
-from tests.house.snippets import HOME
+from tests.house.snippets import HOME, hook
 
+found = hook("messages")
 PAGE = (HOME / "docs" / "troubleshooting.md").read_text()
 OF_PYTORCH = "element 0 of tensors does not require grad"
 # Errors that pass on what was said elsewhere, in a message that is listed there.
