@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS   := $(VENV)/.docs
 
-.PHONY: setup demo test test-torch test-share test-slow zoo faults resume elastic fuzz lint bench figures clean
+.PHONY: setup demo test test-torch test-share test-slow zoo faults resume elastic fuzz lint bench figures docs clean
 
 setup: $(READY)
 
@@ -89,6 +90,15 @@ figures: $(READY)
 	$(BIN)/python -W ignore -m penstock.bench capture_time --record
 	$(BIN)/python -W ignore -m penstock.bench sums --record
 	$(BIN)/python -m penstock.bench tables
+
+# The site, into out/site. Building it and reading it need no network.
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "out/site/index.html; with the search: $(BIN)/python -m http.server -d out/site"
+
+$(DOCS): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]' -c constraints.txt
+	@touch $(DOCS)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache

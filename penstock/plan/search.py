@@ -34,8 +34,9 @@ def plan(
 
     Args:
         profile: measured costs.
-        num_microbatches, schedule, cuts, recompute, memory_limit, optimizer_state,
-            stages_per_worker, any_order, replicas: as in `penstock.plan.request.Request`.
+        num_microbatches, schedule, cuts, recompute, memory_limit: as in
+            `penstock.plan.request.Request`.
+        optimizer_state, stages_per_worker, any_order, replicas: likewise.
 
     Returns:
         the plan, with its predicted step time and the bound.
