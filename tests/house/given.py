@@ -336,3 +336,19 @@ def trainer() -> Names:
         "PenstockMixin": PenstockMixin,
         "SFTTrainer": transformers.Trainer,
     }
+
+
+def frameworks() -> Names:
+    """What the constructors of several frameworks get."""
+    import penstock.integrations.accelerate
+    from penstock.integrations.lightning import PenstockStrategy
+    from penstock.integrations.transformers import PenstockTrainer
+
+    names = lightning_module() | trainer()
+    return names | {
+        "penstock": penstock,
+        "PenstockStrategy": PenstockStrategy,
+        "PenstockTrainer": PenstockTrainer,
+        "accelerator": Accelerator(cpu=True),
+        "data": names["train"],
+    }
