@@ -6,11 +6,12 @@
     torchrun --nproc-per-node 2 examples/train_gpt2.py [--steps 60] [--plan FILE]
 
 A byte-level language model of 3.3 million parameters from transformers' own configuration class,
-planned and trained by Penstock. First comes the plan with all that was considered, then the step
-beside one device's, then the proof that both compute the same bits, and then the training. It ends
-with what was measured, a figure of who was busy when, and a report of where the time went. Under
-torchrun, on one machine or several, it trains, and leaves the comparison out. With `--save` it
-writes a checkpoint every few steps, and with `--resume` it goes on from there, with the same bits.
+planned and trained by Penstock. First comes the plan with all that was considered, then the proof
+that it computes the bits of one device, and then the training. It ends with what was measured, the
+step beside one device's among it, a figure of who was busy when, and a report of where the time
+went. Under torchrun, on one machine or several, it trains, and leaves the comparison out. With
+`--save` it writes a checkpoint every few steps, and with `--resume` it goes on from there, with the
+same bits.
 """
 
 from __future__ import annotations
@@ -280,8 +281,6 @@ def main() -> None:
             losses = train(pipe, text, options.batch, options.steps, keep)
             SCREEN.print(f"links: {', '.join(pipe.links)}; held-out loss by step: {losses}")
             return
-        times = compare(pipe, text, options.batch)
-        SCREEN.print(f"\nMeasured: {faster(pipe, times)}\n", soft_wrap=True, highlight=False)
         exact = ps.verify(
             model,
             kwargs={"input_ids": tokens},
@@ -291,8 +290,9 @@ def main() -> None:
             plan=pipe.plan,
             workers="processes" if options.workers == "processes" else "threads",
         )
-        SCREEN.print(f"{exact}\n", soft_wrap=True, highlight=False)
+        SCREEN.print(f"\n{exact}\n", soft_wrap=True, highlight=False)
         losses = train(pipe, text, options.batch, options.steps, keep)
+        times = compare(pipe, text, options.batch)  # the first steps are audited, these are not
         with pipe.recording() as timelines:
             pipe.train_step(input_ids=tokens, target=target, loss_fn=language_loss)
         options.out.mkdir(parents=True, exist_ok=True)
