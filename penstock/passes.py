@@ -104,6 +104,8 @@ class Passes:
         calls_loss = workers.role.calls_loss
         self._left = _left_elsewhere(program.left, program, plan, calls_loss)
         self._changed = _left_elsewhere(program.train.changed, program, plan, calls_loss)
+        # A loss of the whole batch is called when the forwards of all micro-batches are done.
+        self._left_by_all = _left_elsewhere(program.left, program, plan, calls_loss=False)
         self._reads_no_buffers: set[tuple[Any, ...]] = set()  # identities of losses
         apart = Apart(program.model, workers.ownership.apart, plan.splits_backward)
         self._apart = apart if calls_loss else None
@@ -230,6 +232,7 @@ class Passes:
         objective, trains = whole.objective, what == "train"
         if trains:
             self._check_room()
+        self._check_reads(objective, self._left_by_all)
         check_untransformed(objective.given, self._model.parameters())
         with torch.set_grad_enabled(trains), objective.undone():
             called = self._call(f"{name} with a loss of the whole batch", inputs, trains)

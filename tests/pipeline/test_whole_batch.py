@@ -174,6 +174,31 @@ def test_what_has_no_meaning(options: dict[str, Any], words: str) -> None:
         pipe.train_step(X, **given)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_forwards_leave_is_that_of_one_micro_batch(kind: Any) -> None:
+    """Even what the last stage leaves right before the loss, which others may read."""
+
+    class Leaving(nn.Module):
+        balance: Any = 0.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            self.balance = x.square().mean()
+            return x
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Leaving())
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return contrastive(output, target) + model[2].balance
+
+    with pipeline(model, kind) as pipe, pytest.raises(ps.InputError, match="reads 'balance'"):
+        pipe.train_step(X, target=Y, loss_fn=ps.whole_batch(loss_fn))
+
+
 def test_no_scalar() -> None:
     with pipeline(network()) as pipe, pytest.raises(ps.InputError, match="scalar is needed"):
         pipe.train_step(X, loss_fn=ps.whole_batch(lambda output: output.square()))
