@@ -117,7 +117,7 @@ class Running:
         self.passes = Passes(self.runner, self.auditor, program, given.merge)
         self.saver = Saver(model, self.runner)
         self.members = Membership(0, 0, tuple(workers.members))
-        self._forget_optimizers = note_optimizers(self.runner.steps)
+        self._forget_optimizers = note_optimizers(self.runner.steps, model)
         self._at_end(self._forget_optimizers, stack)
         self._show(stack)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from time import monotonic_ns
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -26,6 +28,8 @@ from penstock.board.memory import Board, Log
 from penstock.capture.calls import ROWS, Sizes
 from penstock.engine.orders import Order
 from penstock.plan.plan import Plan
+from penstock.training.optimizer import PipelineOptimizer
+from penstock.workers.optimizer_parts import warn_of_no_gradients
 
 StepHook = Callable[[dict[str, Any]], Any]
 """Called after every step with a dictionary of plain data, see `Pipeline.on_step`."""
@@ -67,6 +71,7 @@ class Steps:
         kept: what is known of the run.
         is_asked: whether the next step is to be recorded whatever its number; may be set in any
             thread.
+        has_trained: whether a pass has left gradients since an optimizer's last step.
     """
 
     _board: Board
@@ -76,7 +81,7 @@ class Steps:
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
         self.kept = Kept()
-        self.is_asked = False
+        self.is_asked = self.has_trained = False
         self._hooks: OrderedDict[int, StepHook] = OrderedDict()
         self._open: list[int] = []  # when the passes began that are under way
         self._forwards: dict[int, int] = {}  # how long calls took whose backward may come
@@ -263,6 +268,7 @@ class Steps:
         if self._hooks:
             self._note(now, duration, rows, order.tokens)
         self._number += 1
+        self.has_trained = True
         self._begin_anew(now)
 
     def _begin_anew(self, now: int) -> None:
@@ -364,27 +370,39 @@ class Loading(Iterable[T]):
             yield batch
 
 
-def note_optimizers(steps: Steps) -> Callable[[], None]:
+def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
     """Have the steps of optimizers noted, of any class, in the thread that runs passes.
+
+    A plain one over the model's parameters is warned if their gradients were cleared between a
+    training step and its own. A `PipelineOptimizer` sees to that itself.
 
     Args:
         steps: where they are noted; it is not kept alive.
+        model: whose parameters are trained; it is not kept alive either.
 
     Returns:
         a function that ends this.
     """
-    known = weakref.ref(steps)
+    known, trained = weakref.ref(steps), weakref.ref(model)
 
-    def begins(*_: Any) -> None:
-        found = known()
-        if found is not None and found.is_here:
-            found.forget_doing(OPTIMIZER)  # torch does not tell of steps that raise
-            found.enter(OPTIMIZER)
+    def begins(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        found, own = known(), trained()
+        if found is None or own is None or not found.is_here:
+            return
+        found.forget_doing(OPTIMIZER)  # torch does not tell of steps that raise
+        found.enter(OPTIMIZER)
+        has_closure = len(args) > 1 or "closure" in kwargs
+        if found.has_trained and not has_closure and not isinstance(optimizer, PipelineOptimizer):
+            parameters = list(own.parameters())
+            mine = {id(parameter) for parameter in parameters}
+            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                warn_of_no_gradients([{"params": parameters}])
 
     def ends(*_: Any) -> None:
         found = known()
         if found is not None and found.is_here:
             found.exit(OPTIMIZER)
+            found.has_trained = False
 
     handles = [
         register_optimizer_step_pre_hook(begins),

@@ -62,7 +62,7 @@ NOTES = """
 
 - **Clear the gradients before `train_step`.** It runs the backward as well. Scripts that call
   `optimizer.zero_grad()` between the loss and `loss.backward()` have to move it, as the contrastive
-  one does.
+  one does; otherwise `optimizer.step()` warns that it finds no gradient.
 - **Call the pipeline, or `train_step`?** `model = ps.Pipeline(model, (x,))` is enough if the model
   returns rows: the rest of the loop stays, as in the diffusion script and the GAN. `train_step`
   can start backwards before all forwards are done, so stages wait less and hold fewer activations.
