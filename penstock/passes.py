@@ -217,7 +217,7 @@ class Passes:
                 outcome = self._runner.run(order)
         backward_into_inputs(order.values, outcome.gradients)
         if order.loss is not None and len(order.microbatches) > 1:
-            self._mixing.of_loss(objective.identity, outcome.mismatch, objective.weight)
+            self._look_at_loss(objective, outcome)
         found = step_result(objective, outcome, result)
         if what == "train":
             self._runner.steps.tell(outcome.loss if outcome.losses else None)
@@ -286,6 +286,13 @@ class Passes:
             self._reads_no_buffers.add(objective.identity)
         is_new = self._mixing.is_new(objective.identity)
         return objective.loss(batch.rows, self._runner.loss_device, is_new, self._apart)
+
+    def _look_at_loss(self, objective: Objective, outcome: Outcome) -> None:
+        """Warn if the loss of rows does not add up to that of a batch, when it is new."""
+        if self._mixing.is_new(objective.identity):
+            values = [outcome.losses[k] for k, weight in enumerate(outcome.weights) if weight]
+            mismatch, weight = outcome.mismatch, objective.weight
+            self._mixing.of_loss(objective.identity, values, mismatch, weight)
 
     def _check_reads(self, objective: Objective, left: Left) -> None:
         """Raise if the loss or the metrics read what is out of their reach."""

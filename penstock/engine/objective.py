@@ -182,24 +182,49 @@ class Mixing:
 
     def __init__(self) -> None:
         self._losses: set[Any] = set()
-        self._said: set[str] = set()
+        self._said: set[Any] = set()
 
     def is_new(self, loss: object) -> bool:
         """Whether the loss of this identity was not checked yet."""
         return loss not in self._losses
 
-    def of_loss(self, loss: object, mismatch: tuple[float, float] | None, weight: object) -> None:
+    def of_loss(
+        self,
+        loss: object,
+        values: Sequence[torch.Tensor],
+        mismatch: tuple[float, float] | None,
+        weight: object,
+    ) -> None:
         """A loss was looked at; warn if that of a micro-batch is not what its pieces make.
+
+        Nothing can be concluded from a loss that is no number: it is looked at again then, and if
+        others are numbers, it is warned of.
 
         Args:
             loss: the identity of the loss.
+            values: of the micro-batches that count.
             mismatch: both values, if they differ.
             weight: how losses of micro-batches were weighed.
         """
+        given = repr(weight) if weight is None or isinstance(weight, str) else "a function"
+        are_numbers = [value == value for value in map(float, values)]
+        if not all(are_numbers):
+            if any(are_numbers) and loss not in self._said:
+                self._said.add(loss)
+                warnings.warn(
+                    f"the loss of {are_numbers.count(False)} of {len(values)} micro-batches is NaN "
+                    "(not a number), that of the others is not. A mean over some rows only is, in "
+                    f"a micro-batch in which none of them counts, and with weight={given} it makes "
+                    "the loss of the batch NaN: give weight= a function that counts those rows, "
+                    "such as weight=lambda target: (target != -100).sum(); micro-batches of weight "
+                    "0 are left out",
+                    RowsWarning,
+                    stacklevel=5,
+                )
+            return
         self._losses.add(loss)
         if mismatch is not None:
             whole, made = mismatch
-            given = repr(weight) if weight is None or isinstance(weight, str) else "a function"
             warnings.warn(
                 f"the loss of a micro-batch is {whole:.6g}, but its rows in two pieces make "
                 f"{made:.6g} with weight={given}, so a batch's loss depends on how it "
@@ -208,7 +233,7 @@ class Mixing:
                 "(target != -100).sum(), or None for a loss that is a sum. If it compares rows "
                 f"with each other, it compares those of a micro-batch only: {_INSTEAD}",
                 RowsWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def of_model(self, joins: Sequence[Join]) -> None:

@@ -205,7 +205,7 @@ def test_random_numbers_are_not_moved() -> None:
         with pipeline() as pipe:
             torch.manual_seed(4)
             if already:
-                pipe._passes._mixing.of_loss((noisy.__code__, id("rows")), None, "rows")
+                pipe._passes._mixing.of_loss((noisy.__code__, id("rows")), [], None, "rows")
             losses.append([pipe.train_step(X, target=Y, loss_fn=noisy) for _ in range(3)])
             losses[-1].append(torch.rand(()))
     assert all(map(torch.equal, *losses))
@@ -236,3 +236,29 @@ def test_as_an_error_it_comes_before_the_step() -> None:
         with pytest.raises(ps.RowsWarning):
             pipe.train_step(X, loss_fn=torch.mean)
         assert all(p.grad is None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_micro_batch_in_which_no_label_counts(kind: Any) -> None:
+    """Its mean is no number, and so is that of the batch; what is right is seen afterwards."""
+    none_counts = torch.tensor([0, 1, 2, 3, -100, -100, -100, -100])
+    with pipeline(kind) as pipe:
+        with pytest.warns(ps.RowsWarning, match=r"1 of 2 micro-batches is NaN.*weight=lambda"):
+            loss = pipe.train_step(X, target=none_counts, loss_fn=F.cross_entropy)
+        assert loss.isnan()
+        pipe.train_step(X, target=none_counts, loss_fn=F.cross_entropy)  # it is said once
+        counted = pipe.train_step(
+            *(X,),
+            target=none_counts,
+            loss_fn=F.cross_entropy,
+            weight=lambda target: (target != -100).sum(),
+        )
+        assert counted.isfinite()
+        with pytest.warns(ps.RowsWarning, match="two pieces make"):  # it is looked at again
+            pipe.train_step(X, target=LABELS, loss_fn=F.cross_entropy)
+
+
+def test_a_loss_that_is_no_number_anywhere_is_the_models() -> None:
+    with pipeline() as pipe:
+        loss = pipe.train_step(X, target=Y * float("nan"), loss_fn=F.mse_loss)
+        assert loss.isnan()
