@@ -125,4 +125,5 @@ def test_ci_runs_the_share_of_the_commit(tmp_path: Path, kind: str) -> None:
     run = subprocess.run(
         ["bash", ".ci/run"], cwd=here, env=environment, check=True, capture_output=True, text=True
     )
-    assert run.stdout.splitlines() == ["make test", f"make test-share SHARE={expected}"]
+    share = f"make test-share SHARE={expected}"
+    assert run.stdout.splitlines() == ["make test", "make docs", share]
