@@ -31,9 +31,6 @@ from penstock.links.link import Gradients
 from penstock.runner import Runner
 from penstock.torch_internals import has_tangents, is_batched, is_transformed, will_run
 
-"""Runs a backward pass from these gradients of the results, for these parameters or for all;
-returns the gradients of the inputs."""
-
 
 def check_untransformed(given: object, parameters: Iterable[torch.Tensor]) -> None:
     """Raise if derivatives are wanted that stages do not compute.

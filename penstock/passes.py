@@ -201,7 +201,8 @@ class Passes:
             objective: the loss, and what else is made of the outputs.
         """
         if isinstance(objective.loss_fn, WholeBatch):
-            return self._step_of_whole(what, name, inputs, WholeObjective(objective))
+            whole = WholeObjective(objective, objective.loss_fn)
+            return self._step_of_whole(what, name, inputs, whole)
         with self._operation(name):
             given = (inputs.given, objective.given)
             check_untransformed(given, self._model.parameters())
@@ -228,7 +229,10 @@ class Passes:
     ) -> Any:
         """A step with one loss of all micro-batches: their forwards, the loss, their backwards."""
         if isinstance(inputs, ByHand):
-            raise InputError("whole_batch needs one batch, which Penstock splits")
+            raise InputError(
+                "whole_batch needs one batch, which Penstock splits, and these micro-batches were "
+                "made by hand: call train_step(x, target=y, loss_fn=whole_batch(fn))"
+            )
         objective, trains = whole.objective, what == "train"
         if trains:
             self._check_room()
@@ -266,8 +270,7 @@ class Passes:
         plan = self._runner.plan
         if plan.memory_limit is None or plan.schedule == "gpipe":
             return
-        most = -(-plan.num_microbatches // plan.replicas)
-        held = plan.memory_with([most] * len(plan.stages))
+        held = plan.memory_with([plan.largest_share] * len(plan.stages))
         if held > plan.memory_limit:
             raise InputError(
                 f"whole_batch holds the activations of all {plan.num_microbatches} micro-batches "

@@ -1,6 +1,6 @@
 """Flattening of nested arguments and results, and putting them together again.
 
-Like `torch.utils.pytree`, with what a model's forward really passes around: plain dataclasses,
+Like `torch.utils._pytree`, with what a model's forward really passes around: plain dataclasses,
 slices and subclasses of the built-in containers, without registering anything process-wide.
 Types that somebody else registered there (`transformers`' outputs, for one) are honoured.
 """

@@ -295,7 +295,7 @@ def combined(parts: Sequence[Statistics]) -> Statistics:
 
 
 def _move(module: BatchNorm, statistics: Statistics) -> None:
-    """What `BatchNorm.forward` does with the statistics of its input; in double precision."""
+    """What `_BatchNorm.forward` does with the statistics of its input; in double precision."""
     share = _next_share(module)
     for buffer, found in zip(_running(module), statistics[1:3], strict=True):
         buffer.copy_(share * found + (1 - share) * buffer.double())

@@ -88,7 +88,8 @@ class WholeObjective:
     """What a step makes of the result of a whole batch.
 
     Args:
-        objective: with a loss function of a whole batch.
+        objective: what is asked for.
+        loss_fn: its loss function.
 
     Attributes:
         objective: with the user's own function.
@@ -97,12 +98,7 @@ class WholeObjective:
         InputError: it asks for something that has no meaning here.
     """
 
-    def __init__(self, objective: Objective) -> None:
-        if objective.by_hand:
-            raise InputError(
-                "whole_batch needs one batch, which Penstock splits, and these micro-batches were "
-                "made by hand: call train_step(x, target=y, loss_fn=whole_batch(fn))"
-            )
+    def __init__(self, objective: Objective, loss_fn: WholeBatch) -> None:
         if objective.weight != "rows":
             raise InputError(
                 f"weight={objective.weight!r} combines the losses of micro-batches, and "
@@ -113,8 +109,7 @@ class WholeObjective:
                 f"outputs={objective.outputs!r}: with whole_batch the result is put together for "
                 "the loss, so give outputs=True, or Pipeline(merge=) for another form"
             )
-        function = getattr(objective.loss_fn, "function", None)
-        self.objective = replace(objective, loss_fn=function)
+        self.objective = replace(objective, loss_fn=loss_fn.function)
 
     def loss(self, key: Key, output: Any, device: torch.device) -> torch.Tensor:
         """The loss, with its history.

@@ -244,13 +244,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         workers = self.workers_per_replica
         return build(self.schedule, len(self.stages), num_microbatches, num_workers=workers)
 
+    @property
+    def largest_share(self) -> int:
+        """The most micro-batches that a replica runs."""
+        return max(map(len, dealt(self.num_microbatches, self.weights)))
+
     def memory_with(self, in_flight: Sequence[int]) -> int:
         """The most bytes that a worker of the first replica holds, if its stages hold so much.
 
         Args:
             in_flight: for every stage, how many micro-batches it holds at once.
         """
-        planned = check(self.schedule_for(self.num_microbatches)).in_flight
+        planned = check(self.schedule_for(self.largest_share)).in_flight
         held = [0] * len(self.devices)
         for stage, now, then in zip(self.stages, in_flight, planned, strict=True):
             held[stage.worker] += stage.memory_bytes + (now - then) * stage.held_bytes

@@ -238,3 +238,14 @@ def test_memory_that_the_plan_does_not_count() -> None:
         with pytest.raises(ps.InputError, match=r'takes .* memory_limit .*schedule="gpipe"'):
             pipe.train_step(x, loss_fn=ps.whole_batch(lambda output: output.std()))
         pipe.eval_step(x, loss_fn=ps.whole_batch(lambda output: output.std()))
+
+
+def test_memory_of_replicas_is_that_of_their_shares() -> None:
+    """GPipe holds all micro-batches of a replica, so nothing is added to what is planned."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 5, "replicas": 2}
+    with ps.Pipeline(model, (torch.randn(40, 64),), schedule="gpipe", **options) as pipe:
+        plan = pipe.plan
+        assert plan.largest_share == 3
+        planned = max(stage.memory_bytes for stage in plan.stages)
+        assert plan.memory_with([plan.largest_share] * len(plan.stages)) == planned
