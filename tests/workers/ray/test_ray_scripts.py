@@ -63,7 +63,8 @@ def test_ray_is_started_and_shut_down_by_itself() -> None:
 
 @pytest.mark.timeout(SECONDS)
 def test_ranks_of_ray_train(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train", reason="ray[train] is not installed")
+    why = "needs pip install 'ray[train]'"
+    pytest.importorskip("ray.train", reason=why, exc_type=ImportError)
     run("in_ray_train", str(tmp_path))
 
 
