@@ -25,7 +25,7 @@ from penstock.engine.hooks import Opened
 from penstock.engine.microbatch import Merge, merge
 from penstock.engine.objective import Mixing, Objective
 from penstock.engine.orders import Order, Outcome, Pass
-from penstock.engine.stage import MicroBatch
+from penstock.engine.span import MicroBatch
 from penstock.engine.user_functions import Left, check_reads
 from penstock.engine.whole_batch import WholeBatch, WholeObjective, stand_in
 from penstock.errors import InputError, PenstockError

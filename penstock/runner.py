@@ -21,7 +21,7 @@ from penstock.capture.randomness import user_seed
 from penstock.engine.batch import Batch, digest, tokens_of
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
-from penstock.engine.stage import MicroBatch
+from penstock.engine.span import MicroBatch
 from penstock.errors import InputError, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline

@@ -14,7 +14,7 @@ from penstock.capture.calls import Call, Sizes, Unrecordable
 from penstock.capture.equality import same_tensor
 from penstock.capture.replay import ForwardResults, replay_results
 from penstock.capture.trees import flatten
-from penstock.engine.stage import MicroBatch
+from penstock.engine.span import MicroBatch
 from penstock.errors import Difference
 from penstock.plan import Plan
 

@@ -549,6 +549,7 @@ class _Capturer:
                     *(self.model, self.opening.is_open, args, kwargs, key),
                     strict=strict,
                     numbers=self.numbers,
+                    like=self.structure,
                 )
                 trace.reads.resting = _resting(self.model, trace)
             leaves = leaves_of(result, trace.output_structure)

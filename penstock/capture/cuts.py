@@ -12,6 +12,22 @@ from penstock.capture.calls import INPUTS, Attribute, Ref, Sizes, TensorInfo, Tr
 from penstock.capture.watching import with_owners
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Which of a program's inputs and results stay with the stages that use and make them.
+
+    Attributes:
+        inputs: the leaves of the inputs.
+        outputs: the leaves of the result.
+    """
+
+    inputs: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
+
+
+NOTHING = Apart()
+
+
 @dataclass
 class Cuts:
     """What crosses each position of a trace, and which positions are no place for a cut.
@@ -21,26 +37,28 @@ class Cuts:
         births: the call in which a parameter or buffer is read, where that is not the first one
             that uses it.
         alike: for parameters and buffers that share the memory of others, one name for them all.
+        apart: the inputs and results that do not enter at the beginning, or leave at the end. An
+            input begins where it is first used.
     """
 
     trace: Trace
     births: Mapping[Attribute, int] = field(default_factory=dict)
     alike: Mapping[str, str] = field(default_factory=dict)
+    apart: Apart = NOTHING
     _born: dict[Value, int] = field(init=False, default_factory=dict)
     _dies: dict[Value, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for k, info in enumerate(self.trace.inputs):
-            if isinstance(info, TensorInfo):
+            if isinstance(info, TensorInfo) and k not in self.apart.inputs:
                 self._born[Ref(INPUTS, k)] = INPUTS
         for number, call in enumerate(self.trace.calls):
             for value in call.reads():
                 self._use(value, number)
             for leaf in range(len(call.outputs)):
                 self._born[Ref(number, leaf)] = number
-        for leaf in self.trace.outputs:
-            if isinstance(leaf, (Ref, Attribute)):
-                self._use(leaf, len(self.trace.calls))
+        for value in self.results:
+            self._use(value, len(self.trace.calls))
         for attribute, number in self.births.items():
             self._born[attribute] = number
 
@@ -51,8 +69,25 @@ class Cuts:
     @cached_property
     def results(self) -> tuple[Value, ...]:
         """The values that the model's result is made of, each once."""
-        used = [v for v in self.trace.outputs if isinstance(v, (Ref, Attribute))]
-        return tuple(dict.fromkeys(used))
+        leaves = [v for k, v in enumerate(self.trace.outputs) if k not in self.apart.outputs]
+        return tuple(dict.fromkeys(v for v in leaves if isinstance(v, (Ref, Attribute))))
+
+    def taken(self, calls: range) -> tuple[Ref, ...]:
+        """The inputs that stay with the stage that makes these calls."""
+        inputs = (Ref(INPUTS, leaf) for leaf in sorted(self.apart.inputs))
+        return tuple(value for value in inputs if self._born.get(value, INPUTS) in calls)
+
+    def kept(self, calls: range) -> dict[int, Value]:
+        """The leaves of the result that stay with the stage that makes these calls.
+
+        Inputs that are passed on as they are are not among them.
+        """
+        leaves = {k: self.trace.outputs[k] for k in sorted(self.apart.outputs)}
+        return {
+            k: value
+            for k, value in leaves.items()
+            if isinstance(value, Ref) and value.call != INPUTS and value.call in calls
+        }
 
     def boundary(self, cut: int) -> tuple[Value, ...]:
         """The values that are live across the cut before call `cut`."""

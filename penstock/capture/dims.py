@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from penstock.capture.calls import ROWS, Sizes
+from penstock.capture.calls import ROWS, Size, Sizes
 from penstock.capture.memory_layout import laid_out_like
 from penstock.capture.trees import flatten
 from penstock.errors import InputError
@@ -33,10 +33,27 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 class Axis(NamedTuple):
-    """A dimension that varies: what it counts, and how many entries there are for each of these."""
+    """A dimension that varies, or a number: what it counts, and how it grows with that.
+
+    Attributes:
+        name: of what is counted.
+        per: how many entries there are for each of these.
+        plus: how many entries there are besides.
+    """
 
     name: str
     per: int = 1
+    plus: int = 0
+
+    @property
+    def size(self) -> Size:
+        """The number of entries, for any count."""
+        constant = ((self.plus, ()),) if self.plus else ()
+        return Size(((self.per, (self.name,)), *constant))
+
+    def at(self, count: int) -> int:
+        """The number of entries for this count."""
+        return self.per * count + self.plus
 
 
 @dataclass(frozen=True)
@@ -46,14 +63,18 @@ class Varying:
     Attributes:
         axes: for every leaf of the inputs its dimensions that vary; `"B"` names the one that
             counts the rows, along which micro-batches are split.
+        numbers: the leaves that are integers which grow with the inputs, such as the length of a
+            cache.
     """
 
     axes: tuple[Mapping[int, Axis], ...]
+    numbers: Mapping[int, Axis] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of all dimensions that vary, the rows first."""
-        return tuple(dict.fromkeys([ROWS, *(a.name for axes in self.axes for a in axes.values())]))
+        named = (a.name for axes in (*self.axes, self.numbers) for a in axes.values())
+        return tuple(dict.fromkeys([ROWS, *named]))
 
     @cached_property
     def batch_dims(self) -> tuple[Dim, ...]:
@@ -74,14 +95,16 @@ class Varying:
         """
         found: dict[str, list[tuple[int, int]]] = {name: [] for name in self.names}
         for k, (leaf, axes) in enumerate(zip(leaves, self.axes, strict=True)):
-            for dim, (name, per) in axes.items():
-                count, rest = divmod(leaf.shape[dim], per)
+            for dim, (name, per, plus) in axes.items():
+                count, rest = divmod(leaf.shape[dim] - plus, per)
                 if rest:
                     raise InputError(
                         f"input {k} has {leaf.shape[dim]} entries in dimension {dim}, which are "
                         f"not {per} for each row"
                     )
                 found[name].append((k, count))
+        for k, (name, per, plus) in self.numbers.items():
+            found[name].append((k, (leaves[k] - plus) // per))
         for name, sizes in found.items():
             if name != ROWS and any(n == 0 for _, n in sizes):
                 raise InputError(f"the dimension {name!r} is empty: there is nothing to compute")
@@ -96,12 +119,15 @@ class Varying:
         They lie in memory as those given do.
         """
         result = []
-        for given, axes in zip(leaves, self.axes, strict=True):
+        for k, (given, axes) in enumerate(zip(leaves, self.axes, strict=True)):
             leaf = given
+            if k in self.numbers:
+                leaf = self.numbers[k].at(sizes[self.numbers[k].name])
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf.detach().clone() if not axes else leaf.detach()
-                for dim, (name, per) in axes.items():
-                    index = torch.arange(sizes[name] * per, device=leaf.device) % leaf.shape[dim]
+                for dim, axis in axes.items():
+                    count = axis.at(sizes[axis.name])
+                    index = torch.arange(count, device=leaf.device) % leaf.shape[dim]
                     leaf = leaf.index_select(dim, index)
                 leaf = laid_out_like(leaf, given)
             result.append(leaf)

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from penstock.capture.attributes import alike, named_tensors
 from penstock.capture.calls import ROWS, Attribute, Sizes, TensorInfo, Trace, Value, input_leaves
-from penstock.capture.cuts import Cuts
+from penstock.capture.cuts import NOTHING, Apart, Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
 from penstock.capture.halves import Deferral
@@ -51,12 +51,17 @@ class StageProgram:
         inputs: the values that the module takes, in order.
         outputs: the values that it returns, in order.
         overwritten: the positions of inputs that are changed in place, here or later.
+        taken: the leaves of the program's inputs that the module takes after `inputs`, and that
+            stay with the stage.
+        kept: the leaves of its result that the module returns after `outputs`, likewise.
     """
 
     module: fx.GraphModule
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     overwritten: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 class Program:
@@ -274,9 +279,19 @@ class Program:
         cuts: Sequence[int],
         devices: Sequence[torch.device] | None = None,
         deferrals: Sequence[Deferral | None] | None = None,
+        apart: Apart = NOTHING,
     ) -> list[StageProgram]:
-        """Like `stages`, for any way through the model, with backwards in halves if asked."""
-        cuts, crossing = (cuts, self.cuts) if trace is self.train else self._alike(trace, cuts)
+        """Like `stages`, for any way through the model.
+
+        Args:
+            trace: of the way.
+            cuts: before which calls of the training trace the program is cut.
+            devices: where each stage will run.
+            deferrals: where the stages leave the weight halves of backwards, if they do.
+            apart: the inputs and results that stay with their stages.
+        """
+        is_plain = trace is self.train and apart == NOTHING
+        cuts, crossing = (cuts, self.cuts) if is_plain else self._alike(trace, cuts, apart)
         edges = [0, *cuts, len(trace.calls)]
         result = []
         for index, (start, stop) in enumerate(pairwise(edges)):
@@ -284,9 +299,12 @@ class Program:
             outputs = crossing.boundary(stop) if index < len(cuts) else crossing.results
             device = devices[index] if devices else self._home()
             calls, deferral = range(start, stop), deferrals[index] if deferrals else None
-            module = lower(self.model, trace, calls, inputs, outputs, device, deferral)
+            taken, kept = crossing.taken(calls), crossing.kept(calls)
+            entering, leaving = (*inputs, *taken), (*outputs, *kept.values())
+            module = lower(self.model, trace, calls, entering, leaving, device, deferral)
+            own = tuple(ref.leaf for ref in taken), tuple(kept)
             overwritten = crossing.overwritten(start)
-            result.append(StageProgram(module, inputs, outputs, overwritten))
+            result.append(StageProgram(module, inputs, outputs, overwritten, *own))
         return result
 
     def _home(self) -> torch.device | None:
@@ -295,7 +313,9 @@ class Program:
             return None
         return next(self.model.parameters()).device
 
-    def _alike(self, trace: Trace, cuts: Sequence[int]) -> tuple[list[int], Cuts]:
+    def _alike(
+        self, trace: Trace, cuts: Sequence[int], apart: Apart = NOTHING
+    ) -> tuple[list[int], Cuts]:
         """The cuts of another trace that correspond to these of the training trace, and its `Cuts`.
 
         They are next to the same calls, as far as no weight gets into an earlier stage there. One
@@ -303,7 +323,7 @@ class Program:
         """
         ours, theirs = ([(c.path, c.label) for c in t.calls] for t in (self.train, trace))
         blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
-        crossing = Cuts(trace, alike=self._alike_in(trace))
+        crossing = Cuts(trace, alike=self._alike_in(trace), apart=apart)
         mine, others = _uses(self.train), _uses(trace)
         hidden = {name for call in trace.calls for name in call.hidden}
         both = mine.keys() & others.keys()
@@ -324,7 +344,7 @@ class Program:
             stage = bisect_right(cuts, mine[name].start) if name in both else len(found)
             if stage < len(found) and 0 < found[stage] <= others[name].start:
                 births[attribute] = found[stage] - 1
-        travelling = Cuts(trace, births)
+        travelling = Cuts(trace, births, apart=apart)
         return found, crossing if any(map(travelling.forbidden, found)) else travelling
 
     @cached_property

@@ -68,8 +68,10 @@ from penstock.capture.randomness import (
 from penstock.capture.reads import Reading
 from penstock.capture.returned import tensors_in
 from penstock.capture.trees import (
+    Structure,
     flatten,
     flatten_result,
+    leaves_of,
     map_leaves,
     parts_of,
     unflatten,
@@ -94,6 +96,7 @@ def record(
     *,
     strict: bool = True,
     numbers: Mapping[Where, Numeric] | None = None,
+    like: Structure | None = None,
 ) -> tuple[Trace, Any]:
     """Run `model(*args, **kwargs)` and record it.
 
@@ -105,6 +108,7 @@ def record(
         key: seeds every call, as a replay with this key does those that draw random numbers.
         strict: whether open modules must leave their attributes alone.
         numbers: those in attributes and arguments that become values which are passed in.
+        like: a structure of `(args, kwargs)` that opens objects among the arguments as well.
 
     Returns:
         the trace, and what the model returned.
@@ -115,10 +119,12 @@ def record(
     recorder = Recorder(model, is_open, key, numbers or {})
     known, reading = recorder.known, recorder.reading
     leaves, structure = flatten((tuple(args), kwargs))
+    if like is not None:
+        leaves, structure = leaves_of((tuple(args), kwargs), like), like
     apart = type_checks_apart(model)
     with put(model, leaves, reading.followed()), intercepted(recorder), python_kept(), apart:
         args, kwargs = unflatten(structure, leaves)
-        trace = recorder.begin(args, kwargs)
+        trace = recorder.begin(leaves_of((args, kwargs), structure), structure)
         attributes = OpenAttributes(model, is_open)
         held = [
             (name, tensor, Contents(tensor))
@@ -338,9 +344,8 @@ class Recorder(TorchFunctionMode):
 
     # -- recording ------------------------------------------------------------------------
 
-    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
-        """Start a trace whose inputs are the leaves of `(args, kwargs)`."""
-        leaves, structure = flatten((tuple(args), kwargs))
+    def begin(self, leaves: list[Any], structure: Structure | None) -> Trace:
+        """Start a trace whose inputs are these leaves of `(args, kwargs)`."""
         self._inputs = leaves
         if self.weightless is not None:
             self.weightless.begin(leaves)

@@ -12,7 +12,13 @@ from penstock.capture.calls import Origin, Size, TensorInfo
 from penstock.capture.dims import Axis, Varying
 from penstock.capture.equality import same
 from penstock.capture.numbers import Numeric
-from penstock.capture.trees import Structure, flatten, unflatten
+from penstock.capture.trees import (
+    Structure,
+    flatten,
+    flatten_result,
+    is_plain_object,
+    unflatten,
+)
 from penstock.errors import InputError
 
 _MOST = 32
@@ -37,9 +43,22 @@ class Signature:
     def is_of(self, leaves: Sequence[Any], structure: Structure | None) -> bool:
         """Whether inputs have this signature, but for the sizes and types of their tensors."""
         return structure == self.structure and all(
-            _is_like(leaf, known) or (k in self.numbers and type(leaf) is type(known))
+            _is_like(leaf, known) or (self._may_be_any(k) and type(leaf) is type(known))
             for k, (leaf, known) in enumerate(zip(leaves, self.inputs, strict=True))
         )
+
+    def _may_be_any(self, leaf: int) -> bool:
+        return leaf in self.numbers or leaf in self.varying.numbers
+
+    def takes(self, leaves: Sequence[Any], structure: Structure | None) -> bool:
+        """Whether inputs have this signature, and their tensors the types and sizes that it has."""
+        if not self.is_of(leaves, structure):
+            return False
+        try:
+            self.check(leaves, "")
+        except InputError:
+            return False
+        return True
 
     def other_number(self, leaf: int, now: object) -> Numeric:
         """A number that this leaf was, and that it is not now."""
@@ -145,9 +164,37 @@ class Signatures:
         signature.check(leaves, self._may_vary())
         return Inputs(leaves, signature)
 
+    def flatten_with_states(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        varying_of: Callable[[Sequence[Any]], Varying],
+    ) -> Inputs:
+        """The leaves of arguments among which are states, with their signature.
+
+        Objects of plain classes are opened, as the forward's result has what it makes of them.
+
+        Args:
+            args, kwargs: the arguments.
+            varying_of: what varies in leaves that have none of the signatures that are known.
+
+        Raises:
+            InputError: they have no rows; or it is one signature too many.
+        """
+        leaves, structure = flatten_result((tuple(args), dict(kwargs)), is_plain_object)
+        for known in reversed(self._known):
+            if known.takes(leaves, structure):
+                return Inputs(leaves, known)
+        varying = varying_of(leaves)
+        signature = Signature(structure, tuple(map(_info, leaves, varying.axes)), varying)
+        signature.check(leaves, self._may_vary())
+        return Inputs(leaves, self.add(signature))
+
     def of(self, leaves: Sequence[Any]) -> Signature:
         """That of these leaves; the example's where nothing is known of them."""
         signature = leaves.signature if isinstance(leaves, Inputs) else self._known[0]
+        if any(known is signature for known in self._known):
+            return signature
         known = self._of(leaves, signature.structure)
         return known or self.add(signature)  # it comes from another rank
 
@@ -204,8 +251,8 @@ def _info(leaf: object, axes: Mapping[int, Axis]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape: list[int | Size] = list(leaf.shape)
-    for dim, (name, per) in axes.items():
-        shape[dim] = Size(((per, (name,)),))
+    for dim, axis in axes.items():
+        shape[dim] = axis.size
     return TensorInfo(tuple(shape), leaf.dtype, False, 0, Origin.INPUTS)
 
 

@@ -133,8 +133,9 @@ def flatten_result(
     """The same for what a model returns, where objects that hold tensors are opened as well.
 
     Such are the caches of keys and values that language models return. They are put together again
-    from their attributes, so this is not for arguments: who gets one may change it. An object that
-    is there twice is opened once: that it is the same one would be lost.
+    from their attributes, so this is for arguments only where what the forward makes of them is
+    taken from its result, as with states. An object that is there twice is opened once: that it is
+    the same one would be lost.
 
     Args:
         tree: the result.
@@ -208,6 +209,14 @@ def _open_object(value: object) -> _Level:
     names = list(vars(value))
     keys = tuple(("attribute", name) for name in names)
     return list(vars(value).values()), keys, _Rebuild(type(value), names)
+
+
+def is_plain_object(value: object) -> bool:
+    """Whether it is an object of a plain class, and attributes say all of it.
+
+    Such are the caches that a model's forward fills: empty at first, later with tensors in them.
+    """
+    return _is_object(value) and _is_tree(value, {})
 
 
 def holds_tensors(value: object) -> bool:

@@ -14,7 +14,9 @@ from penstock.capture.calls import Ambient
 from penstock.devices.cores import flushes_denormal
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
-from penstock.engine.stage import Before, MicroBatch
+from penstock.engine.residents import Shape
+from penstock.engine.span import MicroBatch
+from penstock.engine.stage import Before
 from penstock.links.link import Gradients, Values
 
 Pass = Literal["train", "forward", "backward", "infer"]
@@ -44,6 +46,7 @@ class Order:
         wanted: the parameters whose gradients are computed, in `"backward"`; `None` for all.
         before: what came before it, for replicas.
         tokens: of the batch, see `penstock.engine.batch.tokens_of`.
+        replica: which one runs it; `None` if its micro-batches are dealt to all of them.
         flushes_denormal: whether the user's thread takes denormal numbers for 0, which is a setting
             of each thread.
     """
@@ -63,6 +66,7 @@ class Order:
     wanted: Sequence[nn.Parameter] | None = None
     before: Before = field(default_factory=Before)
     tokens: int = 0
+    replica: int | None = None
     flushes_denormal: bool = field(default_factory=flushes_denormal)
 
     @property
@@ -116,6 +120,7 @@ class Outcome:
         mismatch: the loss of a micro-batch, and what its pieces make, where that was looked at and
             is something else.
         memory: what forwards have left in modules in another process, if that was asked for.
+        kept: the shapes of values that stay with the workers, by number.
     """
 
     results: dict[int, Values] = field(default_factory=dict)
@@ -131,6 +136,7 @@ class Outcome:
     weights_before: int | None = None
     mismatch: tuple[float, float] | None = None
     memory: Mapping[Any, Any] | None = None
+    kept: dict[int, Shape] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -145,6 +151,7 @@ class Outcome:
             whole.gradients |= part.gradients
             whole.logs |= part.logs
             whole.buffers = whole.buffers or part.buffers
+            whole.kept |= part.kept
             whole.mismatch = whole.mismatch or part.mismatch
         return whole
 

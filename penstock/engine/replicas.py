@@ -31,8 +31,8 @@ from penstock.capture.history import history, nests
 from penstock.capture.preserve import own_generators
 from penstock.engine.batchnorm import Norms
 from penstock.engine.ends import Outlet
-from penstock.engine.span import Entry, Span, calls_of, read_by
-from penstock.engine.stage import Before, MicroBatch, Stage
+from penstock.engine.span import Entry, MicroBatch, Span, calls_of, read_by
+from penstock.engine.stage import Before, Stage
 from penstock.engine.turns import Turns
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
@@ -485,12 +485,12 @@ class ReplicaStage(SummedStage):
         microbatches: Sequence[MicroBatch],
         wanted: Sequence[nn.Parameter] | None,
         before: Before,
+        share: Sequence[int],
     ) -> None:
         """A pass begins; its micro-batches are numbered after those of earlier ones."""
         self.microbatches, self.wanted = microbatches, wanted
         self.first, self._first_back = before.forwards, before.backwards
-        count = len(microbatches)
-        self._common.begin(self._replica.share(count), before, count)
+        self._common.begin(share, before, len(microbatches))
 
     def end(self) -> None:
         """All gradients are added. BatchNorms are moved when all replicas have ended."""
@@ -560,6 +560,17 @@ class Replica:
     def largest_share(self, microbatches: int) -> int:
         """How many the replica runs that has most of them."""
         return max(map(len, dealt(microbatches, self.weights)))
+
+    def part_of(self, only: int | None, microbatches: int) -> tuple[Sequence[int], int]:
+        """Those of so many micro-batches that it runs, and how many another one may run.
+
+        Args:
+            only: the replica that runs all of them; `None` if they are dealt to all.
+            microbatches: how many there are.
+        """
+        if only is None:
+            return self.share(microbatches), self.largest_share(microbatches)
+        return range(microbatches if only == self.number else 0), microbatches
 
     def stage(self, index: int, source: Source, sink: Sink) -> Stage:
         """A stage without ways."""

@@ -25,9 +25,26 @@ from penstock.capture.lowering import StageModule
 from penstock.capture.meta import NoSavedTensors
 from penstock.capture.one_replica import NORMS, may_have_a_twin
 from penstock.capture.randomness import Key
+from penstock.engine.residents import Residents, States
 from penstock.engine.state import State, plain_attributes, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
 from penstock.torch_internals import without_subclass_functions
+
+
+class MicroBatch(NamedTuple):
+    """What every stage knows of a micro-batch.
+
+    Attributes:
+        sizes: how large it is.
+        key: where its random numbers are.
+        way: which of the stage's ways it takes.
+        states: its resident values, in a session.
+    """
+
+    sizes: Sizes
+    key: Key
+    way: int = 0
+    states: States | None = None
 
 
 @dataclass
@@ -43,6 +60,8 @@ class Span:
         saves: whether its forward computes gradients itself, so that it needs what autograd saves.
         apart: norms in training that leave their running statistics alone when the forward runs
             again, as other replicas may be using them; none before `keep_apart`.
+        taken: the leaves of the inputs that the module takes last, of the worker's residents.
+        kept: the leaves of the result that it gives last, which become residents.
     """
 
     module: Callable[..., Values]
@@ -51,6 +70,8 @@ class Span:
     overwritten: Sequence[int] = ()
     memories: Sequence[frozenset[nn.Module]] = ()
     saves: bool = False
+    taken: Sequence[int] = ()
+    kept: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         stage = self.module
@@ -80,6 +101,18 @@ class Span:
         """Run the forward; autograd saves what changes as it is at that moment."""
         with values_saved(self._used):
             return self.module(sizes, key, *values)
+
+    def infer(self, microbatch: MicroBatch, values: Values, residents: Residents) -> Values:
+        """Run the forward without gradients, on residents as well."""
+        sizes, key, states = microbatch.sizes, microbatch.key, microbatch.states
+        if states is None:
+            return self.module(sizes, key, *values)
+        taken = [residents.take(leaf, states) for leaf in self.taken]
+        results = self.module(sizes, key, *values, *taken)
+        count = len(results) - len(self.kept)
+        for leaf, value in zip(self.kept, results[count:], strict=True):
+            residents.keep(leaf, value, states)
+        return results[:count]
 
     def state(self) -> State:
         """The buffers, attributes and generators of its modules, without those `apart`, now."""

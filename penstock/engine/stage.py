@@ -19,7 +19,8 @@ from penstock.capture.calls import Sizes
 from penstock.capture.halves import Deferral, Pending, run_pending
 from penstock.capture.randomness import Key
 from penstock.engine.batchnorm import Norms
-from penstock.engine.span import Entry, Passed, Recomputation, Span, enter, run_backward, run_span
+from penstock.engine.residents import Residents
+from penstock.engine.span import Entry, MicroBatch, Passed, Recomputation, Span, enter, run_backward, run_span
 from penstock.links.link import Gradients, Roots, Sink, Source, edges
 
 
@@ -33,20 +34,6 @@ class Held(NamedTuple):
 
     inner: list[Passed | Recomputation]
     end: Passed
-
-
-class MicroBatch(NamedTuple):
-    """What every stage knows of a micro-batch.
-
-    Attributes:
-        sizes: how large it is.
-        key: where its random numbers are.
-        way: which of the stage's ways it takes.
-    """
-
-    sizes: Sizes
-    key: Key
-    way: int = 0
 
 
 class Before(NamedTuple):
@@ -82,6 +69,7 @@ class Stage:
         deferred: the weight halves that are still to be computed, by micro-batch.
         record: where the worker notes what it does; set before a pass.
         giving: as which part of an action it notes that the sink is given results.
+        residents: the values that its worker keeps between passes.
     """
 
     def __init__(
@@ -100,6 +88,7 @@ class Stage:
         self.deferred: dict[int, list[Pending]] = {}
         self.record = Record()
         self.giving = SENDING
+        self.residents = Residents()
         self._arrived: Any = ()
 
     def begin(
@@ -107,8 +96,16 @@ class Stage:
         microbatches: Sequence[MicroBatch],
         wanted: Sequence[nn.Parameter] | None,
         before: Before,
+        share: Sequence[int],
     ) -> None:
-        """A pass begins: what there is to know of it."""
+        """A pass begins.
+
+        Args:
+            microbatches: all of its.
+            wanted: the parameters whose gradients a backward computes; `None` for all.
+            before: what came before it.
+            share: the micro-batches that the stage runs.
+        """
         self.microbatches, self.wanted = microbatches, wanted
         self.norms.begin()
 
@@ -123,7 +120,7 @@ class Stage:
     def forward(self, microbatch: int) -> None:
         """Run the spans on what has arrived, and hold what the backward needs."""
         values, self._arrived = self._arrived, ()
-        sizes, key, way = self.microbatches[microbatch]
+        sizes, key, way, _ = self.microbatches[microbatch]
         self.norms.current.microbatch = self.first + microbatch
         inner: list[Passed | Recomputation] = []
         *spans, last = self.ways[way]
@@ -145,10 +142,10 @@ class Stage:
     def infer(self, microbatch: int) -> None:
         """Run the spans on what has arrived, without gradients."""
         values, self._arrived = self._arrived, ()
-        sizes, key, way = self.microbatches[microbatch]
+        known = self.microbatches[microbatch]
         self.norms.current.microbatch = self.first + microbatch
-        for span in self.ways[way]:
-            values = span.module(sizes, key, *values)
+        for span in self.ways[known.way]:
+            values = span.infer(known, values, self.residents)
         self.norms.current.microbatch = None
         before = self.record.enter(self.giving)
         self.sink.send(microbatch, values)

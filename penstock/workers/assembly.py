@@ -19,6 +19,7 @@ from penstock.engine.compile import Run, compile_actions
 from penstock.engine.ends import Endings, Feed, LossFailed, Outlet
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.replicas import ONLY, Replica
+from penstock.engine.residents import Residents
 from penstock.engine.stage import Held, Stage
 from penstock.errors import WorkerError, WorkerTimeout
 from penstock.links.casting import Cast
@@ -47,6 +48,7 @@ class Assembly:
             and the source of the latter, if that is.
         workers: those of this process.
         replica: whose stages they are.
+        residents: what the workers of this process keep between passes, by worker.
 
     Attributes:
         stages: by number.
@@ -59,10 +61,12 @@ class Assembly:
         links: Mapping[int, Any],
         workers: Sequence[int],
         replica: Replica = ONLY,
+        residents: Mapping[int, Residents] | None = None,
     ) -> None:
         self._plan = plan
         self._devices = devices
         self._replica = replica
+        self._residents = residents or {worker: Residents() for worker in workers}
         self._placement = plan.placement
         self._last = len(plan.stages) - 1
         self.feed = Feed(devices[self._placement[0]])
@@ -75,6 +79,7 @@ class Assembly:
                 sink: Sink = self.outlet if index == self._last else _as_planned(links[index], plan)
                 self.stages[index] = replica.stage(index, source, sink)
                 self.stages[index].giving = LOSS if index == self._last else SENDING
+                self.stages[index].residents = self._residents[worker]
         self._compiled: dict[tuple[int, Pass, tuple[int, ...], int], _Compiled] = {}
         self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
@@ -100,14 +105,13 @@ class Assembly:
             Aborted: another worker has failed.
         """
         torch.set_flush_denormal(order.flushes_denormal)
-        own_share = self._replica.share(len(order.microbatches))
+        own_share, most = self._replica.part_of(order.replica, len(order.microbatches))
         own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         if not own_share:
             for stage in own:  # the others need not wait for this replica
-                stage.begin(order.microbatches, order.wanted, order.before)
+                stage.begin(order.microbatches, order.wanted, order.before, own_share)
                 stage.clear()
             return Outcome()
-        most = self._replica.largest_share(len(order.microbatches))
         compiled = self._compile(worker, order.what, own_share, most)
         outcome = Outcome()
         if order.what == "train" and order.modes.casting:
@@ -119,9 +123,13 @@ class Assembly:
             outcome.logs[number] = record.log = []
         else:
             record.log = None
-        self._begin(own, order, record)
+        residents = self._residents[worker]
+        self._begin(own, order, record, own_share)
         _run(number, compiled, order, record)
         self._end(own, order, outcome, own_share[0])
+        if any(m.states is not None for m in order.microbatches):
+            outcome.kept, residents.shapes = residents.shapes, {}
+            residents.drop(n for m in order.microbatches if m.states for n in m.states.dropped)
         if not order.trial:
             record.count()
         if any(memory := in_use(self._devices[worker])):
@@ -156,11 +164,13 @@ class Assembly:
             self._compiled[key] = _Compiled(actions, runs, codes)
         return self._compiled[key]
 
-    def _begin(self, own: Sequence[Stage], order: Order, record: Record) -> None:
+    def _begin(
+        self, own: Sequence[Stage], order: Order, record: Record, share: Sequence[int]
+    ) -> None:
         """Give a worker's stages what they need."""
         for stage in own:
             stage.record = record
-            stage.begin(order.microbatches, order.wanted, order.before)
+            stage.begin(order.microbatches, order.wanted, order.before, share)
             if stage.index == 0:
                 self.feed.values = list(order.values)
             if stage.index == self._last:
@@ -225,7 +235,7 @@ def _run(worker: int, compiled: _Compiled, order: Order, record: Record) -> None
         if isinstance(error, LossFailed):
             cause, what = error.__cause__ or error, error.what
         else:
-            cause = lone_row(cause, [sizes[ROWS] for sizes, _, _ in order.microbatches]) or cause
+            cause = lone_row(cause, [m.sizes[ROWS] for m in order.microbatches]) or cause
         raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
         note(0)

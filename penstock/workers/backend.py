@@ -394,6 +394,21 @@ class Workers(ABC):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""
 
+    def fetch_states(self, numbers: Sequence[int]) -> Mapping[int, torch.Tensor]:
+        """Values that stay with the workers between passes, by number; none is under way.
+
+        Raises:
+            InputError: these workers keep none.
+        """
+        raise InputError(
+            "sessions and generation need workers that this script drives: "
+            'workers="threads" or workers="processes"'
+        )
+
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of values that stay with the workers; none of their passes is under way."""
+        return
+
     def left(self) -> Left:
         """What forwards, losses and hooks have left with these workers, before others come.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.capture import Attribute, Join, Program, Ref, Sizes, Trace, Value
+from penstock.capture.calls import INPUTS
+from penstock.capture.cuts import NOTHING, Apart
 from penstock.capture.attributes import find, named_tensors
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
@@ -19,7 +21,7 @@ from penstock.engine.batchnorm import check_closed, running_statistics
 from penstock.engine.ends import Ending
 from penstock.engine.microbatch import check_mergeable
 from penstock.engine.span import Span
-from penstock.engine.stage import MicroBatch
+from penstock.engine.span import MicroBatch
 from penstock.errors import InputError
 from penstock.plan import Plan
 
@@ -63,11 +65,17 @@ class Way:
         trace: the recording that it is.
         inputs: the values that enter the first stage, in order.
         outputs: the values that leave the last one, in order.
+        apart: the inputs and results that stay with their stages.
+        taken: for every such input the stage that takes it.
+        kept: for every such result the stage that keeps it; not of inputs that are passed on.
     """
 
     trace: Trace
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    apart: Apart = NOTHING
+    taken: Mapping[int, int] = field(default_factory=dict)
+    kept: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def joins(self) -> list[Join]:
@@ -133,6 +141,7 @@ class Ways:
         self._deferred = deferred
         self._deferrals = [Deferral() for _ in plan.stages]
         self.traces: list[Trace] = [] if before is None else list(before.traces)
+        self._apart: list[Apart] = [] if before is None else list(before._apart)
         self._ways: list[Way] = []  # as many of them as the workers know
         self._agreed = 0
         self._void: set[int] = set() if before is None else set(before._void)
@@ -148,14 +157,23 @@ class Ways:
     def __len__(self) -> int:
         return len(self.traces)
 
-    def taken(self, leaves: Sequence[Any]) -> int:
-        """The number of the way that a micro-batch with these input leaves takes."""
+    def taken(
+        self, leaves: Sequence[Any], apart_of: Callable[[Trace], Apart] | None = None
+    ) -> int:
+        """The number of the way that a micro-batch with these input leaves takes.
+
+        Args:
+            leaves: of its inputs.
+            apart_of: which inputs and results stay with their stages.
+        """
         trace = self._program.trace_for(leaves, self._program.model.training)
+        apart = apart_of(trace) if apart_of else NOTHING
         for number, known in enumerate(self.traces):
-            if known is trace and number not in self._void:
+            is_it = known is trace and self._apart[number] == apart
+            if is_it and number not in self._void:
                 self[number]
                 return number
-        return self._add(trace)
+        return self._add(trace, apart)
 
     def follow(self, number: int, leaves: Sequence[Any]) -> None:
         """Have under this number the way that another process takes with these input leaves.
@@ -234,12 +252,13 @@ class Ways:
             )
         return first
 
-    def _add(self, trace: Trace) -> int:
+    def _add(self, trace: Trace, apart: Apart = NOTHING) -> int:
         """Have one more way; returns its number."""
         number = len(self)
         self._let_know(number - 1)
-        self._cut(trace)
+        self._cut(trace, apart)
         self.traces.append(trace)
+        self._apart.append(apart)
         return number
 
     def _let_know(self, number: int) -> None:
@@ -250,15 +269,15 @@ class Ways:
         while len(self._ways) <= number:
             this = len(self._ways)
             try:
-                self._cut(self.traces[this])
+                self._cut(self.traces[this], self._apart[this])
             except InputError:
                 if this == number:
                     raise
                 self._void.add(this)
-                self.traces[this] = self.traces[0]
+                self.traces[this], self._apart[this] = self.traces[0], NOTHING
                 self._cut(self.traces[0])
 
-    def _cut(self, trace: Trace) -> None:
+    def _cut(self, trace: Trace, apart: Apart = NOTHING) -> None:
         """Cut a way into spans, and let the workers know it."""
         plan, program = self._plan, self._program
         spans = [(number, *span) for number, s in enumerate(plan.stages) for span in s.spans]
@@ -267,6 +286,7 @@ class Ways:
             [start for _, start, _, _ in spans[1:]],
             [self._homes[number] for number, *_ in spans],
             [self._deferrals[number] for number, *_ in spans] if plan.splits_backward else None,
+            apart,
         )
         changed = {id(find(program.model, n)) for n in (*trace.changed, *program.written)}
         memories = _memories(program, trace)
@@ -280,12 +300,15 @@ class Ways:
             here = set(module.modules())
             mine_too = [memory for memory in memories if not memory.isdisjoint(here)]
             span = Span(module, recompute, changing, part.overwritten, mine_too)
+            span.taken, span.kept = part.taken, part.kept
             stages[number].spans.append(span)
         _check_generators(program.model, stages)
         if self._deferred:
             spans_of = (span for stage in stages.values() for span in stage.spans)
             check_closed(program.model, trace.changed, modules_of(spans_of))
-        way = Way(trace, parts[0].inputs, parts[-1].outputs)
+        taken = {k: n for p, (n, *_) in zip(parts, spans, strict=True) for k in p.taken}
+        kept = {k: n for p, (n, *_) in zip(parts, spans, strict=True) for k in p.kept}
+        way = Way(trace, parts[0].inputs, parts[-1].outputs, apart, taken, kept)
         self._announce(NewWay(self.training, stages, way.ending, self._deferred))
         self._ways.append(way)
 

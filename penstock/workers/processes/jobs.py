@@ -181,7 +181,10 @@ class Build:
             own.replica = Replica(replica, self.plan.weights, replica * count, in_order)
         for training in (True, False):
             devices = [CPU] * count
-            own.assemblies[training] = Assembly(self.plan, devices, links, [own.place], own.replica)
+            residents = {own.place: own.residents}
+            own.assemblies[training] = Assembly(
+                self.plan, devices, links, [own.place], own.replica, residents
+            )
 
     def _in_order(self, own: WorkerState, turnstile: Turnstile) -> dict[int, InOrder]:
         here = [index for index, place in enumerate(self.plan.placement) if place == own.place]
@@ -264,7 +267,7 @@ class RunPass:
         """The part of a replica that runs some of the micro-batches only."""
         if replica.of == 1:
             return self
-        share = replica.share(len(self.order.microbatches))
+        share, _ = replica.part_of(self.order.replica, len(self.order.microbatches))
         values = [v if k in share else () for k, v in enumerate(self.order.values)]
         gradients = {k: g for k, g in self.order.gradients.items() if k in share}
         return replace(self, order=replace(self.order, values=values, gradients=gradients))
@@ -287,7 +290,7 @@ class RunPass:
             own.begin(self.gradients)
         assembly = own.assemblies[self.order.training]
         order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
-        has_work = bool(own.replica.share(len(order.microbatches)))
+        has_work = bool(own.replica.part_of(order.replica, len(order.microbatches))[0])
         keeping = unchanged(loss) if own.replica.of > 1 else nullcontext()
         try:
             is_kept = (order.trial or order.again) and has_work
@@ -309,6 +312,36 @@ class RunPass:
         if self.tells:
             outcome.memory = own.memory.found()
         return outcome
+
+
+@dataclass(frozen=True)
+class FetchStates:
+    """Values that this worker keeps between passes, by number.
+
+    Attributes:
+        numbers: of those that are wanted.
+    """
+
+    numbers: Sequence[int]
+
+    def __call__(self, own: WorkerState) -> dict[int, torch.Tensor]:
+        """Those that are here."""
+        return own.residents.fetch(self.numbers)
+
+
+@dataclass(frozen=True)
+class DropStates:
+    """Let go of values that this worker keeps between passes.
+
+    Attributes:
+        numbers: of those.
+    """
+
+    numbers: Sequence[int]
+
+    def __call__(self, own: WorkerState) -> None:
+        """Drop those that are here."""
+        own.residents.drop(self.numbers)
 
 
 @contextmanager

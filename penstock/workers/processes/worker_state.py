@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
 from penstock.engine.replicas import ONLY, Adding
+from penstock.engine.residents import Residents
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import Inbox, pack, portable, unpack
@@ -70,6 +71,7 @@ class WorkerState:
         record: where it notes what it does.
         patience: seconds of looking again and again before it sleeps.
         assemblies: its stages, by mode.
+        residents: what its stages keep between passes.
         tensors: parameters and buffers that it shares with the driver, by number.
         links: its ends of them, by the stage before.
         slots: for the gradients of all parameters, by number.
@@ -105,6 +107,7 @@ class WorkerState:
             self._bells.close()
         self._bells = None
         self.assemblies: dict[bool, Assembly] = {}
+        self.residents = Residents()
         self.tensors: dict[int, torch.Tensor] = {}
         self.links: dict[int, Any] = {}
         self.slots: dict[int, Slot] = {}

@@ -47,8 +47,10 @@ from penstock.workers.processes.jobs import (
     AddWay,
     Build,
     Common,
+    DropStates,
     End,
     FetchMemory,
+    FetchStates,
     Import,
     MakePart,
     Modes,
@@ -349,6 +351,17 @@ class ProcessWorkers(Workers):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch, with the next pass."""
         self._forgotten.append((training, number))
+
+    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Copies of the values that are with the workers."""
+        found: list[dict[int, torch.Tensor]] = self._run(
+            [FetchStates(tuple(numbers))] * len(self.members)
+        )
+        return {number: value for each in found for number, value in each.items()}
+
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of values that stay with the workers."""
+        self._run([DropStates(tuple(numbers))] * len(self.members))
 
     # -- what they remember ---------------------------------------------------------------
 

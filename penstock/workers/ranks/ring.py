@@ -34,8 +34,8 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.engine.batchnorm import Seen
 from penstock.engine.replicas import Reached, Replica, SummedStage, Terms, accumulate
-from penstock.engine.span import OWN_FUNCTIONS, Entry, Span
-from penstock.engine.stage import Before, MicroBatch, Stage
+from penstock.engine.span import OWN_FUNCTIONS, Entry, MicroBatch, Span
+from penstock.engine.stage import Before, Stage
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
 from penstock.links.process_group import Line
@@ -388,16 +388,12 @@ class RingStage(SummedStage):
     Args:
         index, source, sink: as of `Stage`.
         total: the sum that its gradients are added to.
-        share: gives the number of micro-batches that the replica runs, of so many.
     """
 
-    def __init__(
-        self, index: int, source: Source, sink: Sink, total: ChainedSum, share: Callable[[int], int]
-    ) -> None:
+    def __init__(self, index: int, source: Source, sink: Sink, total: ChainedSum) -> None:
         super().__init__(index, source, sink, total)
         self.seen: Seen = {}
         self._chain = total
-        self._share = share
         self._left = 0  # backwards that are still to come
         self._way = 0  # of the micro-batch
         self._at = 0  # the span whose backward is next; behind the last if that is the end alone
@@ -408,11 +404,12 @@ class RingStage(SummedStage):
         microbatches: Sequence[MicroBatch],
         wanted: Sequence[nn.Parameter] | None,
         before: Before,
+        share: Sequence[int],
     ) -> None:
         """A pass begins, which may have no micro-batches for this replica."""
-        super().begin(microbatches, wanted, before)
+        super().begin(microbatches, wanted, before, share)
         self.seen = {}
-        self._left = self._share(len(microbatches))
+        self._left = len(share)
 
     def end(self) -> None:
         """It has ended well: note what BatchNorms have seen, which are not moved yet."""
@@ -554,4 +551,4 @@ class RankReplica(Replica):
         """A stage without ways."""
         if self.total is None:
             return super().stage(index, source, sink)
-        return RingStage(index, source, sink, self.total, self.largest_share)
+        return RingStage(index, source, sink, self.total)

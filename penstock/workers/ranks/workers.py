@@ -29,7 +29,7 @@ from penstock.engine.batch import digest
 from penstock.engine.batchnorm import move, replay
 from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome, Pass
-from penstock.engine.stage import MicroBatch
+from penstock.engine.span import MicroBatch
 from penstock.engine.state import Backups
 from penstock.errors import InputError
 from penstock.links.link import Gradients

@@ -20,6 +20,7 @@ from penstock.board.runs import new_board
 from penstock.engine.batchnorm import move
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
+from penstock.engine.residents import Residents
 from penstock.engine.stage import Before
 from penstock.engine.state import Backup, Backups
 from penstock.engine.turns import AllTurns
@@ -73,6 +74,7 @@ class ThreadWorkers(Workers):
         ]
         self.links = ["by reference" if a == b else f"copied {a}>{b}" for a, b in pairwise(homes)]
         self._assemblies: dict[bool, list[Assembly]] = {}
+        self._residents = [{w: Residents() for w in range(count)} for _ in self._replicas]
         self.board = new_board(len(devices))
         self._backups = Backups()
         self._pool = ThreadPool(devices, threads, self._abort, self._reset, self._doing)
@@ -82,8 +84,10 @@ class ThreadWorkers(Workers):
         if way.training not in self._assemblies:
             places = range(self._per_replica)
             self._assemblies[way.training] = [
-                Assembly(self._plan, self.devices[k * len(places) :], links, places, replica)
-                for k, (replica, links) in enumerate(zip(self._replicas, self._links, strict=True))
+                Assembly(self._plan, self.devices[k * len(places) :], links, places, *others)
+                for k, (links, *others) in enumerate(
+                    zip(self._links, self._replicas, self._residents, strict=True)
+                )
             ]
         for assembly in self._assemblies[way.training]:
             assembly.add(way)
@@ -178,6 +182,17 @@ class ThreadWorkers(Workers):
         """Let go of what stages hold of this batch."""
         for assembly in self._assemblies[training]:
             assembly.forget(number)
+
+    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """The values themselves: nothing is copied."""
+        residents = [of_worker for each in self._residents for of_worker in each.values()]
+        return {n: value for each in residents for n, value in each.fetch(numbers).items()}
+
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of values that stay with the workers."""
+        for each in self._residents:
+            for residents in each.values():
+                residents.drop(numbers)
 
     def optimizer(
         self,

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from penstock.engine.span import Span
-from penstock.engine.stage import Before, MicroBatch
+from penstock.engine.span import MicroBatch
+from penstock.engine.stage import Before
 from penstock.links.link import edges
 from penstock.plan.shares import blocks
 from penstock.workers.ranks import ring
@@ -200,7 +201,7 @@ class Here:
         """Forwards and backwards; the sum is not waited for."""
         stage = self.stage
         self.total.begin()
-        stage.begin([MicroBatch({}, (0, 0))] * len(self.inputs), None, Before())  # type: ignore[arg-type]
+        stage.begin([MicroBatch({}, (0, 0))] * len(self.inputs), None, Before(), self.share)  # type: ignore[arg-type]
         for microbatch in self.share:
             stage.await_values(microbatch)
             stage.forward(microbatch)
