@@ -14,9 +14,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from penstock.board.phases import timeline_of
-from penstock.capture import Key, Program, Ref, Sizes
+from penstock.capture import Key, Program, Ref, Sizes, Trace
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
+from penstock.capture.cuts import Apart
 from penstock.capture.randomness import user_seed
 from penstock.engine.batch import Batch, digest, tokens_of
 from penstock.engine.ends import Loss
@@ -189,7 +190,13 @@ class Runner:
         """The ways through the model in this mode."""
         return self._ways[training]
 
-    def route(self, batch: Batch, training: bool, trains: bool) -> Batch:
+    def route(
+        self,
+        batch: Batch,
+        training: bool,
+        trains: bool,
+        apart_of: Callable[[Trace], Apart] | None = None,
+    ) -> Batch:
         """A batch with the ways that its micro-batches take; where the first stage is fed.
 
         At a new size, or if the model has changed, its own forward runs here.
@@ -198,6 +205,7 @@ class Runner:
             batch: split into micro-batches.
             training: in which mode of the model it is run.
             trains: whether it counts as a step of training.
+            apart_of: which inputs and results of a way stay with its stages.
 
         Raises:
             InputError: the model does not take it, or workers do not see how the model has changed.
@@ -207,7 +215,7 @@ class Runner:
         known = len(ways)
         try:
             with self._program.recordings.looking():
-                taken = [ways.taken(part) for part in batch.parts]
+                taken = [ways.taken(part, apart_of) for part in batch.parts]
         except Exception as error:
             self.workers.check()
             if (clearer := lone_row(error, batch.rows)) is not None:

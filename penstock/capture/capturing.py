@@ -41,6 +41,7 @@ from penstock.capture.randomness import Key
 from penstock.capture.reads import input_property
 from penstock.capture.recorder import record
 from penstock.capture.results import joined
+from penstock.capture.signatures import Inputs
 from penstock.capture.sizes import Undecided, adapted, describe, differs_from, generalise
 from penstock.capture.trees import Structure, flatten, leaves_of, unflatten
 from penstock.errors import CaptureError, InputError, PenstockError
@@ -398,6 +399,8 @@ class _Capturer:
 
     def _at_home(self, leaves: Sequence[Any]) -> tuple[nn.Module, list[Any]]:
         """The model and the inputs, on one device: copies if it is placed on several."""
+        if isinstance(leaves, Inputs):
+            leaves = leaves.with_values(leaves)
         if len({p.device for p in self.model.parameters()}) <= 1:
             return self.model, list(leaves)
         model = copy.deepcopy(self.model).cpu()

@@ -80,14 +80,18 @@ class Cuts:
     def kept(self, calls: range) -> dict[int, Value]:
         """The leaves of the result that stay with the stage that makes these calls.
 
-        Inputs that are passed on as they are are not among them.
+        Inputs that are passed on as they are are not among them; those that are changed in place
+        stay where that is done last.
         """
         leaves = {k: self.trace.outputs[k] for k in sorted(self.apart.outputs)}
-        return {
-            k: value
-            for k, value in leaves.items()
-            if isinstance(value, Ref) and value.call != INPUTS and value.call in calls
-        }
+        return {k: value for k, value in leaves.items() if self._comes_from(value) in calls}
+
+    def _comes_from(self, value: Value) -> int:
+        """The call that makes a value; of an input that is changed in place, the last to do so."""
+        if isinstance(value, Ref) and value.call != INPUTS:
+            return value.call
+        info = self.trace.info(value)
+        return self._mutated.get(info.storage, INPUTS) if isinstance(info, TensorInfo) else INPUTS
 
     def boundary(self, cut: int) -> tuple[Value, ...]:
         """The values that are live across the cut before call `cut`."""

@@ -233,7 +233,8 @@ class _Recording:
     Rows between those seen are taken to be like them. So are other dimensions, once some new sizes
     were found to be as they should, with a comparison now and then: of the 8th, 16th, 32nd, …
     that comes. As they often are padded to multiples of a power of two, sizes count as alike only
-    where the same powers of two divide them. Where a float grew with the sizes, which may have been
+    where the same powers of two divide them. Sizes beyond all that were compared are trusted only
+    where states are among the inputs, which are longer at every call. Where a float grew with the sizes, which may have been
     whole by chance, each is a matter of its own.
     """
 
@@ -275,7 +276,7 @@ class _Recording:
             return False
         ranges = zip(named, zip(*self._compared, strict=True), strict=True)
         between = all(min(known) <= n <= max(known) for n, known in ranges)
-        return between and _divisors(named) in map(_divisors, self._compared)
+        return (between or self.signature.has_states) and _divisors(named) in map(_divisors, self._compared)
 
     def see(self, sizes: Sizes) -> None:
         """Note that the model did at these sizes what the trace says."""

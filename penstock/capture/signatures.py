@@ -33,12 +33,14 @@ class Signature:
         inputs: for every leaf its `TensorInfo`, or the constant that it is.
         varying: which dimensions of them vary.
         numbers: the leaves that may be any number of their kind, with one that was seen before.
+        has_states: whether states are among the inputs, which grow with every call.
     """
 
     structure: Structure | None
     inputs: tuple[Any, ...]
     varying: Varying
     numbers: Mapping[int, Numeric] = field(default_factory=dict)
+    has_states: bool = False
 
     def is_of(self, leaves: Sequence[Any], structure: Structure | None) -> bool:
         """Whether inputs have this signature, but for the sizes and types of their tensors."""
@@ -115,11 +117,23 @@ class Signature:
 
 
 class Inputs(list[Any]):
-    """The leaves of a batch or a micro-batch, and the signature that they have."""
+    """The leaves of a batch or a micro-batch, and the signature that they have.
 
-    def __init__(self, leaves: Iterable[Any], signature: Signature) -> None:
+    Attributes:
+        signature: that they have.
+        with_values: gives the same leaves, all of them with their elements, where some are with
+            workers.
+    """
+
+    def __init__(
+        self,
+        leaves: Iterable[Any],
+        signature: Signature,
+        with_values: Callable[[list[Any]], list[Any]] = list,
+    ) -> None:
         super().__init__(leaves)
         self.signature = signature
+        self.with_values = with_values
 
     def __reduce__(self) -> Any:
         return type(self), (list(self), self.signature)
@@ -168,7 +182,8 @@ class Signatures:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        varying_of: Callable[[Sequence[Any]], Varying],
+        varying_of: Callable[[Sequence[Any], Structure | None], Varying],
+        with_values: Callable[[list[Any]], list[Any]],
     ) -> Inputs:
         """The leaves of arguments among which are states, with their signature.
 
@@ -176,7 +191,9 @@ class Signatures:
 
         Args:
             args, kwargs: the arguments.
-            varying_of: what varies in leaves that have none of the signatures that are known.
+            varying_of: what varies in leaves of a structure, where these have none of the
+                signatures that are known.
+            with_values: brings the elements of states from the workers.
 
         Raises:
             InputError: they have no rows; or it is one signature too many.
@@ -184,11 +201,12 @@ class Signatures:
         leaves, structure = flatten_result((tuple(args), dict(kwargs)), is_plain_object)
         for known in reversed(self._known):
             if known.takes(leaves, structure):
-                return Inputs(leaves, known)
-        varying = varying_of(leaves)
-        signature = Signature(structure, tuple(map(_info, leaves, varying.axes)), varying)
+                return Inputs(leaves, known, with_values)
+        varying = varying_of(leaves, structure)
+        infos = tuple(map(_info, leaves, varying.axes))
+        signature = Signature(structure, infos, varying, has_states=True)
         signature.check(leaves, self._may_vary())
-        return Inputs(leaves, self.add(signature))
+        return Inputs(leaves, self.add(signature), with_values)
 
     def of(self, leaves: Sequence[Any]) -> Signature:
         """That of these leaves; the example's where nothing is known of them."""

@@ -46,6 +46,17 @@ class Structure:
     build: Callable[[list[Any]], Any] = dataclasses.field(compare=False, repr=False)
 
     @property
+    def is_object(self) -> bool:
+        """Whether it is an object of a plain class, which was opened."""
+        kind = self.kind
+        return not (
+            kind in pytree.SUPPORTED_NODES
+            or kind is slice
+            or issubclass(kind, (tuple, list, dict))
+            or dataclasses.is_dataclass(kind)
+        )
+
+    @property
     def is_builtin(self) -> bool:
         """Whether the container is a literal of the language: tuple, list, dict or slice."""
         return self.kind in (tuple, list, dict, slice)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.capture.trees import map_leaves
+from penstock.errors import InputError
 
 
 class Shape(NamedTuple):
@@ -79,7 +80,7 @@ class States:
         after: what is done to some of them before, by leaf.
         first: the number that the first value has that is kept; that of leaf `k` of the result
             has the number `first + k`.
-        dropped: numbers of values that nobody needs any more, when the pass is done.
+        dropped: numbers of values that nobody needs any more.
     """
 
     taken: Mapping[int, int]
@@ -103,9 +104,15 @@ class Residents:
         """The value that this leaf of the inputs is.
 
         Raises:
-            KeyError: it is not here.
+            InputError: it is not here.
         """
-        value = self._values[states.taken[leaf]]
+        try:
+            value = self._values[states.taken[leaf]]
+        except KeyError:
+            raise InputError(
+                "a state of this session is gone: the worker that had it was replaced. Begin the "
+                "session again"
+            ) from None
         for operation in states.after.get(leaf, ()):
             value = operation.on(value)
         return value

@@ -105,6 +105,8 @@ class Assembly:
             Aborted: another worker has failed.
         """
         torch.set_flush_denormal(order.flushes_denormal)
+        residents = self._residents[worker]
+        residents.drop(n for m in order.microbatches if m.states for n in m.states.dropped)
         own_share, most = self._replica.part_of(order.replica, len(order.microbatches))
         own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         if not own_share:
@@ -123,13 +125,11 @@ class Assembly:
             outcome.logs[number] = record.log = []
         else:
             record.log = None
-        residents = self._residents[worker]
         self._begin(own, order, record, own_share)
         _run(number, compiled, order, record)
         self._end(own, order, outcome, own_share[0])
         if any(m.states is not None for m in order.microbatches):
             outcome.kept, residents.shapes = residents.shapes, {}
-            residents.drop(n for m in order.microbatches if m.states for n in m.states.dropped)
         if not order.trial:
             record.count()
         if any(memory := in_use(self._devices[worker])):

@@ -273,6 +273,7 @@ class Workers(ABC):
             its own.
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in this process, if they are its own.
+        keeps_states: whether values can stay with them between passes.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
         why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
@@ -280,6 +281,7 @@ class Workers(ABC):
 
     role: Role = Role()
     has_gradients: bool = True
+    keeps_states: bool = False
     job: str = ""
     why_not_profiled: str = ""
     _stops = False
@@ -394,16 +396,21 @@ class Workers(ABC):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""
 
-    def fetch_states(self, numbers: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Values that stay with the workers between passes, by number; none is under way.
+    def check_states(self) -> None:
+        """Raise unless these workers keep values between passes.
 
         Raises:
-            InputError: these workers keep none.
+            InputError: they do not.
         """
-        raise InputError(
-            "sessions and generation need workers that this script drives: "
-            'workers="threads" or workers="processes"'
-        )
+        if not self.keeps_states:
+            raise InputError(
+                "sessions and generation need workers that this script drives: "
+                'workers="threads" or workers="processes"'
+            )
+
+    def fetch_states(self, numbers: Sequence[int]) -> Mapping[int, torch.Tensor]:
+        """Values that stay with the workers between passes, by number."""
+        return {}
 
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of values that stay with the workers; none of their passes is under way."""

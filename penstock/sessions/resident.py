@@ -1,0 +1,114 @@
+"""A value that stays on its worker, as the script sees it: a tensor without its elements."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.capture.calls import Irregular, Size
+from penstock.capture.trees import flatten, map_leaves
+from penstock.engine.residents import Operand, Operation, Shape
+from penstock.errors import InputError
+from penstock.torch_internals import wrapper_subclass
+
+
+@dataclass(eq=False)
+class Value:
+    """A value that a worker keeps as long as somebody has this.
+
+    Attributes:
+        number: by which the workers know it.
+        stage: that has it.
+        replica: of that stage.
+        made: how its sizes depend on those of the inputs of the pass that made it.
+    """
+
+    number: int
+    stage: int
+    replica: int
+    made: tuple[int | Size | Irregular, ...]
+
+    def when_gone(self, drop: Any) -> None:
+        """Call `drop(number)` when nobody has it any more."""
+        weakref.finalize(self, drop, self.number).atexit = False
+
+
+class Seen(NamedTuple):
+    """What a resident is made of.
+
+    Attributes:
+        value: the worker's.
+        operations: that are applied to it when it is next read.
+    """
+
+    value: Value
+    operations: tuple[Operation, ...] = ()
+
+
+class Resident(torch.Tensor):
+    """A tensor whose elements are with a worker.
+
+    Its shape, dtype and device are known. Rows can be chosen, repeated and cut off: the worker does
+    the same to the value when it is next read. Everything that needs the elements is an error;
+    `Session.fetch` gives them.
+
+    Args:
+        shape: its sizes, strides and dtype.
+        device: of its worker.
+        seen: what it is made of.
+
+    Attributes:
+        seen: what it is made of.
+    """
+
+    seen: Seen
+
+    @staticmethod
+    def __new__(cls, shape: Shape, device: torch.device, seen: Seen) -> Resident:
+        made: Resident = wrapper_subclass(
+            cls, shape.size, strides=shape.stride, dtype=shape.dtype, device=device
+        )
+        made.seen = seen
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Resident({tuple(self.shape)}, {self.dtype}, stage {self.seen.value.stage})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = tuple(args), dict(kwargs or {})
+        residents = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Resident)]
+        one = residents[0]
+        if func._schema.is_mutable or any(other is not one for other in residents):
+            raise InputError(_cannot(func))
+        try:
+            as_meta = map_leaves(_on_meta, given)
+            result = func(*as_meta[0], **as_meta[1])
+        except (RuntimeError, NotImplementedError) as error:
+            raise InputError(_cannot(func)) from error
+        if not isinstance(result, torch.Tensor):
+            raise InputError(_cannot(func))
+        args, kwargs = map_leaves(lambda x: Operand() if x is one else x, given)
+        name, _, overload = func.name().partition(".")
+        operation = Operation(name, overload or "default", tuple(args), kwargs)
+        seen = one.seen._replace(operations=(*one.seen.operations, operation))
+        return Resident(Shape.of(result), one.device, seen)
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, Resident):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _cannot(func: Any) -> str:
+    return (
+        f"{func.name()} needs the elements of a state that stays with its worker. Rows of states "
+        "can be chosen, repeated and cut off; session.fetch(state) brings a copy to the script"
+    )

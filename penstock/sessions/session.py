@@ -1,0 +1,262 @@
+"""Passes of a session: what goes in and comes out, and which values stay with the workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.account.record import CALL
+from penstock.capture import Attribute, Program, Ref, Sizes, Trace
+from penstock.capture.calls import INPUTS, Size, TensorInfo
+from penstock.capture.cuts import Apart
+from penstock.capture.dims import BatchDim, Dynamic
+from penstock.capture.numbers import Number
+from penstock.capture.signatures import Inputs
+from penstock.capture.trees import Structure, flatten_result, is_plain_object, unflatten
+from penstock.engine.batch import Batch
+from penstock.engine.residents import States
+from penstock.errors import InputError
+from penstock.runner import Runner, Started
+from penstock.sessions.growing import Growing
+from penstock.sessions.resident import Resident, Seen, Value
+from penstock.workers.ways import Way
+
+Keep = Callable[[Any], Any] | None
+"""Which part of the model's result stays with the workers; `None` for its plain objects."""
+
+
+@dataclass
+class Pass:
+    """A pass of a session that is under way.
+
+    Attributes:
+        started: for the runner.
+        way: that it takes.
+        leaves: of its arguments.
+        sizes: of these.
+        first: the number of the first value that it keeps.
+        given: the arguments, of which objects are changed as the forward does it.
+        replica: that runs it.
+    """
+
+    started: Started
+    way: Way
+    leaves: Inputs
+    sizes: Sizes
+    first: int
+    given: tuple[Any, ...]
+    replica: int
+
+
+class Sessions:
+    """All sessions of a pipeline.
+
+    Args:
+        runner: runs their passes.
+        program: the captured program.
+    """
+
+    def __init__(self, runner: Runner, program: Program) -> None:
+        self._runner = runner
+        self._program = program
+        self._kept = 0
+        self._opened = 0
+        self._gone: deque[int] = deque()
+
+    def open(self, batch_dim: BatchDim = 0, dynamic: Dynamic | None = None) -> Session:
+        """A session; its states are with one of the replicas, in turns."""
+        number, self._opened = self._opened, self._opened + 1
+        replica = number % self._runner.plan.replicas
+        return Session(self, Growing(batch_dim, dynamic), replica)
+
+    def start(
+        self,
+        session: Session,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dynamic: Dynamic | None = None,
+    ) -> Pass:
+        """Start a pass, which is not waited for.
+
+        Raises:
+            InputError: the model does not take these arguments.
+        """
+        runner, training = self._runner, self._program.model.training
+        runner.workers.check_states()
+        with self._operation(), torch.no_grad():
+            leaves = self._program.signatures.flatten_with_states(
+                *(args, kwargs, partial(session.growing.varying_of, dynamic=dynamic)),
+                self.fetch,
+            )
+            session.growing.note(leaves, leaves.signature.structure)
+            sizes = leaves.signature.varying.sizes(leaves)
+            batch = Batch([leaves], [sizes])
+            way, routed = self._routed(batch, training)
+            order = runner.order("infer", routed, training)
+            first, self._kept = self._kept, self._kept + len(way.trace.outputs)
+            states = self._states(way, routed.parts[0], first)
+            microbatches = [m._replace(states=states) for m in order.microbatches]
+            order = replace(order, microbatches=microbatches, replica=session.replica)
+            started = runner.start(order)
+            sizes = order.microbatches[0].sizes
+            given = (args, kwargs)
+            return Pass(started, way, leaves, sizes, first, given, session.replica)
+
+    def _routed(self, batch: Batch, training: bool) -> tuple[Way, Batch]:
+        """The way of a batch, and the batch with it.
+
+        A state that another stage has than the one that reads it is brought here, and enters with
+        the inputs.
+        """
+        here: set[int] = set()
+        while True:
+            leaves: Any = batch.parts[0]
+            apart_of = partial(self._apart, leaves)
+            route = partial(self._runner.route, batch, training, False, apart_of)
+            routed = self._runner.surviving(route)
+            way = self._runner.ways(training)[routed.ways[0]]
+            homes = {k: leaves[k].seen.value.stage for k in way.taken}
+            moving = [k for k, stage in way.taken.items() if homes[k] != stage]
+            if not moving or here.issuperset(moving):
+                return way, routed
+            here.update(moving)
+            values = self.fetch([leaves[k] for k in moving])
+            parts = Inputs(leaves, leaves.signature, leaves.with_values)
+            for k, value in zip(moving, values, strict=True):
+                parts[k] = value
+            batch = replace(batch, parts=[parts])
+
+    def _apart(self, leaves: Sequence[Any], trace: Trace) -> Apart:
+        """The states among the inputs and the results of a way."""
+        inputs = frozenset(k for k, leaf in enumerate(leaves) if isinstance(leaf, Resident))
+        kept = frozenset(
+            k
+            for k in _in_objects(trace.output_structure)
+            if isinstance(trace.outputs[k], Ref)
+            and isinstance(trace.info(trace.outputs[k]), TensorInfo)
+        )
+        return Apart(inputs, kept)
+
+    def _states(self, way: Way, leaves: Sequence[Any], first: int) -> States:
+        taken: dict[int, int] = {}
+        after: dict[int, Any] = {}
+        for k in way.taken:
+            seen: Seen = leaves[k].seen
+            taken[k] = seen.value.number
+            if seen.operations:
+                after[k] = seen.operations
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        return States(taken, after, first, gone)
+
+    def finish(self, done: Pass) -> Any:
+        """Wait for a pass; returns the model's result, with its states as `Resident`s."""
+        with self._runner.steps.failing():
+            outcome = self._runner.finish(done.started)
+        way, trace = done.way, done.way.trace
+        values = dict(zip(way.outputs, outcome.parts[0], strict=True))
+        leaves: list[Any] = []
+        for k, leaf in enumerate(trace.outputs):
+            if k in way.kept:
+                shape = outcome.kept[done.first + k]
+                value = Value(done.first + k, way.kept[k], done.replica, trace.info(leaf).shape)
+                value.when_gone(self._gone.append)
+                home = self._runner.workers.devices[self._runner.plan.placement[value.stage]]
+                leaves.append(Resident(shape, home, Seen(value)))
+            elif k in way.apart.outputs:
+                leaves.append(done.leaves[leaf.leaf])
+            elif isinstance(leaf, (Ref, Attribute)):
+                leaves.append(values[leaf])
+            else:
+                known = isinstance(leaf, (Size, Number))
+                leaves.append(leaf.at(done.sizes) if known else leaf)
+        result = unflatten(trace.output_structure, leaves)
+        return _into_given(result, done.given)
+
+    def fetch(self, leaves: Sequence[Any]) -> list[Any]:
+        """The same, copies of residents with their elements."""
+        residents = [leaf for leaf in leaves if isinstance(leaf, Resident)]
+        if not residents:
+            return list(leaves)
+        found = self._runner.workers.fetch_states([r.seen.value.number for r in residents])
+        result = []
+        for leaf in leaves:
+            if isinstance(leaf, Resident):
+                value = found[leaf.seen.value.number].clone()
+                for operation in leaf.seen.operations:
+                    value = operation.on(value)
+                leaf = value
+            result.append(leaf)
+        return result
+
+    def drop(self) -> None:
+        """Let the workers let go of what nobody has any more; no pass is under way."""
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        if gone:
+            self._runner.workers.drop_states(gone)
+
+    def _operation(self) -> AbstractContextManager[None]:
+        return self._runner.steps.during(CALL)
+
+
+class Session:
+    """A sequence of passes whose states stay with the workers.
+
+    Args:
+        sessions: of the pipeline.
+        growing: which sizes grow.
+        replica: that has the states.
+    """
+
+    def __init__(self, sessions: Sessions, growing: Growing, replica: int) -> None:
+        self._sessions = sessions
+        self.growing = growing
+        self.replica = replica
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result for these arguments; states in it are `Resident`s."""
+        return self._sessions.finish(self._sessions.start(self, args, kwargs))
+
+    def fetch(self, state: Any) -> Any:
+        """A copy of a state with its elements; containers and objects of states likewise."""
+        leaves, structure = flatten_result(state, is_plain_object)
+        return unflatten(structure, self._sessions.fetch(leaves))
+
+
+def _in_objects(structure: Structure | None) -> list[int]:
+    """The leaves of a result that are in objects of plain classes."""
+    found: list[int] = []
+    count = 0
+
+    def look(structure: Structure | None, inside: bool) -> None:
+        nonlocal count
+        if structure is None:
+            if inside:
+                found.append(count)
+            count += 1
+            return
+        inside = inside or structure.is_object
+        for child in structure.children:
+            look(child, inside)
+
+    look(structure, False)
+    return found
+
+
+def _into_given(result: Any, given: tuple[Any, ...]) -> Any:
+    """The result, in which the objects that were given stand for what was made of them."""
+    leaves, structure = flatten_result(given, lambda value: False)
+    objects = [leaf for leaf in leaves if is_plain_object(leaf)]
+    mine, of_result = flatten_result(result, lambda value: False)
+    for k, leaf in enumerate(mine):
+        same = [each for each in objects if type(each) is type(leaf)]
+        if is_plain_object(leaf) and len(same) == 1:
+            vars(same[0]).clear()
+            vars(same[0]).update(vars(leaf))
+            mine[k] = same[0]
+    return unflatten(of_result, mine)
