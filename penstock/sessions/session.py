@@ -69,6 +69,11 @@ class Sessions:
         self._opened = 0
         self._gone: deque[int] = deque()
 
+    @property
+    def width(self) -> int:
+        """How many passes of different sessions keep all stages of all replicas busy."""
+        return self._runner.plan.replicas * len(self._runner.plan.stages)
+
     def open(self, batch_dim: BatchDim = 0, dynamic: Dynamic | None = None) -> Session:
         """A session; its states are with one of the replicas, in turns."""
         number, self._opened = self._opened, self._opened + 1
@@ -135,11 +140,13 @@ class Sessions:
     def _apart(self, leaves: Sequence[Any], trace: Trace) -> Apart:
         """The states among the inputs and the results of a way."""
         inputs = frozenset(k for k, leaf in enumerate(leaves) if isinstance(leaf, Resident))
+        states = set(_in_objects(trace.output_structure))
         kept = frozenset(
             k
-            for k in _in_objects(trace.output_structure)
-            if isinstance(trace.outputs[k], Ref)
-            and isinstance(trace.info(trace.outputs[k]), TensorInfo)
+            for k, leaf in enumerate(trace.outputs)
+            if isinstance(leaf, Ref)
+            and (k in states or leaf.call == INPUTS)
+            and isinstance(trace.info(leaf), TensorInfo)
         )
         return Apart(inputs, kept)
 

@@ -41,6 +41,8 @@ LAYERS = [
     ["passes"],
     ["planning"],
     ["changing"],
+    ["sessions"],
+    ["generation"],
     ["running"],
     ["pipeline"],
     ["verification"],

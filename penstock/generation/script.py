@@ -1,0 +1,126 @@
+"""A function that runs in a thread of its own, but only while another thread waits for it.
+
+A model's `generate` is a loop that calls the model and waits for the result. `Script` runs such a
+loop: `resume` lets it go on until it asks for something. So one thread can have many of them, of
+which exactly one runs at any time. (Python's generators do the same for functions that are written
+as such.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+_TIMEOUT = 60.0  # seconds that a script may take to hear that it is cancelled
+
+
+class Cancelled(BaseException):
+    """Ends the function of a script that is not wanted any more."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A script asks for something, and waits.
+
+    Attributes:
+        what: the arguments of `Script.ask`.
+    """
+
+    what: Any
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A script has returned.
+
+    Attributes:
+        result: of its function.
+    """
+
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: BaseException
+
+
+class Script:
+    """A function that runs by turns with the thread that resumes it.
+
+    Torch's default generator is the script's own while it runs, so what one draws does not depend
+    on when others do.
+
+    Args:
+        function: is given the script, and calls its `ask`.
+        seed: of torch's default generator.
+        threads: intra-op threads.
+    """
+
+    def __init__(self, function: Callable[[Script], Any], seed: int, threads: int) -> None:
+        self._function = function
+        self._threads = threads
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._events: SimpleQueue[Request | Ended | _Failed] = SimpleQueue()
+        self._random = torch.Generator().manual_seed(seed).get_state()
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+
+    def resume(self, answer: Any = None, error: BaseException | None = None) -> Request | Ended:
+        """Let it go on until it asks for something, or returns.
+
+        Args:
+            answer: what the last `ask` returns.
+            error: what it raises instead.
+
+        Raises:
+            Exception: what the function raises.
+        """
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
+                self._thread.start()
+            else:
+                self._answers.put((answer, error))
+            event = self._events.get()
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(outer)
+        if isinstance(event, Request):
+            return event
+        self._is_over = True
+        self._thread.join(_TIMEOUT)
+        if isinstance(event, _Failed):
+            raise event.error
+        return event
+
+    def cancel(self) -> None:
+        """End it, if it has begun and not ended."""
+        if self._thread is not None and not self._is_over:
+            self._is_over = True
+            self._answers.put((None, Cancelled()))
+            self._thread.join(_TIMEOUT)
+
+    def ask(self, what: Any) -> Any:
+        """Ask whoever has resumed the script for something; called by its function."""
+        self._events.put(Request(what))
+        answer, error = self._answers.get()
+        if error is not None:
+            raise error
+        return answer
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        try:
+            result = self._function(self)
+        except BaseException as error:
+            self._events.put(_Failed(error))
+        else:
+            self._events.put(Ended(result))
