@@ -423,6 +423,7 @@ class Trace:
         joins: for every leaf of the result how it is put together from micro-batches, see
             `penstock.capture.results`.
         reads: what Python has read besides, see `Reads`.
+        only_at: sizes that inputs must have, where it holds for no others.
         shared: plain objects that a forward changes, and the modules that have them.
     """
 
@@ -444,6 +445,7 @@ class Trace:
         return self.joins[self.outputs.index(value)]
 
     reads: Reads = field(default_factory=Reads)
+    only_at: Sizes = field(default_factory=dict)
     shared: tuple[tuple[str, frozenset[str]], ...] = field(default=(), compare=False)
 
     def info(self, value: Value) -> Any:

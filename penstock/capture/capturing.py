@@ -308,11 +308,16 @@ class _Capturer:
             if self._first_helped:
                 other.first_forward(sizes)
             problems = []
-            for points in like.varying.attempts(sizes)[1:]:
+            attempts = like.varying.attempts(sizes)[1:]
+            if like.has_states:
+                attempts = like.varying.attempts_with_states(sizes)
+            for points in attempts:
                 try:
                     return other._passing_in(changing, points, training)
                 except Exception as problem:
                     problems.append(problem)
+            if like.has_states and (trace := other._at_some(changing, sizes, training)):
+                return trace
         if not isinstance(problems[0], Unrecordable):
             raise problems[0]
         raise CaptureError(
@@ -320,6 +325,27 @@ class _Capturer:
             f"with the example, and this way cannot be recorded: {problems[0]}. Capture with this "
             "batch as example, or with keep_closed= for the module that decides"
         ) from problems[0]
+
+    def _at_some(
+        self, numbers: Mapping[Where, Numeric], sizes: Sizes, training: bool
+    ) -> Trace | None:
+        """One way that holds for some lengths as they are: one of them, all, or the rows as well.
+
+        `None` if not even that can be recorded.
+        """
+        varying, lengths = self.varying, self.varying.lengths
+        choices = [(name,) for name in lengths] if len(lengths) > 1 else []
+        for fixed in [*choices, lengths, varying.names]:
+            self.varying = varying if ROWS in fixed else varying.without(fixed)
+            attempts = [[sizes]] if ROWS in fixed else self.varying.attempts_with_states(sizes)
+            for points in attempts:
+                try:
+                    trace = self._passing_in(numbers, points, training)
+                except Exception:
+                    continue
+                trace.only_at = {name: sizes[name] for name in fixed}
+                return trace
+        return None
 
     def _passing_in(
         self,

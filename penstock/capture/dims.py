@@ -168,6 +168,28 @@ class Varying:
             result.append(leaf)
         return result
 
+    def without(self, names: Collection[str]) -> Varying:
+        """The same with the dimensions of these names as they are."""
+        axes = [{d: a for d, a in own.items() if a.name not in names} for own in self.axes]
+        numbers = {k: axis for k, axis in self.numbers.items() if axis.name not in names}
+        return Varying(tuple(axes), numbers)
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """The names of all dimensions that vary but the rows."""
+        return self.names[1:]
+
+    def attempts_with_states(self, sizes: Sizes) -> list[list[Sizes]]:
+        """The same where states are among the inputs, which are longer at every call.
+
+        Larger sizes come first: they are next, and a cache that is full may not be shorter.
+        """
+        longer = {n: (k, k + 1, k + 2) for n, k in sizes.items()}
+        shorter = {n: _near(k) for n, k in sizes.items()}
+        multiples = {n: (k, 2 * k, 3 * k) for n, k in sizes.items()}
+        rows = multiples[ROWS]
+        return [_grid({**choice, ROWS: rows}) for choice in (longer, shorter, multiples)]
+
     def attempts(self, example: Sizes) -> list[list[Sizes]]:
         """The sizes at which to record, those to try first first.
 

@@ -20,7 +20,7 @@ from penstock.capture.places import Place
 from penstock.capture.reads import input_property
 from penstock.capture.signatures import Signature, Signatures
 from penstock.capture.trees import flatten, unflatten
-from penstock.errors import InputError, PenstockError
+from penstock.errors import CaptureError, InputError, PenstockError
 
 _FIRST = 4  # new sizes that are all compared with the model
 
@@ -106,7 +106,13 @@ class Recordings:
             as_then = casting in (None, each.casting) and self._holds(each.guards)
             if as_then and each.fits(leaves, sizes):
                 if not each.has_seen(sizes):
-                    self._compare(each, leaves, training, sizes)
+                    try:
+                        self._compare(each, leaves, training, sizes)
+                    except CaptureError:
+                        if not signature.has_states:
+                            raise
+                        each.end()  # it does something else when states have become longer
+                        continue
                 return each.trace
         trace = self._way(signature, leaves, training)
         known.append(_Recording(self._model, trace, signature, [sizes]))
@@ -250,6 +256,7 @@ class _Recording:
         self._others = {self._named(p) for p in points}
         self._compared = set(self._others)
         self._new = 0
+        self._has_ended = False
         self.casting = ambient().casting
         self.guards = Guards(model, trace.reads)
         self._model = model
@@ -298,6 +305,10 @@ class _Recording:
         """Whether the model's Python reads off these inputs what it read in the recording."""
         if self.unlike(leaves) is not None:
             return False
+        if any(sizes[name] != size for name, size in self.trace.only_at.items()):
+            return False
+        if self._has_ended and self._named(sizes) not in self._others:
+            return False
         reads = self.trace.reads
         if reads.given and not come_out(reads.outcomes, reads.passed_in(self._model, leaves)):
             return False
@@ -317,6 +328,10 @@ class _Recording:
         with torch.no_grad():
             answers = self._questions(sizes, None, *values)
         return tuple(answers) == self.trace.answers
+
+    def end(self) -> None:
+        """From now on only sizes that are known already take it."""
+        self._has_ended = True
 
     def ahead_of(self, sizes: Sizes) -> Sizes | None:
         """Sizes that are twice as large where these are larger than any that was compared.

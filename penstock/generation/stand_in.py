@@ -60,7 +60,7 @@ def lengths_in(arguments: Mapping[str, Any]) -> Dynamic:
         if has_states:
             own = {dim: "total" for dim, n in sizes.items() if n != new and n > 1}
         else:
-            own = {dim: "length" for dim, n in sizes.items() if n == new}
+            own = {dim: "length" for dim, n in sizes.items() if n == new and n > 1}
         if own:
             found[name] = own
     return found

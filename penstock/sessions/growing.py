@@ -33,6 +33,7 @@ class _Item(NamedTuple):
         now: the size.
         before: what it was at the call before, if it was there.
         name: that the user has given the dimension; empty if there is none.
+        surely: whether it grows; else it may have come to an end, as a sliding window does.
     """
 
     leaf: int
@@ -40,6 +41,7 @@ class _Item(NamedTuple):
     now: int
     before: int | None
     name: str = ""
+    surely: bool = True
 
     def goes_with(self, other: _Item) -> bool:
         """Whether both seem to count the same."""
@@ -85,6 +87,7 @@ class Growing:
         rows = self._rows(leaves, paths)
         axes: list[dict[int, Axis]] = [{} for _ in leaves]
         items: list[_Item] = []
+        sources = _named_sizes(leaves, paths, dynamic)
         for k, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
             if type(leaf) is int and len(path) > 2:  # in an object or a container
                 before = self._before.get((path, -1))
@@ -101,8 +104,11 @@ class Growing:
                     made = _made(leaf, dim)
                     if (per := _per_row(made)) is not None and size == per * rows:
                         axes[k][dim] = Axis(ROWS, per)
-                    elif _grows(made) or (before is not None and before != size):
-                        items.append(_Item(k, dim, size, before))
+                    elif before != size if before is not None else _grows(made):
+                        surely = before is not None or isinstance(made, Size)
+                        items.append(_Item(k, dim, size, before, surely=surely))
+                    elif before is not None and size in sources:
+                        items.append(_Item(k, dim, size, before, sources[size]))
                 elif dim == self._dim_of(argument) and size % rows == 0 and size == rows:
                     axes[k][dim] = Axis(ROWS)
                 elif dim in own or dim - leaf.ndim in own:
@@ -146,13 +152,27 @@ class Growing:
 def _groups(items: Sequence[_Item]) -> list[tuple[str, list[_Item]]]:
     """Sizes that grow together, each group under a name of its own."""
     groups: list[list[_Item]] = []
-    for item in items:
+    for item in sorted(items, key=lambda item: not item.surely):
         group = next((g for g in groups if item.goes_with(g[0])), None)
-        if group is None:
+        if group is None and item.surely:
             groups.append([item])
-        else:
+        elif group is not None:
             group.append(item)
     return [(f"length {k}", group) for k, group in enumerate(groups)]
+
+
+def _named_sizes(
+    leaves: Sequence[Any], paths: Sequence[tuple[Any, ...]], dynamic: Dynamic
+) -> dict[int, str]:
+    """The sizes of dimensions that have names, with these, where a state may be as long."""
+    found: dict[int, str] = {}
+    for leaf, path in zip(leaves, paths, strict=True):
+        argument = path[1][1] if len(path) > 1 and path[1] else None
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Resident):
+            for dim, name in dynamic.get(argument, {}).items():  # type: ignore[arg-type]
+                if -leaf.ndim <= dim < leaf.ndim:
+                    found[leaf.shape[dim]] = name
+    return found
 
 
 def _sizes(leaves: Sequence[Any], structure: Structure | None) -> list[tuple[Place, int]]:
