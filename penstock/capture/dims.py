@@ -113,6 +113,14 @@ class Varying:
                 raise InputError(_disagreement(name, listed))
         return {name: sizes[0][1] for name, sizes in found.items()}
 
+    def agrees(self, leaves: Sequence[Any]) -> bool:
+        """Whether the sizes of these inputs fit together."""
+        try:
+            self.sizes(leaves)
+        except InputError:
+            return False
+        return True
+
     def resized(self, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
         """The same inputs made this large, their own entries repeated in turn; always copies.
 

@@ -17,6 +17,7 @@ from penstock.capture.trees import (
     flatten,
     flatten_result,
     is_plain_object,
+    leaf_paths,
     unflatten,
 )
 from penstock.errors import InputError
@@ -56,11 +57,10 @@ class Signature:
         """Whether inputs have this signature, and their tensors the types and sizes that it has."""
         if not self.is_of(leaves, structure):
             return False
-        try:
-            self.check(leaves, "")
-        except InputError:
-            return False
-        return True
+        for leaf, expected, axes in zip(leaves, self.inputs, self.varying.axes, strict=True):
+            if isinstance(expected, TensorInfo) and _mismatch(leaf, expected, axes)[0]:
+                return False
+        return self.varying.agrees(leaves)
 
     def other_number(self, leaf: int, now: object) -> Numeric:
         """A number that this leaf was, and that it is not now."""
@@ -106,9 +106,8 @@ class Signature:
 
     def _varied(self, leaf: int, axis: int) -> str:
         """What to write for a dimension of this leaf that is to vary."""
-        args, kwargs = unflatten(self.structure, list(range(len(self.inputs))))
-        named: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
-        name = next(name for name, argument in named if leaf in flatten(argument)[0])
+        _, key, *_ = leaf_paths(self.structure)[leaf]
+        name = key[1] if key else leaf
         return f'Pipeline(dynamic={{{name!r}: {{{axis}: "length"}}}}) lets this one vary'
 
     def __str__(self) -> str:
