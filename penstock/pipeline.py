@@ -549,9 +549,7 @@ class Pipeline:
         """
         return self._passes.map(batches, ahead)
 
-    def session(
-        self, *, batch_dim: BatchDim = 0, dynamic: Dynamic | None = None
-    ) -> Session:
+    def session(self, *, batch_dim: BatchDim = 0, dynamic: Dynamic | None = None) -> Session:
         """Open a sequence of passes whose states stay with the workers.
 
         A session is called as the model is, without gradients, one pass at a time. States in its

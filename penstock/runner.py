@@ -232,6 +232,18 @@ class Runner:
         recorded, tokens = self.steps.is_recorded, tokens_of(batch.parts)
         return replace(found, step=step, number=number, tokens=tokens, recorded=recorded)
 
+    def routed_like(self, batch: Batch, way: int, training: bool) -> Batch:
+        """A batch of one micro-batch that is known to take this way; cheaper than `route`."""
+        sizes: Sizes = {**batch.sizes[0], **self._ways[training].numbers(way, batch.parts[0])}
+        return replace(
+            batch,
+            ways=[way],
+            sizes=[sizes],
+            seed=self.seed,
+            step=self.counts.next(False),
+            number=self._passes,
+        )
+
     def share(self, batch: Batch | None, training: bool) -> Batch:
         """A routed batch for all processes that run the script; those without inputs get no parts.
 

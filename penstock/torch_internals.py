@@ -112,4 +112,3 @@ def profiler_config(all_threads: bool) -> Any:
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=all_threads)
-

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Size, Sizes, Trace, ambient, input_leaves
+from penstock.capture.calls import ROWS, Size, Sizes, Trace, Value, ambient, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.guards import MOST_WAYS, Guards, check_stable
@@ -104,15 +104,8 @@ class Recordings:
             if each.signature is not signature:
                 continue
             as_then = casting in (None, each.casting) and self._holds(each.guards)
-            if as_then and each.fits(leaves, sizes):
-                if not each.has_seen(sizes):
-                    try:
-                        self._compare(each, leaves, training, sizes)
-                    except CaptureError:
-                        if not signature.has_states:
-                            raise
-                        each.end()  # it does something else when states have become longer
-                        continue
+            fits = as_then and each.fits(leaves, sizes)
+            if fits and self._holds_at(each, leaves, training, sizes):
                 return each.trace
         trace = self._way(signature, leaves, training)
         known.append(_Recording(self._model, trace, signature, [sizes]))
@@ -143,6 +136,42 @@ class Recordings:
             )
         check_stable(known[-1].guards, alike)
         return trace
+
+    def _holds_at(
+        self, each: _Recording, leaves: Sequence[Any], training: bool, sizes: Sizes
+    ) -> bool:
+        """Whether the model does at these sizes what was recorded.
+
+        Raises:
+            CaptureError: it does not, and there are no states, which may have become too long.
+        """
+        if not each.has_seen(sizes):
+            try:
+                self._compare(each, leaves, training, sizes)
+            except CaptureError:
+                if not each.signature.has_states:
+                    raise
+                each.end()
+                return False
+        return True
+
+    def still_takes(self, trace: Trace, leaves: Sequence[Any], sizes: Sizes) -> bool:
+        """Whether inputs like the last ones take the same trace, without a comparison.
+
+        Args:
+            trace: that the last ones took.
+            leaves: of these inputs, which have the same signature.
+            sizes: how large they are.
+        """
+        known = self._of[self._model.training]
+        each = next((each for each in known if each.trace is trace), None)
+        return (
+            each is not None
+            and (self._was_on_meta or ambient().casting == each.casting)
+            and self._holds(each.guards)
+            and each.fits(leaves, sizes)
+            and each.has_seen(sizes)
+        )
 
     def _compare(
         self, recording: _Recording, leaves: Sequence[Any], training: bool, sizes: Sizes
@@ -240,8 +269,8 @@ class _Recording:
     were found to be as they should, with a comparison now and then: of the 8th, 16th, 32nd, …
     that comes. As they often are padded to multiples of a power of two, sizes count as alike only
     where the same powers of two divide them. Sizes beyond all that were compared are trusted only
-    where states are among the inputs, which are longer at every call. Where a float grew with the sizes, which may have been
-    whole by chance, each is a matter of its own.
+    where states are among the inputs, which are longer at every call. Where a float grew with the
+    sizes, which may have been whole by chance, each is a matter of its own.
     """
 
     def __init__(
@@ -261,6 +290,8 @@ class _Recording:
         self.guards = Guards(model, trace.reads)
         self._model = model
         self._questions: fx.GraphModule | None = None
+        self._asked: Sequence[Value] = ()  # what its questions are about
+        self._writes = False  # whether they write into that
 
     def _named(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(sizes[name] for name in self._names)
@@ -283,7 +314,8 @@ class _Recording:
             return False
         ranges = zip(named, zip(*self._compared, strict=True), strict=True)
         between = all(min(known) <= n <= max(known) for n, known in ranges)
-        return (between or self.signature.has_states) and _divisors(named) in map(_divisors, self._compared)
+        is_alike = _divisors(named) in map(_divisors, self._compared)
+        return (between or self.signature.has_states) and is_alike
 
     def see(self, sizes: Sizes) -> None:
         """Note that the model did at these sizes what the trace says."""
@@ -315,15 +347,15 @@ class _Recording:
         questions = self.trace.questions
         if questions is None:
             return True
-        crossing = Cuts(questions)
-        inputs = crossing.boundary(0)
         if self._questions is None:
+            inputs = self._asked = Cuts(questions).boundary(0)
             everything = range(len(questions.calls))
             device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
             outputs = questions.outputs
             self._questions = lower(self._model, questions, everything, inputs, outputs, device)
-        values = input_leaves(inputs, leaves)
-        if any(call.mutates for call in questions.calls):
+            self._writes = any(call.mutates for call in questions.calls)
+        values = input_leaves(self._asked, leaves)
+        if self._writes:
             values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
         with torch.no_grad():
             answers = self._questions(sizes, None, *values)

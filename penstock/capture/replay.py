@@ -121,7 +121,7 @@ class ForwardResults(Recorder):
             Unrecordable: it does in an open module what could not be recorded.
         """
         with intercepted(self), python_kept():
-            self.begin(args, dict(kwargs))
+            self.begin(*flatten((tuple(args), dict(kwargs))))
             with self:
                 self.model(*args, **kwargs)
         return self.results

@@ -15,12 +15,19 @@ from torch import nn
 
 from penstock.board.activity import RECOMPUTATION, SENDING
 from penstock.board.memory import Record
-from penstock.capture.calls import Sizes
 from penstock.capture.halves import Deferral, Pending, run_pending
-from penstock.capture.randomness import Key
 from penstock.engine.batchnorm import Norms
 from penstock.engine.residents import Residents
-from penstock.engine.span import Entry, MicroBatch, Passed, Recomputation, Span, enter, run_backward, run_span
+from penstock.engine.span import (
+    Entry,
+    MicroBatch,
+    Passed,
+    Recomputation,
+    Span,
+    enter,
+    run_backward,
+    run_span,
+)
 from penstock.links.link import Gradients, Roots, Sink, Source, edges
 
 

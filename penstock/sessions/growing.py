@@ -63,11 +63,12 @@ class Growing:
     def __init__(self, batch_dim: BatchDim = 0, dynamic: Dynamic | None = None) -> None:
         self._batch_dim = batch_dim
         self._dynamic = dynamic or {}
-        self._before: dict[Place, int] = {}
+        self._last: tuple[Structure | None, list[Any]] = (None, [])
 
     def note(self, leaves: Sequence[Any], structure: Structure | None) -> None:
         """Remember the sizes of a call."""
-        self._before = dict(_sizes(leaves, structure))
+        sizes = [x.shape if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._last = structure, sizes
 
     def varying_of(
         self, leaves: Sequence[Any], structure: Structure | None, dynamic: Dynamic | None = None
@@ -85,45 +86,44 @@ class Growing:
         paths = leaf_paths(structure)
         dynamic = self._dynamic if dynamic is None else dynamic
         rows = self._rows(leaves, paths)
+        sources = _named_sizes(leaves, paths, dynamic)
+        last = self._sizes()
         axes: list[dict[int, Axis]] = [{} for _ in leaves]
         items: list[_Item] = []
-        sources = _named_sizes(leaves, paths, dynamic)
         for k, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
-            if type(leaf) is int and len(path) > 2:  # in an object or a container
-                before = self._before.get((path, -1))
-                if before is not None and before != leaf:
-                    items.append(_Item(k, -1, leaf, before))
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            argument = path[1][1] if len(path) > 1 and path[1] else None
-            is_resident = isinstance(leaf, Resident)
-            own = {} if is_resident else dynamic.get(argument, {})  # type: ignore[arg-type]
-            for dim, size in enumerate(leaf.shape):
-                before = self._before.get((path, dim))
-                if is_resident:
-                    made = _made(leaf, dim)
-                    if (per := _per_row(made)) is not None and size == per * rows:
-                        axes[k][dim] = Axis(ROWS, per)
-                    elif before != size if before is not None else _grows(made):
-                        surely = before is not None or isinstance(made, Size)
-                        items.append(_Item(k, dim, size, before, surely=surely))
-                    elif before is not None and size in sources:
-                        items.append(_Item(k, dim, size, before, sources[size]))
-                elif dim == self._dim_of(argument) and size % rows == 0 and size == rows:
-                    axes[k][dim] = Axis(ROWS)
-                elif dim in own or dim - leaf.ndim in own:
-                    name = own.get(dim, own.get(dim - leaf.ndim, ""))
-                    items.append(_Item(k, dim, size, before, name))
+            if type(leaf) is int:
+                items += _number(k, leaf, last.get((path, -1)), is_inside=len(path) > 2)
+            elif isinstance(leaf, Resident):
+                before = [last.get((path, dim)) for dim in range(leaf.ndim)]
+                axes[k] = _rows_of(leaf, rows)
+                items += _grown(k, leaf, before, sources, axes[k])
+            elif isinstance(leaf, torch.Tensor) and leaf.ndim:
+                argument = _argument(path)
+                if (dim := self._dim_of(argument)) is not None and leaf.shape[dim] == rows:
+                    axes[k][dim % leaf.ndim] = Axis(ROWS)
+                for dim, name in dynamic.get(argument, {}).items():
+                    now = leaf.shape[dim]
+                    items.append(_Item(k, dim % leaf.ndim, now, last.get((path, dim)), name))
         numbers: dict[int, Axis] = {}
         for name, group in _groups(items):
-            base = group[0].now
             for item in group:
-                axis = Axis(name, 1, item.now - base)
+                axis = Axis(name, 1, item.now - group[0].now)
                 if item.dim < 0:
                     numbers[item.leaf] = axis
                 else:
-                    axes[item.leaf][item.dim] = axis
+                    axes[item.leaf].setdefault(item.dim, axis)
         return Varying(tuple(axes), numbers)
+
+    def _sizes(self) -> dict[Place, int]:
+        """The sizes of the call before, by their places."""
+        structure, sizes = self._last
+        found: dict[Place, int] = {}
+        for size, path in zip(sizes, leaf_paths(structure) if sizes else [], strict=True):
+            if type(size) is int:
+                found[path, -1] = size
+            elif isinstance(size, torch.Size):
+                found.update(((path, dim), n) for dim, n in enumerate(size))
+        return found
 
     def _dim_of(self, argument: Any) -> int | None:
         """The dimension of an argument that counts the rows."""
@@ -141,11 +141,10 @@ class Growing:
             InputError: none has.
         """
         for leaf, path in zip(leaves, paths, strict=True):
-            argument = path[1][1] if len(path) > 1 and path[1] else None
-            dim = self._dim_of(argument)
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Resident):
-                if dim is not None and leaf.ndim > dim:
-                    return leaf.shape[dim]
+            dim = self._dim_of(_argument(path))
+            is_given = isinstance(leaf, torch.Tensor) and not isinstance(leaf, Resident)
+            if is_given and dim is not None and leaf.ndim > dim:
+                return int(leaf.shape[dim])
         raise InputError("no argument of this call has rows: none is a tensor with dimensions")
 
 
@@ -161,27 +160,66 @@ def _groups(items: Sequence[_Item]) -> list[tuple[str, list[_Item]]]:
     return [(f"length {k}", group) for k, group in enumerate(groups)]
 
 
+def _argument(path: tuple[Any, ...]) -> Any:
+    """The name or the position of the argument in which a leaf is."""
+    return path[1][1] if len(path) > 1 and path[1] else None
+
+
+def _number(leaf: int, now: int, before: int | None, is_inside: bool) -> list[_Item]:
+    """An integer in an object or a container, if it has changed."""
+    has_changed = is_inside and before is not None and before != now
+    return [_Item(leaf, -1, now, before)] if has_changed else []
+
+
+def _rows_of(leaf: Resident, rows: int) -> dict[int, Axis]:
+    """The dimensions of a state that count rows."""
+    found = {}
+    for dim, size in enumerate(leaf.shape):
+        per = _per_row(_made(leaf, dim))
+        if per is not None and size == per * rows:
+            found[dim] = Axis(ROWS, per)
+    return found
+
+
+def _grown(
+    k: int,
+    leaf: Resident,
+    before: Sequence[int | None],
+    sources: Mapping[int, str],
+    others: Mapping[int, Axis],
+) -> list[_Item]:
+    """The dimensions of a state that grow, or are as long as an argument.
+
+    Args:
+        k: the number of the leaf.
+        leaf: the state.
+        before: its sizes at the call before.
+        sources: names of sizes of arguments.
+        others: its dimensions that count something else.
+    """
+    items = []
+    for dim, (now, was) in enumerate(zip(leaf.shape, before, strict=True)):
+        made = _made(leaf, dim)
+        if dim in others:
+            continue
+        if was != now if was is not None else isinstance(made, (Size, Irregular)):
+            surely = was is not None or isinstance(made, Size)
+            items.append(_Item(k, dim, now, was, surely=surely))
+        elif was is not None and now in sources:
+            items.append(_Item(k, dim, now, was, sources[now]))
+    return items
+
+
 def _named_sizes(
     leaves: Sequence[Any], paths: Sequence[tuple[Any, ...]], dynamic: Dynamic
 ) -> dict[int, str]:
     """The sizes of dimensions that have names, with these, where a state may be as long."""
     found: dict[int, str] = {}
     for leaf, path in zip(leaves, paths, strict=True):
-        argument = path[1][1] if len(path) > 1 and path[1] else None
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Resident):
-            for dim, name in dynamic.get(argument, {}).items():  # type: ignore[arg-type]
+            for dim, name in dynamic.get(_argument(path), {}).items():
                 if -leaf.ndim <= dim < leaf.ndim:
                     found[leaf.shape[dim]] = name
-    return found
-
-
-def _sizes(leaves: Sequence[Any], structure: Structure | None) -> list[tuple[Place, int]]:
-    found: list[tuple[Place, int]] = []
-    for leaf, path in zip(leaves, leaf_paths(structure), strict=True):
-        if type(leaf) is int:
-            found.append(((path, -1), leaf))
-        elif isinstance(leaf, torch.Tensor):
-            found += [((path, dim), size) for dim, size in enumerate(leaf.shape)]
     return found
 
 
@@ -196,7 +234,3 @@ def _per_row(made: int | Size | Irregular | None) -> int | None:
     if isinstance(made, Size) and len(made.terms) == 1 and made.terms[0][1] == (ROWS,):
         return made.terms[0][0]
     return None
-
-
-def _grows(made: int | Size | Irregular | None) -> bool:
-    return isinstance(made, (Size, Irregular))

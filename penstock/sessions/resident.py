@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,25 +15,35 @@ from penstock.errors import InputError
 from penstock.torch_internals import wrapper_subclass
 
 
-@dataclass(eq=False)
 class Value:
     """A value that a worker keeps as long as somebody has this.
 
-    Attributes:
+    Args:
         number: by which the workers know it.
         stage: that has it.
         replica: of that stage.
         made: how its sizes depend on those of the inputs of the pass that made it.
+        gone: where its number is put when nobody has it any more.
     """
 
-    number: int
-    stage: int
-    replica: int
-    made: tuple[int | Size | Irregular, ...]
+    __slots__ = ("gone", "made", "number", "replica", "stage")
 
-    def when_gone(self, drop: Any) -> None:
-        """Call `drop(number)` when nobody has it any more."""
-        weakref.finalize(self, drop, self.number).atexit = False
+    def __init__(
+        self,
+        number: int,
+        stage: int,
+        replica: int,
+        made: tuple[int | Size | Irregular, ...],
+        gone: deque[int],
+    ) -> None:
+        self.number = number
+        self.stage = stage
+        self.replica = replica
+        self.made = made
+        self.gone = gone
+
+    def __del__(self) -> None:
+        self.gone.append(self.number)
 
 
 class Seen(NamedTuple):
@@ -75,12 +84,16 @@ class Resident(torch.Tensor):
         made.seen = seen
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"Resident({tuple(self.shape)}, {self.dtype}, stage {self.seen.value.stage})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = tuple(args), dict(kwargs or {})
         residents = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Resident)]

@@ -21,8 +21,8 @@ from penstock.capture.signatures import Inputs
 from penstock.capture.trees import Structure, flatten_result, is_plain_object, unflatten
 from penstock.engine.batch import Batch
 from penstock.engine.residents import States
-from penstock.errors import InputError
 from penstock.runner import Runner, Started
+from penstock.sessions.familiar import Familiar, FamiliarResult
 from penstock.sessions.growing import Growing
 from penstock.sessions.resident import Resident, Seen, Value
 from penstock.workers.ways import Way
@@ -36,22 +36,27 @@ class Pass:
     """A pass of a session that is under way.
 
     Attributes:
+        session: whose it is.
         started: for the runner.
         way: that it takes.
         leaves: of its arguments.
         sizes: of these.
         first: the number of the first value that it keeps.
-        given: the arguments, of which objects are changed as the forward does it.
-        replica: that runs it.
+        args, kwargs: the arguments, of which objects are changed as the forward does it.
+        number: of the way.
+        familiar: whether it is like the pass before it.
     """
 
+    session: Session
     started: Started
     way: Way
     leaves: Inputs
     sizes: Sizes
     first: int
-    given: tuple[Any, ...]
-    replica: int
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    number: int
+    familiar: bool
 
 
 class Sessions:
@@ -95,26 +100,69 @@ class Sessions:
         runner, training = self._runner, self._program.model.training
         runner.workers.check_states()
         with self._operation(), torch.no_grad():
-            leaves = self._program.signatures.flatten_with_states(
-                *(args, kwargs, partial(session.growing.varying_of, dynamic=dynamic)),
-                self.fetch,
-            )
+            familiar = self._familiar(session, args, kwargs, training)
+            routed = familiar or self._new(session, args, kwargs, dynamic, training)
+            leaves: Any = routed.parts[0]
             session.growing.note(leaves, leaves.signature.structure)
-            sizes = leaves.signature.varying.sizes(leaves)
-            batch = Batch([leaves], [sizes])
-            way, routed = self._routed(batch, training)
+            number = routed.ways[0]
+            way = runner.ways(training)[number]
             order = runner.order("infer", routed, training)
             first, self._kept = self._kept, self._kept + len(way.trace.outputs)
-            states = self._states(way, routed.parts[0], first)
+            states = self._states(way, leaves, first)
             microbatches = [m._replace(states=states) for m in order.microbatches]
             order = replace(order, microbatches=microbatches, replica=session.replica)
             started = runner.start(order)
             sizes = order.microbatches[0].sizes
-            given = (args, kwargs)
-            return Pass(started, way, leaves, sizes, first, given, session.replica)
+            return Pass(
+                *(session, started, way, leaves, sizes, first, args, kwargs, number),
+                familiar is not None,
+            )
 
-    def _routed(self, batch: Batch, training: bool) -> tuple[Way, Batch]:
-        """The way of a batch, and the batch with it.
+    def _familiar(
+        self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool
+    ) -> Batch | None:
+        """A call as a routed batch, if it is like the one before; cheap."""
+        known = session.familiar
+        if known is None or known.training != training:
+            return None
+        leaves = known.inputs(args, kwargs)
+        sizes = None if leaves is None else known.sizes(leaves)
+        if leaves is None or sizes is None:
+            return None
+        self._runner.workers.check()
+        way = self._runner.ways(training)[known.way]
+        if way.trace is not known.trace or self._elsewhere(way, leaves, session.replica):
+            return None
+        if not self._program.recordings.still_takes(known.trace, leaves, sizes):
+            return None
+        leaves.with_values = self.fetch
+        return self._runner.routed_like(Batch([leaves], [sizes]), known.way, training)
+
+    def _new(
+        self,
+        session: Session,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dynamic: Dynamic | None,
+        training: bool,
+    ) -> Batch:
+        """A call as a routed batch."""
+        varying_of = partial(session.growing.varying_of, dynamic=dynamic)
+        signatures = self._program.signatures
+        leaves = signatures.flatten_with_states(args, kwargs, varying_of, self.fetch)
+        sizes = leaves.signature.varying.sizes(leaves)
+        return self._routed(Batch([leaves], [sizes]), training, session.replica)
+
+    def _elsewhere(self, way: Way, leaves: Sequence[Any], replica: int) -> list[int]:
+        """The states that another stage has than the one that reads them."""
+        return [
+            k
+            for k, stage in way.taken.items()
+            if (value := leaves[k].seen.value).stage != stage or value.replica != replica
+        ]
+
+    def _routed(self, batch: Batch, training: bool, replica: int) -> Batch:
+        """The batch with its way.
 
         A state that another stage has than the one that reads it is brought here, and enters with
         the inputs.
@@ -126,10 +174,9 @@ class Sessions:
             route = partial(self._runner.route, batch, training, False, apart_of)
             routed = self._runner.surviving(route)
             way = self._runner.ways(training)[routed.ways[0]]
-            homes = {k: leaves[k].seen.value.stage for k in way.taken}
-            moving = [k for k, stage in way.taken.items() if homes[k] != stage]
+            moving = self._elsewhere(way, leaves, replica)
             if not moving or here.issuperset(moving):
-                return way, routed
+                return routed
             here.update(moving)
             values = self.fetch([leaves[k] for k in moving])
             parts = Inputs(leaves, leaves.signature, leaves.with_values)
@@ -165,14 +212,14 @@ class Sessions:
         """Wait for a pass; returns the model's result, with its states as `Resident`s."""
         with self._runner.steps.failing():
             outcome = self._runner.finish(done.started)
-        way, trace = done.way, done.way.trace
+        way, trace, session = done.way, done.way.trace, done.session
         values = dict(zip(way.outputs, outcome.parts[0], strict=True))
         leaves: list[Any] = []
         for k, leaf in enumerate(trace.outputs):
             if k in way.kept:
                 shape = outcome.kept[done.first + k]
-                value = Value(done.first + k, way.kept[k], done.replica, trace.info(leaf).shape)
-                value.when_gone(self._gone.append)
+                made = trace.info(leaf).shape
+                value = Value(done.first + k, way.kept[k], session.replica, made, self._gone)
                 home = self._runner.workers.devices[self._runner.plan.placement[value.stage]]
                 leaves.append(Resident(shape, home, Seen(value)))
             elif k in way.apart.outputs:
@@ -182,8 +229,17 @@ class Sessions:
             else:
                 known = isinstance(leaf, (Size, Number))
                 leaves.append(leaf.at(done.sizes) if known else leaf)
-        result = unflatten(trace.output_structure, leaves)
-        return _into_given(result, done.given)
+        if done.familiar and session.result is not None:
+            return session.result.put(leaves)
+        result = _into_given(unflatten(trace.output_structure, leaves), (done.args, done.kwargs))
+        session.result = FamiliarResult.of(result, trace)
+        session.familiar = None
+        if session.result is not None:
+            training = self._program.model.training
+            session.familiar = Familiar(
+                *(done.args, done.kwargs, done.leaves, trace, done.number), training
+            )
+        return result
 
     def fetch(self, leaves: Sequence[Any]) -> list[Any]:
         """The same, copies of residents with their elements."""
@@ -218,12 +274,19 @@ class Session:
         sessions: of the pipeline.
         growing: which sizes grow.
         replica: that has the states.
+
+    Attributes:
+        growing, replica: as given.
+        familiar: the last call, which the next is compared with.
+        result: what it returned.
     """
 
     def __init__(self, sessions: Sessions, growing: Growing, replica: int) -> None:
         self._sessions = sessions
         self.growing = growing
         self.replica = replica
+        self.familiar: Familiar | None = None
+        self.result: FamiliarResult | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for these arguments; states in it are `Resident`s."""
@@ -257,7 +320,7 @@ def _in_objects(structure: Structure | None) -> list[int]:
 
 def _into_given(result: Any, given: tuple[Any, ...]) -> Any:
     """The result, in which the objects that were given stand for what was made of them."""
-    leaves, structure = flatten_result(given, lambda value: False)
+    leaves, _ = flatten_result(given, lambda value: False)
     objects = [leaf for leaf in leaves if is_plain_object(leaf)]
     mine, of_result = flatten_result(result, lambda value: False)
     for k, leaf in enumerate(mine):

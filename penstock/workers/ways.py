@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from penstock.capture import Attribute, Join, Program, Ref, Sizes, Trace, Value
-from penstock.capture.calls import INPUTS
-from penstock.capture.cuts import NOTHING, Apart
 from penstock.capture.attributes import find, named_tensors
+from penstock.capture.cuts import NOTHING, Apart
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.capture.numbers import PASSED
@@ -20,8 +19,7 @@ from penstock.capture.preserve import own_generators
 from penstock.engine.batchnorm import check_closed, running_statistics
 from penstock.engine.ends import Ending
 from penstock.engine.microbatch import check_mergeable
-from penstock.engine.span import Span
-from penstock.engine.span import MicroBatch
+from penstock.engine.span import MicroBatch, Span
 from penstock.errors import InputError
 from penstock.plan import Plan
 
@@ -157,9 +155,7 @@ class Ways:
     def __len__(self) -> int:
         return len(self.traces)
 
-    def taken(
-        self, leaves: Sequence[Any], apart_of: Callable[[Trace], Apart] | None = None
-    ) -> int:
+    def taken(self, leaves: Sequence[Any], apart_of: Callable[[Trace], Apart] | None = None) -> int:
         """The number of the way that a micro-batch with these input leaves takes.
 
         Args:

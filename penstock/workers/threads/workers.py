@@ -86,10 +86,12 @@ class ThreadWorkers(Workers):
         if way.training not in self._assemblies:
             places = range(self._per_replica)
             self._assemblies[way.training] = [
-                Assembly(self._plan, self.devices[k * len(places) :], links, places, *others)
-                for k, (links, *others) in enumerate(
-                    zip(self._links, self._replicas, self._residents, strict=True)
+                Assembly(
+                    *(self._plan, self.devices[k * len(places) :], links, places),
+                    self._replicas[k],
+                    self._residents[k],
                 )
+                for k, links in enumerate(self._links)
             ]
         for assembly in self._assemblies[way.training]:
             assembly.add(way)

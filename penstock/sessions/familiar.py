@@ -1,0 +1,245 @@
+"""What is known of a session after a call, so that the next call costs little if it is like it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from operator import getitem, is_
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.capture import Attribute, Ref, Size, Sizes, Trace
+from penstock.capture.calls import TensorInfo
+from penstock.capture.dims import Axis
+from penstock.capture.numbers import Number
+from penstock.capture.signatures import Inputs, Signature
+from penstock.capture.trees import Structure, flatten, unflatten
+
+
+class Familiar:
+    """A call of a session, which the next one is compared with.
+
+    The containers and objects in the arguments have to be the same ones; what is in them is looked
+    up where it was, and has to have the same signature.
+
+    Args:
+        args, kwargs: of the call.
+        leaves: of them.
+        trace: that the call took.
+        way: its number.
+        training: in which mode.
+
+    Attributes:
+        signature: of the call.
+        trace, way, training: as given.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: Inputs,
+        trace: Trace,
+        way: int,
+        training: bool,
+    ) -> None:
+        self.signature, self.trace, self.way, self.training = leaves.signature, trace, way, training
+        self._given: dict[int, Any] = {0: list(args), 1: dict(kwargs)}
+        self._names = list(kwargs)
+        cells: list[tuple[Any, Any]] = []
+        inner: list[tuple[Any, Any, Any]] = []
+        assert self.signature.structure is not None  # it is that of a pair
+        pairs = zip(range(2), self.signature.structure.children, strict=True)
+        try:
+            self._is_usable = all(self._look(self._given, k, s, cells, inner) for k, s in pairs)
+        except (KeyError, IndexError):  # the forward has changed the structure of objects
+            self._is_usable = False
+        self._containers = [container for container, _ in cells]
+        self._keys = [key for _, key in cells]
+        self._inner_containers = [container for container, _, _ in inner]
+        self._inner_keys = [key for _, key, _ in inner]
+        self._inner = [value for *_, value in inner]
+        self._counts = [len(held) for held in self._countable()]
+        self._types = list(map(type, leaves))
+        self._where = list(_where(self.signature))
+        self._patterns = _patterns(self.signature)
+        self._constants = [
+            (k, known, self.signature.varying.numbers.get(k))
+            for k, known in enumerate(self.signature.inputs)
+            if not isinstance(known, TensorInfo)
+        ]
+
+    def _look(
+        self, container: Any, key: Any, structure: Structure | None, cells: list[Any], inner: Any
+    ) -> bool:
+        """Note where all leaves are; whether each can be reached."""
+        if structure is None:
+            cells.append((container, key))
+            return True
+        value = container[key]
+        if container is not self._given:
+            inner.append((container, key, value))
+        for reached, child in zip(structure.keys, structure.children, strict=True):
+            if reached is None:
+                return False
+            how, name = reached
+            held = vars(value) if how == "attribute" and hasattr(value, "__dict__") else value
+            if how == "attribute" and held is value:
+                return False
+            if not self._look(held, name, child, cells, inner):
+                return False
+        return True
+
+    def _countable(self) -> list[Any]:
+        return [value for value in self._inner if isinstance(value, (list, dict))]
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs | None:
+        """The leaves of a call's arguments; `None` if they are unlike those of the last one."""
+        if not self._is_usable or len(args) != len(self._given[0]) or list(kwargs) != self._names:
+            return None
+        self._given[0][:] = args
+        self._given[1].update(kwargs)
+        try:
+            if not all(
+                map(is_, map(getitem, self._inner_containers, self._inner_keys), self._inner)
+            ):
+                return None
+            leaves = list(map(getitem, self._containers, self._keys))
+        except (KeyError, IndexError):
+            return None
+        if list(map(len, self._countable())) != self._counts:
+            return None
+        return Inputs(leaves, self.signature) if list(map(type, leaves)) == self._types else None
+
+    def sizes(self, leaves: Sequence[Any]) -> Sizes | None:
+        """How large these leaves are; `None` if they have not the signature of the last call."""
+        sizes: dict[str, int] = {}
+        for leaf, dim, axis in self._where:
+            now = leaves[leaf] if dim < 0 else leaves[leaf].shape[dim]
+            sizes[axis.name] = (now - axis.plus) // axis.per
+        for shape, dtype, numbers in self._patterns:
+            size = tuple([n.at(sizes[n.name]) if isinstance(n, Axis) else n for n in shape])
+            for k in numbers:
+                if leaves[k].shape != size or leaves[k].dtype != dtype:
+                    return None
+        for k, known, grows in self._constants:
+            wanted = known if grows is None else grows.at(sizes[grows.name])
+            if leaves[k] is not wanted and leaves[k] != wanted:
+                return None
+        return sizes if min(sizes.values()) > 0 else None
+
+
+class FamiliarResult:
+    """The result of a call whose objects are those that it was given, and are put to use again.
+
+    Args:
+        cells: for leaves in objects that differ from call to call where each is, and its number.
+        outer: the numbers of other leaves, and the objects among them.
+        structure: what these are put into.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[tuple[Any, Any, int]],
+        outer: Sequence[Any],
+        structure: Structure | None,
+    ) -> None:
+        self._cells = cells
+        self._outer = outer
+        self._structure = structure
+
+    @classmethod
+    def of(cls, result: Any, trace: Trace) -> FamiliarResult | None:
+        """That of a trace; `None` if its objects cannot be used again."""
+        cells: list[tuple[Any, Any, int]] = []
+        outer: list[Any] = []
+        number = count()
+
+        def look(value: Any, structure: Structure | None, container: Any, key: Any) -> bool:
+            if structure is None:
+                leaf = next(number)
+                if isinstance(trace.outputs[leaf], (Ref, Attribute, Size, Number)):
+                    cells.append((container, key, leaf))
+                return True
+            for reached, child in zip(structure.keys, structure.children, strict=True):
+                if reached is None or isinstance(value, tuple):
+                    return False
+                how, name = reached
+                held = vars(value) if how == "attribute" else value
+                if not look(held[name], child, held, name):
+                    return False
+            return True
+
+        def look_outside(value: Any, structure: Structure | None) -> Structure | None:
+            if structure is None:
+                outer.append(next(number))
+                return None
+            if structure.is_object:
+                if not look(value, structure, None, None):
+                    raise _CannotBeUsedAgainError
+                outer.append(_Object(value))
+                return None
+            parts = flatten(value)[0] if not structure.children else _parts(value, structure)
+            inner = tuple(map(look_outside, parts, structure.children))
+            return replace(structure, children=inner)
+
+        try:
+            structure = look_outside(result, trace.output_structure)
+        except _CannotBeUsedAgainError:
+            return None
+        return cls(cells, outer, structure)
+
+    def put(self, leaves: Sequence[Any]) -> Any:
+        """The result with these leaves."""
+        for container, key, leaf in self._cells:
+            container[key] = leaves[leaf]
+        outer = [x.value if isinstance(x, _Object) else leaves[x] for x in self._outer]
+        return unflatten(self._structure, outer)
+
+
+class _Object(NamedTuple):
+    value: Any
+
+
+class _CannotBeUsedAgainError(Exception):
+    """Something in an object is in a tuple, or cannot be reached."""
+
+
+def _parts(value: Any, structure: Structure) -> list[Any]:
+    """The children of a container."""
+    parts = []
+    for reached in structure.keys:
+        if reached is None:
+            raise _CannotBeUsedAgainError
+        how, name = reached
+        parts.append(value[name] if how == "item" else getattr(value, name))
+    return parts
+
+
+def _where(signature: Signature) -> Iterator[tuple[int, int, Axis]]:
+    """For every size that varies a leaf and a dimension that has it; -1 for a number."""
+    seen: set[str] = set()
+    varying = signature.varying
+    for leaf, axes in enumerate(varying.axes):
+        for dim, axis in axes.items():
+            if axis.name not in seen:
+                seen.add(axis.name)
+                yield leaf, dim, axis
+    for leaf, axis in varying.numbers.items():
+        if axis.name not in seen:
+            seen.add(axis.name)
+            yield leaf, -1, axis
+
+
+def _patterns(
+    signature: Signature,
+) -> list[tuple[tuple[int | Axis, ...], torch.dtype, list[int]]]:
+    """The shapes that tensors have, with the leaves that have them."""
+    found: dict[tuple[tuple[int | Axis, ...], torch.dtype], list[int]] = {}
+    for k, (known, axes) in enumerate(zip(signature.inputs, signature.varying.axes, strict=True)):
+        if isinstance(known, TensorInfo):
+            shape = tuple(axes.get(dim, n) for dim, n in enumerate(known.shape))
+            found.setdefault((shape, known.dtype), []).append(k)  # type: ignore[arg-type]
+    return [(shape, dtype, leaves) for (shape, dtype), leaves in found.items()]
