@@ -9,6 +9,7 @@
     ├── PlanError          no plan satisfies the request
     │   └── RequestError   cuts or modules do not fit the program; an InputError as well
     ├── ScheduleError      a schedule would deadlock or is incorrect
+    ├── StatesLost         the states of a session are gone with the worker that had them
     ├── ClosedError        the pipeline was closed, by the user or by an error
     ├── WorkerError        a worker failed; the cause is chained
     │   └── WorkerDied     its process ended or was killed
@@ -118,6 +119,10 @@ class RequestError(PlanError, InputError):
 
 class ScheduleError(PenstockError):
     """A schedule would deadlock, or does not run each action exactly once."""
+
+
+class StatesLost(PenstockError):  # noqa: N818 - named like WorkerDied, which is its cause
+    """The states of a session are gone with the worker that had them. Begin the session again."""
 
 
 class ClosedError(PenstockError):

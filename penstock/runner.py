@@ -23,7 +23,7 @@ from penstock.engine.batch import Batch, digest, tokens_of
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.span import MicroBatch
-from penstock.errors import InputError, WorkerDied, WorkerError
+from penstock.errors import InputError, StatesLost, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
@@ -447,7 +447,7 @@ class Runner:
         try:
             outcome = self.surviving(partial(self._finished, started))
         except WorkerError as error:
-            if isinstance(error.__cause__, InputError):
+            if isinstance(error.__cause__, (InputError, StatesLost)):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
             raise
         finally:

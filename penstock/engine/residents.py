@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.capture.trees import map_leaves
-from penstock.errors import InputError
+from penstock.errors import StatesLost
 
 
 class Shape(NamedTuple):
@@ -104,12 +104,12 @@ class Residents:
         """The value that this leaf of the inputs is.
 
         Raises:
-            InputError: it is not here.
+            StatesLost: it is not here.
         """
         try:
             value = self._values[states.taken[leaf]]
         except KeyError:
-            raise InputError(
+            raise StatesLost(
                 "a state of this session is gone: the worker that had it was replaced. Begin the "
                 "session again"
             ) from None

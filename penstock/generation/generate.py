@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from penstock.capture.trees import map_leaves
-from penstock.errors import InputError
-from penstock.generation.script import Ended, Request, Script
+from penstock.errors import InputError, StatesLost
+from penstock.generation.script import Ended, Script
 from penstock.generation.stand_in import lengths_in, named, stand_in
 from penstock.sessions.session import Pass, Session, Sessions
 
@@ -46,101 +46,171 @@ class Group:
     kwargs: Mapping[str, Any]
 
 
-@dataclass
-class _Running:
-    """A group that is being generated.
+class Job:
+    """A group that is generated, or waits to be.
+
+    Args:
+        group: the sequences.
+        seed: of random numbers.
+        streams: whether its tokens are wanted as they come.
 
     Attributes:
-        number: of the group.
-        group: what it is.
+        group, seed: as given.
+        result: what the model's `generate` has returned, when it has.
+        error: why it has not; `None` if it has not failed.
+        is_over: whether it has ended, in either way.
+    """
+
+    def __init__(self, group: Group, seed: int, streams: bool = False) -> None:
+        self.group = group
+        self.seed = seed
+        self.streams = streams
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.is_over = False
+        self._tokens: deque[torch.Tensor] = deque()
+        self._seen = self._given = 0
+
+    def taken(self) -> Iterator[Tokens]:
+        """The new tokens that were not taken yet."""
+        while self._tokens:
+            yield Tokens(self.group.rows, self._tokens.popleft())
+
+    def begin(self) -> None:
+        """It begins, perhaps again: tokens that come once more are left out."""
+        self._seen = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt at first, then one token for each sequence; called by `generate`."""
+        if self._seen > self._given:
+            self._given = self._seen
+            self._tokens.append(value.reshape(-1).cpu())
+        self._seen += 1
+
+    def end(self) -> None:
+        """Nothing more will come; called by `generate`."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A job that is under way.
+
+    Attributes:
+        job: what it is.
         script: runs the model's `generate`.
         session: has its states.
         under_way: the pass that it waits for.
-        tokens: that were not yielded yet.
+        begun: how often it was begun.
     """
 
-    number: int
-    group: Group
+    job: Job
     script: Script
     session: Session
     under_way: Pass | None = None
-    tokens: deque[Tokens] = field(default_factory=deque)
+    begun: int = 1
 
 
-class Generation:
+class Generator:
     """Generates groups of sequences, several at a time, so that all stages are busy.
+
+    `add` gives it jobs, and `step` brings the next of them forward by one pass.
 
     Args:
         model: whose `generate` is called.
         sessions: of the pipeline.
         most: how many groups are under way at a time.
         threads: intra-op threads of what runs outside of the pipeline.
-        seed: group of first row `r` draws random numbers as after `torch.manual_seed(seed + r)`.
-        streams: whether tokens are wanted as they come.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sessions: Sessions,
-        most: int,
-        threads: int,
-        seed: int,
-        streams: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, sessions: Sessions, most: int, threads: int) -> None:
         self._model = model
         self._sessions = sessions
         self._most = most
         self._threads = threads
-        self._seed = seed
-        self._streams = streams
-        self.results: dict[int, Any] = {}
+        self._waiting: deque[Job] = deque()
+        self._running: deque[_Running] = deque()
 
-    def run(self, groups: Sequence[Group]) -> Iterator[Tokens]:
-        """Generate all groups; `results` has what the model's `generate` returned for each."""
-        waiting = deque(enumerate(groups))
-        running: deque[_Running] = deque()
-        try:
-            while waiting or running:
-                while waiting and len(running) < self._most:
-                    begun = self._begin(*waiting.popleft())
-                    running.append(begun)
-                    self._go_on(begun, running, None)
-                    yield from _taken(begun)
-                if running:
-                    first = running.popleft()
-                    running.append(first)
-                    assert first.under_way is not None
-                    done, first.under_way = first.under_way, None
-                    self._go_on(first, running, self._sessions.finish(done))
-                    yield from _taken(first)
-        finally:
-            self._cancel(running)
-            self._sessions.drop()
+    def add(self, job: Job) -> None:
+        """Generate this as well, as soon as there is room."""
+        self._waiting.append(job)
 
-    def _begin(self, number: int, group: Group) -> _Running:
-        session = self._sessions.open()
-        begun: _Running
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._waiting and not self._running
+
+    def step(self) -> Sequence[Job]:
+        """Begin what there is room for, and wait for the pass that was started first.
+
+        Returns:
+            the jobs that may have new tokens, or have ended.
+
+        Raises:
+            BaseException: what is no `Exception` that a job raises, such as a `KeyboardInterrupt`.
+        """
+        touched = []
+        while self._waiting and len(self._running) < self._most:
+            begun = self._begin(self._waiting.popleft())
+            self._running.append(begun)
+            self._go_on(begun)
+            touched.append(begun.job)
+        if self._running:
+            first = self._running[0]
+            self._running.rotate(-1)
+            touched.append(first.job)
+            try:
+                answer = self._finish(first)
+            except Exception as error:
+                self._after_failure(first, error)
+            else:
+                self._go_on(first, answer)
+        return touched
+
+    def cancel(self, job: Job) -> None:
+        """End a job, whether it has begun or not."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        for one in [one for one in self._running if one.job is job]:
+            self._running.remove(one)
+            self._give_up(one)
+        job.is_over = True
+
+    def close(self) -> None:
+        """End all jobs, and have the workers let go of their states."""
+        for job in [*self._waiting, *(one.job for one in self._running)]:
+            self.cancel(job)
+        self._sessions.drop()
+
+    def _begin(self, job: Job, begun: int = 1) -> _Running:
+        """A job from its beginning."""
 
         def generate(script: Script) -> Any:
             model = stand_in(self._model, lambda *a, **k: script.ask(named(self._model, a, k)))
-            kwargs = dict(group.kwargs)
-            if self._streams:
-                kwargs["streamer"] = _Streamer(begun)
-            return model.generate(*group.args, **kwargs)  # type: ignore[operator]
+            kwargs = dict(job.group.kwargs)
+            if job.streams:
+                kwargs["streamer"] = job
+            return model.generate(*job.group.args, **kwargs)  # type: ignore[operator]
 
-        script = Script(generate, self._seed + group.rows[0], self._threads)
-        begun = _Running(number, group, script, session)
-        return begun
+        job.begin()
+        script = Script(generate, job.seed, self._threads)
+        return _Running(job, script, self._sessions.open(), begun=begun)
 
-    def _go_on(self, one: _Running, running: deque[_Running], answer: Any) -> None:
-        """Let a group go on until its next pass has begun, or it has ended."""
-        error: BaseException | None = None
+    def _finish(self, one: _Running) -> Any:
+        """What the model's call returns that a job waits for."""
+        done, one.under_way = one.under_way, None
+        return None if done is None else self._sessions.finish(done)
+
+    def _go_on(self, one: _Running, answer: Any = None) -> None:
+        """Let a job go on until its next pass has begun, or it has ended."""
+        error: Exception | None = None
         while True:
-            event: Request | Ended = one.script.resume(answer, error)
+            try:
+                event = one.script.resume(answer, error)
+            except Exception as problem:
+                self._over(one, error=problem)
+                return
             if isinstance(event, Ended):
-                self.results[one.number] = event.result
-                running.remove(one)
+                self._over(one, event.result)
                 return
             try:
                 kwargs = event.what
@@ -149,39 +219,39 @@ class Generation:
             except Exception as problem:
                 answer, error = None, problem
 
-    def _cancel(self, running: Sequence[_Running]) -> None:
-        """End all groups that have not ended; their passes are waited for."""
-        for one in running:
-            if one.under_way is not None:
-                done, one.under_way = one.under_way, None
-                try:
-                    self._sessions.finish(done)
-                except Exception:  # the first one was raised already
-                    continue
-        for one in running:
+    def _over(self, one: _Running, result: Any = None, error: Exception | None = None) -> None:
+        self._running.remove(one)
+        one.job.result, one.job.error, one.job.is_over = result, error, True
+
+    def _after_failure(self, first: _Running, error: Exception) -> None:
+        """A pass has failed, and with it all that were started.
+
+        If states are gone with a worker that was replaced, everything begins again: the same tokens
+        come. Otherwise the job fails, and those whose passes were given up begin again.
+        """
+        first.script.cancel()
+        again = [one for one in self._running if one is not first and one.under_way is not None]
+        if isinstance(error, StatesLost) and first.begun < _MOST_BEGINNINGS:
+            again.append(first)
+        else:
+            self._over(first, error=error)
+        for one in again:
+            self._running.remove(one)
             one.script.cancel()
+            fresh = self._begin(one.job, one.begun + 1)
+            self._running.append(fresh)
+            self._go_on(fresh)
+
+    def _give_up(self, one: _Running) -> None:
+        """End what is under way of a job; its pass is waited for."""
+        try:
+            self._finish(one)
+        except Exception:  # nobody waits for it any more
+            one.under_way = None
+        one.script.cancel()
 
 
-class _Streamer:
-    """What the model's `generate` gives new tokens to."""
-
-    def __init__(self, running: _Running) -> None:
-        self._running = running
-        self._has_prompt = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt at first, then one token for each sequence."""
-        if self._has_prompt:
-            self._running.tokens.append(Tokens(self._running.group.rows, value.reshape(-1).cpu()))
-        self._has_prompt = True
-
-    def end(self) -> None:
-        """Nothing more will come."""
-
-
-def _taken(one: _Running) -> Iterator[Tokens]:
-    while one.tokens:
-        yield one.tokens.popleft()
+_MOST_BEGINNINGS = 5
 
 
 # -- what goes in and comes out -----------------------------------------------------------------
@@ -213,13 +283,32 @@ def generate(
         groups = groups_of(args, kwargs, size, sessions.width)
     most = options.in_flight or sessions.width + (len(groups) > sessions.width)
     seed = _drawn() if options.seed is None else options.seed
-    generation = Generation(model, sessions, most, threads, seed, options.stream)
+    jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
+    tokens = run(Generator(model, sessions, most, threads), jobs)
     if options.stream:
-        return generation.run(groups)
-    for _ in generation.run(groups):
+        return tokens
+    for _ in tokens:
         pass
-    results = [generation.results[k] for k in range(len(groups))]
+    results = [job.result for job in jobs]
     return results if listed else merged(results, _padding(model, kwargs))
+
+
+def run(generator: Generator, jobs: Sequence[Job]) -> Iterator[Tokens]:
+    """Generate these, and yield their tokens as they come, if they are wanted.
+
+    Raises:
+        Exception: what the first job raises that fails; the others are ended.
+    """
+    for job in jobs:
+        generator.add(job)
+    try:
+        while not generator.is_idle:
+            for job in generator.step():
+                if job.error is not None:
+                    raise job.error
+                yield from job.taken()
+    finally:
+        generator.close()
 
 
 @dataclass(frozen=True)
