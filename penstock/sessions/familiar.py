@@ -15,7 +15,7 @@ from penstock.capture.calls import TensorInfo
 from penstock.capture.dims import Axis
 from penstock.capture.numbers import Number
 from penstock.capture.signatures import Inputs, Signature
-from penstock.capture.trees import Structure, flatten, unflatten
+from penstock.capture.trees import Structure, unflatten
 
 
 class Familiar:
@@ -153,43 +153,12 @@ class FamiliarResult:
     @classmethod
     def of(cls, result: Any, trace: Trace) -> FamiliarResult | None:
         """That of a trace; `None` if its objects cannot be used again."""
-        cells: list[tuple[Any, Any, int]] = []
-        outer: list[Any] = []
-        number = count()
-
-        def look(value: Any, structure: Structure | None, container: Any, key: Any) -> bool:
-            if structure is None:
-                leaf = next(number)
-                if isinstance(trace.outputs[leaf], (Ref, Attribute, Size, Number)):
-                    cells.append((container, key, leaf))
-                return True
-            for reached, child in zip(structure.keys, structure.children, strict=True):
-                if reached is None or isinstance(value, tuple):
-                    return False
-                how, name = reached
-                held = vars(value) if how == "attribute" else value
-                if not look(held[name], child, held, name):
-                    return False
-            return True
-
-        def look_outside(value: Any, structure: Structure | None) -> Structure | None:
-            if structure is None:
-                outer.append(next(number))
-                return None
-            if structure.is_object:
-                if not look(value, structure, None, None):
-                    raise _CannotBeUsedAgainError
-                outer.append(_Object(value))
-                return None
-            parts = flatten(value)[0] if not structure.children else _parts(value, structure)
-            inner = tuple(map(look_outside, parts, structure.children))
-            return replace(structure, children=inner)
-
+        found = _Cells(trace)
         try:
-            structure = look_outside(result, trace.output_structure)
+            structure = found.look_outside(result, trace.output_structure)
         except _CannotBeUsedAgainError:
             return None
-        return cls(cells, outer, structure)
+        return cls(found.cells, found.outer, structure)
 
     def put(self, leaves: Sequence[Any]) -> Any:
         """The result with these leaves."""
@@ -197,6 +166,42 @@ class FamiliarResult:
             container[key] = leaves[leaf]
         outer = [x.value if isinstance(x, _Object) else leaves[x] for x in self._outer]
         return unflatten(self._structure, outer)
+
+
+class _Cells:
+    """Where the leaves of a result are. (No closures: a cycle would keep states for a while.)"""
+
+    def __init__(self, trace: Trace) -> None:
+        self._outputs = trace.outputs
+        self._number = count()
+        self.cells: list[tuple[Any, Any, int]] = []
+        self.outer: list[Any] = []
+
+    def look_outside(self, value: Any, structure: Structure | None) -> Structure | None:
+        """Look at what is in no object; returns the structure with objects as leaves."""
+        if structure is None:
+            self.outer.append(next(self._number))
+            return None
+        if structure.is_object:
+            self._look(value, structure, None, None)
+            self.outer.append(_Object(value))
+            return None
+        inner = tuple(map(self.look_outside, _parts(value, structure), structure.children))
+        return replace(structure, children=inner)
+
+    def _look(self, value: Any, structure: Structure | None, container: Any, key: Any) -> None:
+        """Look at what is in an object."""
+        if structure is None:
+            leaf = next(self._number)
+            if isinstance(self._outputs[leaf], (Ref, Attribute, Size, Number)):
+                self.cells.append((container, key, leaf))
+            return
+        for reached, child in zip(structure.keys, structure.children, strict=True):
+            if reached is None or isinstance(value, tuple):
+                raise _CannotBeUsedAgainError
+            how, name = reached
+            held = vars(value) if how == "attribute" else value
+            self._look(held[name], child, held, name)
 
 
 class _Object(NamedTuple):
