@@ -28,15 +28,19 @@ if TYPE_CHECKING:
         PlanError,
         RowsWarning,
         ScheduleError,
+        StatesLost,
         WorkerDied,
         WorkerError,
         WorkerTimeout,
     )
+    from penstock.generation.generate import Tokens
     from penstock.passes import StepResult
     from penstock.pipeline import Pipeline
     from penstock.plan import Plan, plan
     from penstock.profile import Profile
     from penstock.profile.measure import profile
+    from penstock.sessions.resident import Resident
+    from penstock.sessions.session import Session
     from penstock.verification import verify
     from penstock.weights import SeededWeights, empty_weights
     from penstock.workers.ray.options import Ray
@@ -57,10 +61,14 @@ _HOMES = {
     "Profile": "penstock.profile",
     "Program": "penstock.capture",
     "Ray": "penstock.workers.ray.options",
+    "Resident": "penstock.sessions.resident",
     "RowsWarning": "penstock.errors",
     "ScheduleError": "penstock.errors",
     "SeededWeights": "penstock.weights",
+    "Session": "penstock.sessions.session",
+    "StatesLost": "penstock.errors",
     "StepResult": "penstock.passes",
+    "Tokens": "penstock.generation.generate",
     "VerifyReport": "penstock.comparison.compare",
     "WorkerDied": "penstock.errors",
     "WorkerError": "penstock.errors",
@@ -91,10 +99,14 @@ __all__ = [
     "Profile",
     "Program",
     "Ray",
+    "Resident",
     "RowsWarning",
     "ScheduleError",
     "SeededWeights",
+    "Session",
+    "StatesLost",
     "StepResult",
+    "Tokens",
     "VerifyReport",
     "WorkerDied",
     "WorkerError",

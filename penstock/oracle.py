@@ -296,6 +296,37 @@ class Oracle:
         return [count / sum(counts) for count in counts]
 
 
+def generated(
+    model: nn.Module, arguments: Mapping[str, Any], sizes: Sequence[int], seed: int
+) -> list[list[int]]:
+    """The tokens that a model's own `generate` returns, for one group of rows after the other.
+
+    Args:
+        model: on one device.
+        arguments: of its `generate`; tensors with as many rows as the groups have are split.
+        sizes: how many rows each group has.
+        seed: each group begins after `torch.manual_seed(seed + r)`, where `r` is its first row.
+
+    Returns:
+        the tokens of every sequence, as many as its group has.
+    """
+    found: list[list[int]] = []
+    start = 0
+    with torch.random.fork_rng():
+        for size in sizes:
+            own = {
+                name: value[start : start + size]
+                if isinstance(value, torch.Tensor) and value.ndim and len(value) == sum(sizes)
+                else value
+                for name, value in arguments.items()
+            }
+            torch.manual_seed(seed + start)
+            tokens = model.generate(**own)  # type: ignore[operator]
+            found += getattr(tokens, "sequences", tokens).tolist()
+            start += size
+    return found
+
+
 def row_dim(whole: torch.Tensor, parts: Sequence[torch.Tensor], rows: Sequence[int]) -> int | None:
     """The dimension in which a result has one entry for each row of the batch, if there is one.
 
@@ -340,7 +371,26 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: object) -> Any:
             value = map_tensors(function, getattr(tree, field.name))
             object.__setattr__(twin, field.name, value)
         return twin
+    if _holds_tensors(tree, set()):
+        twin = copy.copy(tree)
+        vars(twin).update({n: map_tensors(function, value) for n, value in vars(tree).items()})
+        return twin
     return tree
+
+
+def _holds_tensors(value: object, seen: set[int]) -> bool:
+    """Whether it is an object of a plain class with tensors in it, as caches of keys and values."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if id(value) in seen or isinstance(value, (nn.Module, type)) or callable(value):
+        return False
+    seen.add(id(value))
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensors(part, seen) for part in value)
+    if isinstance(value, dict):
+        return any(_holds_tensors(part, seen) for part in value.values())
+    is_plain = type(value).__new__ is object.__new__ and hasattr(value, "__dict__")
+    return is_plain and any(_holds_tensors(part, seen) for part in vars(value).values())
 
 
 def tensors(tree: object) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -549,7 +549,13 @@ class Pipeline:
         """
         return self._passes.map(batches, ahead)
 
-    def session(self, *, batch_dim: BatchDim = 0, dynamic: Dynamic | None = None) -> Session:
+    def session(
+        self,
+        *,
+        states: Collection[int | str] = (),
+        batch_dim: BatchDim = 0,
+        dynamic: Dynamic | None = None,
+    ) -> Session:
         """Open a sequence of passes whose states stay with the workers.
 
         A session is called as the model is, without gradients, one pass at a time. States in its
@@ -559,6 +565,7 @@ class Pipeline:
         copy. The workers let go of a state when the script has no reference to it any more.
 
         Args:
+            states: parts of the result that are states as well: positions in a tuple, or names.
             batch_dim: as of `Pipeline`.
             dynamic: dimensions of the arguments that vary from call to call, as of `Pipeline`.
                 Those of states need not be named.
@@ -567,7 +574,7 @@ class Pipeline:
             InputError: the workers are ranks of torchrun or actors of Ray.
         """
         self._workers.check_states()
-        return self._sessions.open(batch_dim, dynamic)
+        return self._sessions.open(batch_dim, dynamic, states)
 
     def generate(
         self,

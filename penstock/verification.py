@@ -38,7 +38,7 @@ from penstock.engine.batch import Weight
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.whole_batch import WholeBatch
 from penstock.errors import InputError
-from penstock.oracle import Oracle, tensors
+from penstock.oracle import Oracle, generated, tensors
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute
@@ -77,6 +77,7 @@ def verify(
     stages_per_worker: int | Literal["auto"] = "auto",
     boundary_dtype: torch.dtype | None = None,
     replicas: int | Literal["auto"] = "auto",
+    generate: Mapping[str, Any] | None = None,
     progress: Progress | Literal["auto"] | None = "auto",
 ) -> VerifyReport:
     """Train copies of the model split and unsplit, and compare them bit for bit.
@@ -110,6 +111,8 @@ def verify(
         num_microbatches: as in `Pipeline`; `"auto"` is at least three, even if the plan has fewer.
         schedule, plan, cuts, recompute, memory_limit, stages_per_worker, replicas, progress: as in
             `Pipeline`.
+        generate: keyword arguments of `Pipeline.generate`, whose tokens are compared as well, in
+            evaluation mode: with those of the unsplit model's own `generate`, group by group.
         boundary_dtype: as in `Pipeline`. The reference does not round, so the report shows how much
             the rounding changes.
 
@@ -159,6 +162,8 @@ def verify(
         )
         both = _Both(pipe, oracle, training)
         comparisons = (*both.called(), *both.trained(), *both.evaluated())
+        if generate is not None:
+            comparisons = (*comparisons, both.generated(generate))
         place = place_of(model, program, oracle, pipe.plan, pipe.threads_per_worker, comparisons)
     subject = _subject(model, pipe.plan, training, workers, batchnorm)
     repeats = is_deterministic(pipe.plan.devices, pipe.threads_per_worker)
@@ -297,6 +302,26 @@ class _Both:
             if len(self.oracle.rows) == 1 or not found.ok or self._goes_several_ways():
                 return [found]
             return [found, rows_in_order(output, self._alone(self.oracle.unsplit))]
+
+    def generated(self, options: Mapping[str, Any]) -> Comparison:
+        """Compare the tokens of `generate`, in evaluation mode."""
+        named = dict(options)
+        size, seed = named.pop("group_size", None), named.pop("seed", None) or 0
+        rowwise = named.pop("rowwise", False)
+        rows = next(len(v) for v in named.values() if isinstance(v, torch.Tensor) and v.ndim)
+        plan = self.pipe.plan
+        count = min(rows, len(plan.stages) * plan.replicas)
+        sizes = [rows // count + (k < rows % count) for k in range(count)]
+        if rowwise or size is not None:
+            each = 1 if rowwise else int(size or 1)
+            sizes = [min(each, rows - start) for start in range(0, rows, each)]
+        model = self.oracle.model
+        with torch.no_grad():
+            ours = self.pipe.generate(group_size=size, rowwise=rowwise, seed=seed, **named)
+            theirs = self._alone(lambda: generated(model, named, sizes, seed))
+        mine = [row[: len(wanted)] for row, wanted in zip(ours.tolist(), theirs, strict=True)]
+        pairs = ([torch.tensor(row) for row in each] for each in (mine, theirs))
+        return compare_leaves("generated tokens", *pairs)
 
     def _goes_several_ways(self) -> bool:
         """Whether the batch takes another way through the model than some of its micro-batches.

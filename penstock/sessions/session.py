@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,13 @@ from penstock.capture.cuts import Apart
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.capture.numbers import Number
 from penstock.capture.signatures import Inputs
-from penstock.capture.trees import Structure, flatten_result, is_plain_object, unflatten
+from penstock.capture.trees import (
+    Structure,
+    flatten_result,
+    is_plain_object,
+    leaf_paths,
+    unflatten,
+)
 from penstock.engine.batch import Batch
 from penstock.engine.residents import States
 from penstock.runner import Runner, Started
@@ -26,9 +32,6 @@ from penstock.sessions.familiar import Familiar, FamiliarResult
 from penstock.sessions.growing import Growing
 from penstock.sessions.resident import Resident, Seen, Value
 from penstock.workers.ways import Way
-
-Keep = Callable[[Any], Any] | None
-"""Which part of the model's result stays with the workers; `None` for its plain objects."""
 
 
 @dataclass
@@ -79,11 +82,16 @@ class Sessions:
         """How many passes of different sessions keep all stages of all replicas busy."""
         return self._runner.plan.replicas * len(self._runner.plan.stages)
 
-    def open(self, batch_dim: BatchDim = 0, dynamic: Dynamic | None = None) -> Session:
+    def open(
+        self,
+        batch_dim: BatchDim = 0,
+        dynamic: Dynamic | None = None,
+        states: Collection[int | str] = (),
+    ) -> Session:
         """A session; its states are with one of the replicas, in turns."""
         number, self._opened = self._opened, self._opened + 1
         replica = number % self._runner.plan.replicas
-        return Session(self, Growing(batch_dim, dynamic), replica)
+        return Session(self, Growing(batch_dim, dynamic), replica, frozenset(states))
 
     def start(
         self,
@@ -151,7 +159,7 @@ class Sessions:
         signatures = self._program.signatures
         leaves = signatures.flatten_with_states(args, kwargs, varying_of, self.fetch)
         sizes = leaves.signature.varying.sizes(leaves)
-        return self._routed(Batch([leaves], [sizes]), training, session.replica)
+        return self._routed(Batch([leaves], [sizes]), training, session)
 
     def _elsewhere(self, way: Way, leaves: Sequence[Any], replica: int) -> list[int]:
         """The states that another stage has than the one that reads them."""
@@ -161,7 +169,7 @@ class Sessions:
             if (value := leaves[k].seen.value).stage != stage or value.replica != replica
         ]
 
-    def _routed(self, batch: Batch, training: bool, replica: int) -> Batch:
+    def _routed(self, batch: Batch, training: bool, session: Session) -> Batch:
         """The batch with its way.
 
         A state that another stage has than the one that reads it is brought here, and enters with
@@ -170,11 +178,11 @@ class Sessions:
         here: set[int] = set()
         while True:
             leaves: Any = batch.parts[0]
-            apart_of = partial(self._apart, leaves)
+            apart_of = partial(self._apart, leaves, session.states)
             route = partial(self._runner.route, batch, training, False, apart_of)
             routed = self._runner.surviving(route)
             way = self._runner.ways(training)[routed.ways[0]]
-            moving = self._elsewhere(way, leaves, replica)
+            moving = self._elsewhere(way, leaves, session.replica)
             if not moving or here.issuperset(moving):
                 return routed
             here.update(moving)
@@ -184,10 +192,13 @@ class Sessions:
                 parts[k] = value
             batch = replace(batch, parts=[parts])
 
-    def _apart(self, leaves: Sequence[Any], trace: Trace) -> Apart:
+    def _apart(self, leaves: Sequence[Any], parts: Collection[int | str], trace: Trace) -> Apart:
         """The states among the inputs and the results of a way."""
         inputs = frozenset(k for k, leaf in enumerate(leaves) if isinstance(leaf, Resident))
         states = set(_in_objects(trace.output_structure))
+        if parts:
+            paths = enumerate(leaf_paths(trace.output_structure))
+            states |= {k for k, path in paths if path and path[0] and path[0][1] in parts}
         kept = frozenset(
             k
             for k, leaf in enumerate(trace.outputs)
@@ -274,17 +285,25 @@ class Session:
         sessions: of the pipeline.
         growing: which sizes grow.
         replica: that has the states.
+        states: parts of the result that are states, besides plain objects.
 
     Attributes:
-        growing, replica: as given.
+        growing, replica, states: as given.
         familiar: the last call, which the next is compared with.
         result: what it returned.
     """
 
-    def __init__(self, sessions: Sessions, growing: Growing, replica: int) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        growing: Growing,
+        replica: int,
+        states: frozenset[int | str] = frozenset(),
+    ) -> None:
         self._sessions = sessions
         self.growing = growing
         self.replica = replica
+        self.states = states
         self.familiar: Familiar | None = None
         self.result: FamiliarResult | None = None
 

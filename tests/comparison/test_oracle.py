@@ -188,3 +188,25 @@ def test_rows_anywhere() -> None:
     assert torch.equal(result["scale"], by)
     with pytest.raises(ValueError, match="no dimension has one entry for each row"):
         Oracle(Two(ENDS["two entries a row"][0]), (X,), {}, 3).call(0)
+
+
+class _Kept:
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.layers = [rows * 2, {"sum": rows.sum(1)}]
+        self.name = "kept"
+
+
+class _WithObject(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, _Kept]:
+        noisy = nn.functional.dropout(x, 0.5, training=self.training)
+        return noisy, _Kept(noisy)
+
+
+def test_objects_in_results_are_put_together() -> None:
+    """Those of the micro-batches, and not that of another forward with other random numbers."""
+    oracle = Oracle(_WithObject(), (torch.randn(5, 4),), {}, 2)
+    torch.manual_seed(3)
+    noisy, kept = oracle.call(0)
+    assert torch.equal(kept.layers[0], noisy * 2)
+    assert torch.equal(kept.layers[1]["sum"], noisy.sum(1))
+    assert kept.name == "kept"

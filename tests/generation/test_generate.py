@@ -274,3 +274,23 @@ def test_few_lengths_are_recorded() -> None:
         source.check_at = counted  # type: ignore[method-assign]
         pipe.generate(ids, max_new_tokens=70, min_new_tokens=70)
     assert 4 <= len(calls) <= 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify(kind: Any) -> None:
+    """`verify` compares tokens as well, and sees it if they are others."""
+    model, ids = gpt2(), tokens(4)
+    options: dict[str, Any] = {
+        "kwargs": {"input_ids": ids},
+        "target": ids,
+        "loss_fn": language_loss,
+        "devices": ["cpu", "cpu"],
+        "workers": kind,
+        "schedule": "1f1b",
+        "replicas": 1,
+        "progress": None,
+        "generate": {"input_ids": ids, "max_new_tokens": 5, "do_sample": True, "group_size": 3},
+    }
+    report = ps.verify(model, **options)
+    assert report.ok, report
+    assert "generated tokens" in str(report)

@@ -1,0 +1,225 @@
+"""`Pipeline.session`: states stay with the workers, and results are those of the model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from tests.support.models import replicated, uniform_plan
+
+KINDS: Any = ["threads", "processes"]
+pytestmark = pytest.mark.usefixtures("pool")
+
+
+class Memory:
+    """What a model remembers: tensors in a list, and how many calls there were."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = [None, None, None]
+        self.calls = 0
+
+
+class Remembering(nn.Module):
+    """Layers that append to their memory, as attention does to its keys."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.in_place = in_place
+
+    def forward(self, x: torch.Tensor, memory: Any = None) -> Any:
+        memory = Memory() if memory is None else memory
+        for k, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            before = memory.seen[k]
+            if before is None:
+                memory.seen[k] = x.sum(1, keepdim=True) if self.in_place else x
+            elif self.in_place:
+                before += x.sum(1, keepdim=True)
+            else:
+                memory.seen[k] = torch.cat([before, x], 1)
+            x = x + memory.seen[k].mean(1, keepdim=True)
+        memory.calls += 1
+        return x, memory
+
+
+class Recurrent(nn.Module):
+    """Two cells whose states are a plain tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.GRUCell(4, 5), nn.GRUCell(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, hidden: Any = None) -> Any:
+        zeros = x.new_zeros(len(x), 5)
+        one, other = hidden if hidden is not None else (zeros, zeros)
+        one = self.first(x, one)
+        other = self.second(one, other)
+        return self.head(other), (one, other)
+
+
+def pipeline(model: nn.Module, x: torch.Tensor, kind: Any = "threads", **options: Any) -> Any:
+    program = ps.capture(model, (x,))
+    plan = replicated(uniform_plan(program, 2, 1), options.pop("replicas", 1))
+    return ps.Pipeline(
+        *(model, (x,)),
+        program=program,
+        plan=plan,
+        workers=kind,
+        progress=None,
+        threads_per_worker=1,
+        audit=None,
+        **options,
+    )
+
+
+def inputs(count: int, rows: int = 3, length: int = 2) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, length, 4, generator=made) for _ in range(count)]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_in_an_object(kind: Any, in_place: bool) -> None:
+    model = Remembering(in_place).eval()
+    xs = inputs(9)
+    mine, theirs = Memory(), Memory()
+    with pipeline(model, xs[0], kind) as pipe, torch.no_grad():
+        session = pipe.session()
+        for number, x in enumerate(xs):
+            wanted, theirs = model(x, theirs)
+            found, given = session(x, mine)
+            assert torch.equal(found, wanted)
+            assert given is mine  # the object that was given is what the forward made of it
+            assert mine.calls == number + 1
+            assert [s.shape for s in mine.seen] == [s.shape for s in theirs.seen]
+        with pytest.raises(ps.InputError, match=r"needs the elements .* session.fetch"):
+            mine.seen[0].sum().item()
+        brought = session.fetch(mine)
+        assert all(map(torch.equal, brought.seen, theirs.seen))
+        assert pipe.session().fetch(mine.seen[1]).equal(theirs.seen[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_in_a_tuple(kind: Any) -> None:
+    model = Recurrent().eval()
+    xs = [x[:, 0] for x in inputs(7)]
+    mine = theirs = None
+    with pipeline(model, xs[0], kind) as pipe, torch.no_grad():
+        session = pipe.session(states=[1])
+        for x in xs:
+            wanted, theirs = model(x, theirs) if theirs is not None else model(x)
+            found, mine = session(x, mine) if mine is not None else session(x)
+            assert torch.equal(found, wanted)
+        assert mine is not None
+        assert "Resident" in repr(mine[0])
+        assert all(map(torch.equal, session.fetch(mine), theirs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_chosen_repeated_and_cut_off(kind: Any) -> None:
+    """What the script does to states between two calls, the worker does to the values."""
+    model = Remembering().eval()
+    xs = inputs(5)
+    mine, theirs = Memory(), Memory()
+    chosen = torch.tensor([2, 0, 2])
+    with pipeline(model, xs[0], kind) as pipe, torch.no_grad():
+        session = pipe.session()
+        for x in xs:
+            wanted, theirs = model(x, theirs)
+            found, mine = session(x, mine)
+            assert torch.equal(found, wanted)
+            for memory in (mine, theirs):
+                memory.seen = [s.index_select(0, chosen)[:, -3:] for s in memory.seen]
+        for memory in (mine, theirs):
+            memory.seen = [s.repeat_interleave(2, dim=0) for s in memory.seen]
+        x = torch.cat([xs[0], xs[1]])
+        assert torch.equal(session(x, mine)[0], model(x, theirs)[0])
+
+
+def test_a_branch_keeps_what_was_before() -> None:
+    """Two continuations of one state: the first does not disturb the second."""
+    model = Remembering().eval()
+    x, one, other = inputs(3)
+    mine, theirs = Memory(), Memory()
+    with pipeline(model, x) as pipe, torch.no_grad():
+        session = pipe.session()
+        session(x, mine)
+        model(x, theirs)
+        branch, its = copy.copy(mine), copy.copy(theirs)
+        branch.seen, its.seen = list(mine.seen), list(theirs.seen)
+        assert torch.equal(session(one, mine)[0], model(one, theirs)[0])
+        assert torch.equal(session(other, branch)[0], model(other, its)[0])
+
+
+def test_states_are_let_go() -> None:
+    model = Remembering().eval()
+    xs = inputs(6)
+    with pipeline(model, xs[0]) as pipe:
+        session = pipe.session()
+        memory = Memory()
+        for x in xs:
+            session(x, memory)
+        there = pipe._workers.fetch_states(range(pipe._sessions._kept))
+        assert len(there) <= 2 * 3  # of the last call, and of the one before it
+        del memory, session, there
+        gc.collect()
+        pipe._sessions.drop()
+        assert not pipe._workers.fetch_states(range(pipe._sessions._kept))
+
+
+def test_states_of_another_replica_and_another_pipeline() -> None:
+    """States move to the session that uses them."""
+    model = Remembering().eval()
+    x, other = inputs(2)
+    mine, theirs = Memory(), Memory()
+    with pipeline(model, x, replicas=2) as pipe, torch.no_grad():
+        first, second = pipe.session(), pipe.session()
+        first(x, mine)
+        model(x, theirs)
+        assert torch.equal(second(other, mine)[0], model(other, theirs)[0])
+
+
+def test_states_that_are_gone() -> None:
+    """When a plan is changed, the workers that had them are not there any more."""
+    model = Remembering().eval()
+    x, other = inputs(2)
+    with pipeline(model, x) as pipe:
+        session, memory = pipe.session(), Memory()
+        session(x, memory)
+        pipe.resize(devices=["cpu", "cpu"])
+        pipe.resize(devices=["cpu"])
+        with pytest.raises(ps.StatesLost, match="Begin the session again"):
+            session(other, memory)
+        with torch.no_grad():
+            assert torch.equal(pipe.session()(x, Memory())[0], model(x, Memory())[0])
+
+
+def test_training_between_calls() -> None:
+    """States were made by earlier weights, as on one device; later calls have the new ones."""
+    model = Remembering()
+    plain = copy.deepcopy(model)
+    x, other = inputs(2)
+    mine, theirs = Memory(), Memory()
+    with pipeline(model, x) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        session = pipe.session()
+        session(x, mine)
+        pipe.train_step(x, loss_fn=lambda output: output[0].square().mean())
+        optimizer.step()
+        found = session(other, mine)[0]
+    with torch.no_grad():
+        plain(x, theirs)
+    plain(x)[0].square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        assert torch.equal(found, plain(other, theirs)[0])
