@@ -372,9 +372,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: object) -> Any:
             object.__setattr__(twin, field.name, value)
         return twin
     if _holds_tensors(tree, set()):
-        twin = copy.copy(tree)
-        vars(twin).update({n: map_tensors(function, value) for n, value in vars(tree).items()})
-        return twin
+        other = copy.copy(tree)
+        vars(other).update({n: map_tensors(function, value) for n, value in vars(tree).items()})
+        return other
     return tree
 
 

@@ -55,6 +55,7 @@ from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
 from penstock.training.scaling import PipelineScaler, scale_of
+from penstock.units import show_bytes
 from penstock.weights import source_of
 from penstock.workers.backend import Kind, Workers
 from penstock.workers.clipping import Clipped, Clipping
@@ -777,6 +778,9 @@ class Pipeline:
         status = status_of(self._running.description, workers.status(), workers.board.counted())
         found = drift(self.accounts(), self.plan)
         notes = [str(found)] if found is not None and found.is_notable else []
+        if held := self._sessions.held():
+            each = ", ".join(f"{show_bytes(count)} with stage {k}" for k, count in held.items())
+            notes.append(f"states of sessions: {each}")
         return replace(status, notes=(*notes, *self._runner.steps.kept.latest()))
 
     def on_step(self, hook: StepHook) -> RemovableHandle:

@@ -17,6 +17,7 @@ ERRORS = (
     *("InputError", "DeviceError", "RequestError", "PlanError", "NothingFitsError"),
     *("CapacityError", "CaptureError", "CheckpointError", "AuditError", "ScheduleError"),
     *("ClosedError", "WorkerError", "WorkerDied", "WorkerTimeout", "PenstockError"),
+    "StatesLost",
 )
 OTHERS = ("AttributeError", "ImportError", "KeyError", "RuntimeError", "TypeError", "ValueError")
 SUBJECTS = {
@@ -35,6 +36,8 @@ SUBJECTS = {
     "links": "Between workers",
     "engine": "Batches, losses and results",
     "passes": "Batches, losses and results",
+    "sessions": "Generation and sessions",
+    "generation": "Generation and sessions",
     "runner": "Batches, losses and results",
     "autograd": "Batches, losses and results",
     "workers": "Workers",

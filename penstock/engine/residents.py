@@ -17,6 +17,10 @@ import torch
 from penstock.capture.trees import map_leaves
 from penstock.errors import StatesLost
 
+GONE = (
+    "a state of this session is gone: the worker that had it was replaced. Begin the session again"
+)
+
 
 class Shape(NamedTuple):
     """What the driver knows of a resident value.
@@ -109,10 +113,7 @@ class Residents:
         try:
             value = self._values[states.taken[leaf]]
         except KeyError:
-            raise StatesLost(
-                "a state of this session is gone: the worker that had it was replaced. Begin the "
-                "session again"
-            ) from None
+            raise StatesLost(GONE) from None
         for operation in states.after.get(leaf, ()):
             value = operation.on(value)
         return value

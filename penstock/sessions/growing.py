@@ -167,7 +167,7 @@ def _argument(path: tuple[Any, ...]) -> Any:
 
 def _number(leaf: int, now: int, before: int | None, is_inside: bool) -> list[_Item]:
     """An integer in an object or a container, if it has changed."""
-    has_changed = is_inside and before is not None and before != now
+    has_changed = is_inside and now > 0 and before is not None and before != now
     return [_Item(leaf, -1, now, before)] if has_changed else []
 
 
@@ -200,7 +200,7 @@ def _grown(
     items = []
     for dim, (now, was) in enumerate(zip(leaf.shape, before, strict=True)):
         made = _made(leaf, dim)
-        if dim in others:
+        if dim in others or not now:  # nothing is known yet of what has no entries
             continue
         if was != now if was is not None else isinstance(made, (Size, Irregular)):
             surely = was is not None or isinstance(made, Size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,30 @@ from penstock.errors import InputError
 from penstock.torch_internals import wrapper_subclass
 
 
+class Living:
+    """The values that somebody has, and those that nobody has any more.
+
+    Attributes:
+        bytes: of those that somebody has, by number, with the stage of each.
+        gone: the numbers of others, of which the workers have not heard yet.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, tuple[int, int]] = {}
+        self.gone: deque[int] = deque()
+
+    def taken(self) -> list[int]:
+        """The numbers that the workers are now told to let go."""
+        return [self.gone.popleft() for _ in range(len(self.gone))]
+
+    def by_stage(self) -> dict[int, int]:
+        """The bytes of all values of each stage."""
+        found: dict[int, int] = {}
+        for stage, count in list(self.bytes.values()):
+            found[stage] = found.get(stage, 0) + count
+        return dict(sorted(found.items()))
+
+
 class Value:
     """A value that a worker keeps as long as somebody has this.
 
@@ -22,28 +47,32 @@ class Value:
         number: by which the workers know it.
         stage: that has it.
         replica: of that stage.
+        shape: of the value.
         made: how its sizes depend on those of the inputs of the pass that made it.
-        gone: where its number is put when nobody has it any more.
+        living: is told when nobody has it any more.
     """
 
-    __slots__ = ("gone", "made", "number", "replica", "stage")
+    __slots__ = ("living", "made", "number", "replica", "stage")
 
     def __init__(
         self,
         number: int,
         stage: int,
         replica: int,
+        shape: Shape,
         made: tuple[int | Size | Irregular, ...],
-        gone: deque[int],
+        living: Living,
     ) -> None:
         self.number = number
         self.stage = stage
         self.replica = replica
         self.made = made
-        self.gone = gone
+        self.living = living
+        living.bytes[number] = stage, prod(shape.size) * shape.dtype.itemsize
 
     def __del__(self) -> None:
-        self.gone.append(self.number)
+        self.living.bytes.pop(self.number, None)
+        self.living.gone.append(self.number)
 
 
 class Seen(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,11 +25,12 @@ from penstock.capture.trees import (
     unflatten,
 )
 from penstock.engine.batch import Batch
-from penstock.engine.residents import States
+from penstock.engine.residents import GONE, States
+from penstock.errors import StatesLost
 from penstock.runner import Runner, Started
 from penstock.sessions.familiar import Familiar, FamiliarResult
 from penstock.sessions.growing import Growing
-from penstock.sessions.resident import Resident, Seen, Value
+from penstock.sessions.resident import Living, Resident, Seen, Value
 from penstock.workers.ways import Way
 
 
@@ -75,7 +75,7 @@ class Sessions:
         self._program = program
         self._kept = 0
         self._opened = 0
-        self._gone: deque[int] = deque()
+        self._living = Living()
 
     @property
     def width(self) -> int:
@@ -216,8 +216,7 @@ class Sessions:
             taken[k] = seen.value.number
             if seen.operations:
                 after[k] = seen.operations
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        return States(taken, after, first, gone)
+        return States(taken, after, first, self._living.taken())
 
     def finish(self, done: Pass) -> Any:
         """Wait for a pass; returns the model's result, with its states as `Resident`s."""
@@ -225,14 +224,14 @@ class Sessions:
             outcome = self._runner.finish(done.started)
         way, trace, session = done.way, done.way.trace, done.session
         values = dict(zip(way.outputs, outcome.parts[0], strict=True))
+        homes = [self._runner.workers.devices[k] for k in self._runner.plan.placement]
         leaves: list[Any] = []
         for k, leaf in enumerate(trace.outputs):
             if k in way.kept:
-                shape = outcome.kept[done.first + k]
-                made = trace.info(leaf).shape
-                value = Value(done.first + k, way.kept[k], session.replica, made, self._gone)
-                home = self._runner.workers.devices[self._runner.plan.placement[value.stage]]
-                leaves.append(Resident(shape, home, Seen(value)))
+                number, stage, made = done.first + k, way.kept[k], trace.info(leaf).shape
+                shape = outcome.kept[number]
+                value = Value(number, stage, session.replica, shape, made, self._living)
+                leaves.append(Resident(shape, homes[stage], Seen(value)))
             elif k in way.apart.outputs:
                 leaves.append(done.leaves[leaf.leaf])
             elif isinstance(leaf, (Ref, Attribute)):
@@ -261,7 +260,9 @@ class Sessions:
         result = []
         for leaf in leaves:
             if isinstance(leaf, Resident):
-                value = found[leaf.seen.value.number].clone()
+                if (kept := found.get(leaf.seen.value.number)) is None:
+                    raise StatesLost(GONE)
+                value = kept.clone()
                 for operation in leaf.seen.operations:
                     value = operation.on(value)
                 leaf = value
@@ -270,9 +271,12 @@ class Sessions:
 
     def drop(self) -> None:
         """Let the workers let go of what nobody has any more; no pass is under way."""
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        if gone:
+        if gone := self._living.taken():
             self._runner.workers.drop_states(gone)
+
+    def held(self) -> Mapping[int, int]:
+        """The bytes of the states that the script has, by stage."""
+        return self._living.by_stage()
 
     def _operation(self) -> AbstractContextManager[None]:
         return self._runner.steps.during(CALL)

@@ -11,8 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.capture import Key
-from penstock.engine.span import Span
-from penstock.engine.span import MicroBatch
+from penstock.engine.span import MicroBatch, Span
 from penstock.engine.stage import Stage
 from tests.engine.test_stage import Neighbour
 

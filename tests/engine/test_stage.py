@@ -14,8 +14,7 @@ from penstock.board.activity import code
 from penstock.board.phases import phases_of
 from penstock.capture import Key
 from penstock.engine.compile import compile_actions
-from penstock.engine.span import Span
-from penstock.engine.span import MicroBatch
+from penstock.engine.span import MicroBatch, Span
 from penstock.engine.stage import Stage
 from penstock.links.link import Gradients, Roots, Values, edges
 from penstock.schedule import Action, Kind

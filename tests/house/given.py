@@ -278,6 +278,49 @@ def large_model() -> Names:
     return names | {"ps": ps, "devices": ["cpu", "cpu"]}
 
 
+def generating() -> Names:
+    """A small language model and tokens."""
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        vocab_size=64,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    tokens = torch.randint(3, 64, (4, 8))
+    model = transformers.GPT2LMHeadModel(config)
+    return {"ps": ps, "model": model, "tokens": tokens}
+
+
+def generating_pipeline() -> Names:
+    """A pipeline of that."""
+    names = generating()
+    example = {"input_ids": names["tokens"]}
+    pipe = ps.Pipeline(names["model"].eval(), kwargs=example, devices=2)
+    return names | {"pipe": pipe}
+
+
+class Cell(nn.Module):
+    """A model that takes its state and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor | None = None) -> Any:
+        hidden = self.cell(x, x.new_zeros(len(x), 8) if hidden is None else hidden)
+        return self.head(hidden), hidden
+
+
+def recurrent() -> Names:
+    """A pipeline of a recurrent cell."""
+    x = torch.randn(4, 4)
+    return {"x": x, "pipe": ps.Pipeline(Cell().eval(), (x,), devices=["cpu", "cpu"])}
+
+
 class Lit(lightning.LightningModule):
     """A module of Lightning."""
 

@@ -171,6 +171,9 @@ def test_states_are_let_go() -> None:
             session(x, memory)
         there = pipe._workers.fetch_states(range(pipe._sessions._kept))
         assert len(there) <= 2 * 3  # of the last call, and of the one before it
+        layer = 3 * 12 * 4 * 4  # bytes of three rows after six calls of two
+        assert pipe._sessions.held() == {0: 2 * layer, 1: layer}
+        assert "states of sessions: 1.2 kB with stage 0, 576 B with stage 1" in str(pipe.status())
         del memory, session, there
         gc.collect()
         pipe._sessions.drop()

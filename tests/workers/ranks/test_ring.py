@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine.span import Span
-from penstock.engine.span import MicroBatch
+from penstock.engine.span import MicroBatch, Span
 from penstock.engine.stage import Before
 from penstock.links.link import edges
 from penstock.plan.shares import blocks
