@@ -216,6 +216,9 @@ class Generator:
                 kwargs = event.what
                 one.under_way = self._sessions.start(one.session, (), kwargs, lengths_in(kwargs))
                 return
+            except StatesLost as problem:
+                self._begin_again(one, problem)
+                return
             except Exception as problem:
                 answer, error = None, problem
 
@@ -229,18 +232,25 @@ class Generator:
         If states are gone with a worker that was replaced, everything begins again: the same tokens
         come. Otherwise the job fails, and those whose passes were given up begin again.
         """
-        first.script.cancel()
-        again = [one for one in self._running if one is not first and one.under_way is not None]
-        if isinstance(error, StatesLost) and first.begun < _MOST_BEGINNINGS:
-            again.append(first)
+        others = [one for one in self._running if one is not first and one.under_way is not None]
+        if isinstance(error, StatesLost):
+            self._begin_again(first, error)
         else:
+            first.script.cancel()
             self._over(first, error=error)
-        for one in again:
-            self._running.remove(one)
-            one.script.cancel()
-            fresh = self._begin(one.job, one.begun + 1)
-            self._running.append(fresh)
-            self._go_on(fresh)
+        for one in others:
+            self._begin_again(one, error)
+
+    def _begin_again(self, one: _Running, why: Exception) -> None:
+        """Begin a job again whose states are lost; too often, and it fails."""
+        one.script.cancel()
+        if one.begun >= _MOST_BEGINNINGS:
+            self._over(one, error=why)
+            return
+        self._running.remove(one)
+        fresh = self._begin(one.job, one.begun + 1)
+        self._running.append(fresh)
+        self._go_on(fresh)
 
     def _give_up(self, one: _Running) -> None:
         """End what is under way of a job; its pass is waited for."""

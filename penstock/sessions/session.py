@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from penstock.capture.trees import (
 )
 from penstock.engine.batch import Batch
 from penstock.engine.residents import GONE, States
-from penstock.errors import StatesLost
+from penstock.errors import ClosedError, StatesLost, WorkerError
 from penstock.runner import Runner, Started
 from penstock.sessions.familiar import Familiar, FamiliarResult
 from penstock.sessions.growing import Growing
@@ -272,7 +272,8 @@ class Sessions:
     def drop(self) -> None:
         """Let the workers let go of what nobody has any more; no pass is under way."""
         if gone := self._living.taken():
-            self._runner.workers.drop_states(gone)
+            with suppress(ClosedError, WorkerError):  # who is gone has let go of everything
+                self._runner.workers.drop_states(gone)
 
     def held(self) -> Mapping[int, int]:
         """The bytes of the states that the script has, by stage."""

@@ -1,0 +1,80 @@
+"""Generation goes on when workers die, and ends with an error that says so where it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import penstock as ps
+from tests.generation.subjects import expected, gpt2, padded, pipeline, tokens
+
+
+def kill(pipe: ps.Pipeline, number: int) -> None:
+    os.kill(pipe.members[number].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("on_failure", ["replace", "continue"])
+def test_a_worker_dies(on_failure: Any) -> None:
+    """Groups begin again, the same tokens come, and none of them twice."""
+    model, ids = gpt2(), tokens(4)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": True}
+    streamed: dict[int, list[int]] = {}
+    with pipeline(model, "processes", on_failure=on_failure) as pipe:
+        for number, new in enumerate(
+            pipe.generate(ids, stream=True, seed=3, group_size=2, **options)
+        ):
+            if number == 9:
+                kill(pipe, 1)
+            for row, token in zip(new.rows, new.tokens.tolist(), strict=True):
+                streamed.setdefault(row, []).append(token)
+        again = pipe.generate(ids, seed=3, group_size=2, **options)
+    wanted = padded(expected(model, [ids[:2], ids[2:]], seed=3, **options))
+    assert [streamed[row] for row in range(4)] == wanted[:, 7:].tolist()
+    assert torch.equal(again, wanted)
+
+
+def test_a_worker_dies_and_nobody_takes_over() -> None:
+    model, ids = gpt2(), tokens(4)
+    with pipeline(model, "processes") as pipe:
+        stream = pipe.generate(ids, stream=True, max_new_tokens=40, min_new_tokens=40)
+        for _ in range(4):
+            next(stream)
+        kill(pipe, 0)
+        with pytest.raises(ps.WorkerDied):
+            list(stream)
+        with pytest.raises(ps.ClosedError):
+            pipe.generate(ids, max_new_tokens=2)
+    assert not [t for t in threading.enumerate() if t.name == "generate"]
+
+
+def test_a_stage_that_fails() -> None:
+    """The error names the stage; the next text is right."""
+    model, ids = gpt2(), tokens(2)
+    with pipeline(model) as pipe:
+        pipe.generate(ids, max_new_tokens=3)
+        wrong = ids.clone()
+        wrong[0, 0] = 1000  # no such token
+        with pytest.raises((ps.WorkerError, ps.InputError, IndexError)):
+            pipe.generate(wrong, max_new_tokens=3)
+        found = pipe.generate(ids, max_new_tokens=3, group_size=2)
+    assert torch.equal(found, expected(model, [ids], max_new_tokens=3)[0])
+
+
+def test_interrupted() -> None:
+    """Ctrl-C in the midst leaves no thread, and the pipeline goes on."""
+    model, ids = gpt2(), tokens(4)
+    with pipeline(model) as pipe:
+        timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                pipe.generate(ids, max_new_tokens=60, min_new_tokens=60)
+        timer.join()
+        assert not [t for t in threading.enumerate() if t.name == "generate"]
+        found = pipe.generate(ids, max_new_tokens=3)
+    assert torch.equal(found, padded(expected(model, [ids[:2], ids[2:]], max_new_tokens=3)))
