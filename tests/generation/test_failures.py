@@ -72,9 +72,13 @@ def test_interrupted() -> None:
         timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            while True:
-                pipe.generate(ids, max_new_tokens=60, min_new_tokens=60)
+            generate_for_ever(pipe, ids)
         timer.join()
         assert not [t for t in threading.enumerate() if t.name == "generate"]
         found = pipe.generate(ids, max_new_tokens=3)
     assert torch.equal(found, padded(expected(model, [ids[:2], ids[2:]], max_new_tokens=3)))
+
+
+def generate_for_ever(pipe: ps.Pipeline, ids: torch.Tensor) -> None:
+    while True:
+        pipe.generate(ids, max_new_tokens=60, min_new_tokens=60)
