@@ -25,6 +25,7 @@ from penstock.capture.trees import (
     unflatten,
 )
 from penstock.engine.batch import Batch
+from penstock.engine.hooks import Opened
 from penstock.engine.residents import GONE, States
 from penstock.errors import ClosedError, StatesLost, WorkerError
 from penstock.runner import Runner, Started
@@ -44,9 +45,10 @@ class Pass:
         way: that it takes.
         leaves: of its arguments.
         sizes: of these.
-        first: the number of the first value that it keeps.
+        states: that it takes and keeps.
         args, kwargs: the arguments, of which objects are changed as the forward does it.
         number: of the way.
+        training: in which mode of the model.
         familiar: whether it is like the pass before it.
     """
 
@@ -55,10 +57,11 @@ class Pass:
     way: Way
     leaves: Inputs
     sizes: Sizes
-    first: int
+    states: States
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     number: int
+    training: bool
     familiar: bool
 
 
@@ -76,6 +79,7 @@ class Sessions:
         self._kept = 0
         self._opened = 0
         self._living = Living()
+        self._opened_modules = Opened(program)
 
     @property
     def width(self) -> int:
@@ -107,6 +111,8 @@ class Sessions:
         """
         runner, training = self._runner, self._program.model.training
         runner.workers.check_states()
+        self._opened_modules.check()
+        session.replica %= runner.plan.replicas  # there may have been more of them
         with self._operation(), torch.no_grad():
             familiar = self._familiar(session, args, kwargs, training)
             routed = familiar or self._new(session, args, kwargs, dynamic, training)
@@ -122,7 +128,7 @@ class Sessions:
             started = runner.start(order)
             sizes = order.microbatches[0].sizes
             return Pass(
-                *(session, started, way, leaves, sizes, first, args, kwargs, number),
+                *(session, started, way, leaves, sizes, states, args, kwargs, number, training),
                 familiar is not None,
             )
 
@@ -220,16 +226,21 @@ class Sessions:
 
     def finish(self, done: Pass) -> Any:
         """Wait for a pass; returns the model's result, with its states as `Resident`s."""
-        with self._runner.steps.failing():
-            outcome = self._runner.finish(done.started)
+        try:
+            with self._runner.steps.failing():
+                outcome = self._runner.finish(done.started)
+        except BaseException:  # some stages may have kept values, or not have heard of others
+            made = range(done.states.first, done.states.first + len(done.way.trace.outputs))
+            self._living.gone.extend((*made, *done.states.dropped))
+            raise
         way, trace, session = done.way, done.way.trace, done.session
         values = dict(zip(way.outputs, outcome.parts[0], strict=True))
         homes = [self._runner.workers.devices[k] for k in self._runner.plan.placement]
         leaves: list[Any] = []
         for k, leaf in enumerate(trace.outputs):
             if k in way.kept:
-                number, stage, made = done.first + k, way.kept[k], trace.info(leaf).shape
-                shape = outcome.kept[number]
+                number, stage = done.states.first + k, way.kept[k]
+                shape, made = outcome.kept[number], trace.info(leaf).shape
                 value = Value(number, stage, session.replica, shape, made, self._living)
                 leaves.append(Resident(shape, homes[stage], Seen(value)))
             elif k in way.apart.outputs:
@@ -245,9 +256,8 @@ class Sessions:
         session.result = FamiliarResult.of(result, trace)
         session.familiar = None
         if session.result is not None:
-            training = self._program.model.training
             session.familiar = Familiar(
-                *(done.args, done.kwargs, done.leaves, trace, done.number), training
+                *(done.args, done.kwargs, done.leaves, trace, done.number), done.training
             )
         return result
 

@@ -210,6 +210,7 @@ class Assembly:
         self.outlet.clear()
         for stage in self.stages.values():
             stage.clear()
+            stage.residents.shapes = {}
 
 
 def _as_planned(link: Any, plan: Plan) -> Any:

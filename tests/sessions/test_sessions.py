@@ -50,6 +50,15 @@ class Remembering(nn.Module):
         return x, memory
 
 
+class Careful(nn.Linear):
+    """Refuses what is no number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return super().forward(x)
+
+
 class Recurrent(nn.Module):
     """Two cells whose states are a plain tuple."""
 
@@ -178,6 +187,26 @@ def test_states_are_let_go() -> None:
         gc.collect()
         pipe._sessions.drop()
         assert not pipe._workers.fetch_states(range(pipe._sessions._kept))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_failed_pass_has_kept_is_let_go(kind: Any) -> None:
+    """The first stage has kept a state when the second one fails."""
+    model = Remembering().eval()
+    model.layers[2] = Careful(4, 4)
+    x, other, third = inputs(3)
+    with pipeline(model, x, kind) as pipe:
+        session, memory = pipe.session(), Memory()
+        session(x, memory)
+        session(other, memory)
+        before = set(pipe._workers.fetch_states(range(pipe._sessions._kept)))
+        with pytest.raises(ps.WorkerError, match=r"stage 1 failed[\s\S]*not a number"):
+            session(third * torch.nan, memory)
+        kept = set(pipe._workers.fetch_states(range(pipe._sessions._kept)))
+        assert len(kept - before) == 2  # of the two layers in the first stage
+        pipe._sessions.drop()
+        assert set(pipe._workers.fetch_states(range(pipe._sessions._kept))) <= before
+        session(third, memory)  # and the states that there were before are still there
 
 
 def test_states_of_another_replica_and_another_pipeline() -> None:
