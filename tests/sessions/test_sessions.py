@@ -194,19 +194,19 @@ def test_what_a_failed_pass_has_kept_is_let_go(kind: Any) -> None:
     """The first stage has kept a state when the second one fails."""
     model = Remembering().eval()
     model.layers[2] = Careful(4, 4)
-    x, other, third = inputs(3)
-    with pipeline(model, x, kind) as pipe:
+    *xs, last = inputs(11)
+    with pipeline(model, last, kind) as pipe:
         session, memory = pipe.session(), Memory()
-        session(x, memory)
-        session(other, memory)
+        for x in xs:  # until a new length is not compared with the model
+            session(x, memory)
         before = set(pipe._workers.fetch_states(range(pipe._sessions._kept)))
         with pytest.raises(ps.WorkerError, match=r"stage 1 failed[\s\S]*not a number"):
-            session(third * torch.nan, memory)
+            session(last * torch.nan, memory)
         kept = set(pipe._workers.fetch_states(range(pipe._sessions._kept)))
         assert len(kept - before) == 2  # of the two layers in the first stage
         pipe._sessions.drop()
         assert set(pipe._workers.fetch_states(range(pipe._sessions._kept))) <= before
-        session(third, memory)  # and the states that there were before are still there
+        session(last, memory)  # and the states that there were before are still there
 
 
 def test_states_of_another_replica_and_another_pipeline() -> None:
