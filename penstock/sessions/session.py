@@ -143,7 +143,6 @@ class Sessions:
         sizes = None if leaves is None else known.sizes(leaves)
         if leaves is None or sizes is None:
             return None
-        self._runner.workers.check()
         way = self._runner.ways(training)[known.way]
         if way.trace is not known.trace or self._elsewhere(way, leaves, session.replica):
             return None

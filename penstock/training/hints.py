@@ -32,8 +32,6 @@ _INSTEAD = {
         "convert the model before the pipeline is built, or use torch.autocast around its calls",
     ),
     "save_pretrained": "pipe.model.save_pretrained(folder, state_dict=pipe.state_dict())",
-    "generate": "pipe.model.generate(...) runs the whole model in this process, with the "
-    "weights that are trained",
 }
 _TARGETS = ("targets", "labels", "label", "y", "tgt", "targ")
 _LOSSES = ("loss", "criterion", "loss_function", "lossfn")

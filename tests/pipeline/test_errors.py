@@ -236,7 +236,6 @@ def test_what_can_be_called_is_left_alone(function: Any) -> None:
         ("to", r"devices=\[\.\.\.\]"),
         ("cuda", r"devices=\[\.\.\.\]"),
         ("half", "before the pipeline is built, or use torch.autocast"),
-        ("generate", r"pipe\.model\.generate"),
         ("compile", "before the pipeline is built"),
         ("forward", r"pipe\(x\)"),
         ("backward", r"loss\.backward\(\)"),

@@ -194,7 +194,7 @@ def test_what_a_failed_pass_has_kept_is_let_go(kind: Any) -> None:
     """The first stage has kept a state when the second one fails."""
     model = Remembering().eval()
     model.layers[2] = Careful(4, 4)
-    *xs, last = inputs(11)
+    *xs, last = inputs(14)
     with pipeline(model, last, kind) as pipe:
         session, memory = pipe.session(), Memory()
         for x in xs:  # until a new length is not compared with the model

@@ -179,7 +179,7 @@ class Here:
         self.share = share
         self.parameters = parameters_of(self.spans)
         self.total = ChainedSum(Ring(number, of, onward, back), lambda: self.parameters)
-        self.stage = RingStage(0, self, self, self.total, lambda count: len(share))  # type: ignore[arg-type]
+        self.stage = RingStage(0, self, self, self.total)  # type: ignore[arg-type]
         self.stage.ways.append(self.spans)
         for span in self.spans:
             span.module.log = self.log  # type: ignore[attr-defined]
