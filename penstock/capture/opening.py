@@ -24,6 +24,24 @@ _GLOBAL = (
 )
 
 
+_COLLECTING = ("transformers.utils.output_capturing",)
+"""Where hooks come from that only collect what a forward makes, while it is called for that.
+
+transformers installs them when outputs such as hidden states are first asked for, and leaves them.
+They act while a forward is recorded; what they collect is then a result of the recording.
+"""
+
+
+def is_collecting(hook: object) -> bool:
+    """Whether a hook does nothing but collect outputs for the forward that is running."""
+    return getattr(hook, "__module__", None) in _COLLECTING
+
+
+def _has_forward_hooks(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(map(is_collecting, hooks))
+
+
 def check_no_global_hooks() -> None:
     """Raise if there are hooks of all modules.
 
@@ -76,7 +94,7 @@ class Opening:
             elif is_compiled(module):
                 self.closed[path] = "it is compiled by torch.compile"
                 self.saves = True  # it would be compiled anew
-            elif module._forward_hooks or module._forward_pre_hooks:
+            elif _has_forward_hooks(module):
                 self.closed[path] = "it has forward hooks, which must run around it"
             elif module._backward_hooks or module._backward_pre_hooks:
                 self.closed[path] = "it has backward hooks, which must run around it"
@@ -124,8 +142,8 @@ class Opening:
 
 
 def _wants_values(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return isinstance(module, torch.jit.ScriptModule) or is_compiled(module) or any(hooks)
+    is_made = isinstance(module, torch.jit.ScriptModule) or is_compiled(module)
+    return is_made or _has_forward_hooks(module)
 
 
 def check_example(model: object, args: object, kwargs: object, dynamic: object) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock.capture import Program
 from penstock.capture.attributes import HOOKS_OF_MODULES
-from penstock.capture.opening import check_no_global_hooks
+from penstock.capture.opening import check_no_global_hooks, is_collecting
 from penstock.capture.watching import with_owners
 from penstock.errors import InputError
 
@@ -27,6 +27,12 @@ def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:
     """The numbers of the hooks of modules, given by their `vars`; none is ever used twice."""
     registries = chain.from_iterable(map(HOOKS_OF_MODULES, modules))
     return list(chain.from_iterable(filter(None, registries)))  # most are empty
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether it has a hook that a pipeline would have to call."""
+    hooks = chain.from_iterable(registry.values() for registry in HOOKS_OF_MODULES(vars(module)))
+    return not all(map(is_collecting, hooks))
 
 
 @contextmanager
@@ -96,7 +102,9 @@ class Opened:
         check_no_global_hooks()
         if not hooks_of(self._vars):
             return
-        path = next(path for path, module in self._modules.items() if hooks_of([vars(module)]))
+        hooked = (path for path, module in self._modules.items() if _is_hooked(module))
+        if (path := next(hooked, None)) is None:
+            return
         kind = type(self._modules[path]).__name__
         before = f"register them before, or build it with keep_closed=[{path!r}], or "
         raise InputError(

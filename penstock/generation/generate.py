@@ -461,19 +461,23 @@ def _joined(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
 def _joined_output(results: Sequence[Any], padding: int) -> Any:
     """Outputs of transformers' `generate` as one.
 
-    What has an entry for each step is joined if all groups have taken as many; else it is `None`.
+    What has an entry for each step is joined if all groups have taken as many. What cannot be
+    joined, such as caches that are with the workers, is `None`.
     """
-    first = results[0]
     values: dict[str, Any] = {}
-    for name in first:
+    for name in results[0]:
         parts = [result[name] for result in results]
-        if isinstance(parts[0], torch.Tensor):
-            values[name] = _joined(parts, padding)
-        elif isinstance(parts[0], tuple) and len({len(part) for part in parts}) == 1:
-            try:
-                values[name] = tuple(torch.cat(step) for step in zip(*parts, strict=True))
-            except (TypeError, RuntimeError):
-                values[name] = None
-        else:
-            values[name] = None
-    return type(first)(**values)
+        is_sequences = isinstance(parts[0], torch.Tensor) and name == "sequences"
+        values[name] = _joined(parts, padding) if is_sequences else _along_rows(parts)
+    return type(results[0])(**values)
+
+
+def _along_rows(parts: Sequence[Any]) -> Any:
+    """Tensors with rows one after another, in tuples likewise; `None` if they do not fit."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        fits = len({part.shape[1:] for part in parts}) == 1
+        return torch.cat(list(parts)) if fits else None
+    if isinstance(first, tuple) and len({len(part) for part in parts}) == 1:
+        return tuple(map(_along_rows, zip(*parts, strict=True)))
+    return None

@@ -14,8 +14,8 @@ from tests.support.models import replicated, uniform_plan
 VOCABULARY = 64
 
 
-def gpt2(**options: Any) -> Any:
-    torch.manual_seed(0)
+def gpt2(seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
     config = transformers.GPT2Config(
         n_layer=4,
         n_head=2,

@@ -181,6 +181,46 @@ def test_own_processors_criteria_and_dictionaries() -> None:
     assert all(map(torch.equal, found.scores, map(torch.cat, steps)))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 3},
+        {"guidance_scale": 1.5},
+        {"eos_token_id": [5, 9, 33], "max_new_tokens": 30},
+        {"num_beams": 4, "do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": gpt2(seed=1)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_ways_to_generate(options: dict[str, Any]) -> None:
+    """Caches that are filled in place, prompts in chunks, tokens that are taken back."""
+    model, ids = gpt2(), tokens(2)
+    options = {"max_new_tokens": 8, **options}
+    with pipeline(model) as pipe:
+        found = pipe.generate(ids, group_size=1, seed=0, **options)
+    assert torch.equal(found, padded(expected(model, list(ids.split(1)), **options)))
+
+
+def test_hidden_states() -> None:
+    """transformers leaves hooks in the model when these are asked for; they disturb nothing."""
+    model, ids = gpt2(), tokens(4)
+    options = {
+        "max_new_tokens": 3,
+        "return_dict_in_generate": True,
+        "output_hidden_states": True,
+    }
+    wanted = expected(model, [ids[:2], ids[2:]], **options)
+    with pipeline(model) as pipe:
+        model(ids, output_hidden_states=True)
+        found = pipe.generate(ids, **options)
+        pipe.train_step(input_ids=ids, target=ids, loss_fn=language_loss)
+    for step, both in enumerate(zip(*(each.hidden_states for each in wanted), strict=True)):  # type: ignore[attr-defined]
+        for layer, parts in enumerate(zip(*both, strict=True)):
+            assert torch.equal(found.hidden_states[step][layer], torch.cat(parts))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on(kind: Any) -> None:
     """Steps before and after generating end with the bits of steps alone; so do the tokens."""
