@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -334,3 +335,27 @@ def test_verify(kind: Any) -> None:
     report = ps.verify(model, **options)
     assert report.ok, report
     assert "generated tokens" in str(report)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_weights(kind: Any, tmp_path: Path) -> None:
+    """Each stage reads its own, and generates with them."""
+    whole, ids = gpt2(), tokens(4)
+    whole.save_pretrained(tmp_path)
+    with ps.empty_weights():
+        model = transformers.GPT2LMHeadModel(whole.config).eval()
+    pipe = ps.Pipeline(
+        model,
+        kwargs={"input_ids": ids},
+        devices=["cpu", "cpu"],
+        workers=kind,
+        weights=tmp_path / "model.safetensors",
+        schedule="1f1b",
+        num_microbatches=2,
+        replicas=1,
+        threads_per_worker=1,
+        progress=None,
+    )
+    with pipe:
+        found = pipe.generate(ids, max_new_tokens=9, group_size=2)
+    assert torch.equal(found, padded(expected(whole, [ids[:2], ids[2:]], max_new_tokens=9)))
