@@ -243,6 +243,33 @@ def is_private(path: str) -> bool:
     return any(part[0] == "_" and part[:2] != "__" for part in path.split("."))
 
 
+def cuda_uses(tree: ast.AST) -> Iterator[str]:
+    """Where a module names `torch.cuda`, other than in text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda"):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (path for path in paths if path.startswith("torch.cuda"))
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("torch.cuda"))
+
+
+def test_cuda_is_named_in_devices_only() -> None:
+    """What depends on the kind of device is behind `devices.kind.Kind`."""
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.parent.name != "devices" or path.parent.parent != ROOT:
+            assert list(cuda_uses(ast.parse(path.read_text()))) == [], path
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["torch.cuda.synchronize()", "import torch.cuda", "from torch import cuda", "s: torch.cuda.S"],
+)
+def test_uses_of_cuda_are_found(code: str) -> None:
+    assert list(cuda_uses(ast.parse(code)))
+
+
 def test_what_is_private_to_torch_is_named_in_one_module() -> None:
     """The oracle, which imports nothing of Penstock, has `pytree` of its own."""
     for path in sorted(ROOT.rglob("*.py")):
