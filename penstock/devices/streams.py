@@ -1,14 +1,14 @@
-"""Copies from one device to another, on streams of their own.
+"""Copies from one device to another, on streams of their own, and threads that go on for others.
 
-They are ordered by events, so that neither device computes later because of a copy: the stream that
+Copies are ordered by events, so that neither device computes later because of a copy: the stream that
 computes on the source goes on at once, and that on the target waits for just this copy. (PyTorch's
 model-parallel tutorial leaves this as future work.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,54 @@ from penstock.devices.kinds import kind_of
 def on(device: torch.device) -> AbstractContextManager[object]:
     """While open, this is the calling thread's current device, if its kind has one."""
     return kind_of(device).on(device)
+
+
+class Handover:
+    """Work of one thread, the caller, that others go on with, on the same devices.
+
+    Each has current streams of its own: a user's may be others than the default ones. So what the
+    others do comes after what the caller has given to its streams, and what the caller does after
+    that comes after them.
+
+    Args:
+        devices: all that anybody works on.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._before = _recorded(devices)
+        self._after: list[tuple[torch.device, Event]] = []
+
+    @contextmanager
+    def taken(self, device: torch.device) -> Iterator[None]:
+        """While open, another thread works on a device."""
+        _await(self._before)
+        try:
+            yield
+        finally:
+            self._after += _recorded([device])
+
+    def back(self, made: Iterable[Any] = ()) -> None:
+        """The caller goes on; nobody else works any more.
+
+        Args:
+            made: what the caller gets from them; values other than tensors do not count.
+        """
+        _await(self._after)
+        for value in made:
+            if isinstance(value, torch.Tensor) and kind_of(value.device).has_streams:
+                kind = kind_of(value.device)
+                kind.used_on(kind.current_stream(value.device), value)
+
+
+def _recorded(devices: Iterable[torch.device]) -> list[tuple[torch.device, Event]]:
+    """For every device that has streams an event on the calling thread's current one."""
+    with_streams = (device for device in dict.fromkeys(devices) if kind_of(device).has_streams)
+    return [(each, kind_of(each).current_stream(each).record_event()) for each in with_streams]
+
+
+def _await(events: Iterable[tuple[torch.device, Event]]) -> None:
+    for device, event in events:
+        kind_of(device).current_stream(device).wait_event(event)
 
 
 class Copies:
