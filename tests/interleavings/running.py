@@ -63,7 +63,7 @@ def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = Tru
     outcome = Outcome()
     hosts = Hosts(seed)
     machine = Machine(3, seed, is_late, detector if detect else None)
-    with simulated(machine), _one_at_a_time(hosts):
+    with simulated(machine), _one_at_a_time(hosts), _one_core():
         try:
             outcome.wrong = _differences(_run(case, hosts), expected(name))
         except Exception as error:
@@ -73,15 +73,30 @@ def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = Tru
     return outcome
 
 
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """While open, operators have one intra-op thread, on which bits depend."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @cache
 def expected(name: str) -> dict[str, Tensor]:
     """What one CPU computes, in plain PyTorch."""
-    case = CASES[name]
+    with _one_core():
+        return _computed(CASES[name])
+
+
+def _computed(case: Case) -> dict[str, Tensor]:
     model = case.model()
     found: dict[str, Tensor] = {}
     program = ps.capture(model, (case.batch(0)[0],))
     torch.manual_seed(5)
-    ps_optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
     deferred = case.options.get("batchnorm") == "deferred"
     for step in range(3):
         x, y = case.batch(step)
@@ -92,10 +107,10 @@ def expected(name: str) -> dict[str, Tensor]:
                 found["evaluation"] = oracle.merged(oracle.forwards(0))
                 _scale(model)
             model.train()
-        ps_optimizer.zero_grad()
+        optimizer.zero_grad()
         found[f"loss {step}"] = oracle.train_step(step, _LOSS, y)
         found.update(_state(model, step))
-        ps_optimizer.step()
+        optimizer.step()
     return {**found, **_state(model, 3)}
 
 
@@ -223,7 +238,6 @@ def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[st
 @contextmanager
 def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
     """While open, workers wait in queues of these hosts, and nothing is freed at random."""
-    gc.collect()
     gc.disable()
     try:
         with (

@@ -266,5 +266,5 @@ class ThreadWorkers(Workers):
 
 def _tensors_of(outcome: Outcome) -> list[Any]:
     """What the caller gets from a pass, and may let go of while its device is still reading it."""
-    found = [outcome.results, outcome.losses, outcome.metrics, outcome.gradients]
-    return flatten([list(values.values()) for values in found])[0]
+    results = [*outcome.results.values(), *outcome.losses.values(), *outcome.metrics.values()]
+    return flatten([*results, *outcome.gradients.values()])[0]

@@ -3,8 +3,8 @@
 | | |
 |---|---|
 | `machine.py` | streams, events, the seeded scheduler, the caching allocator |
-| `tensors.py` | tensors whose operators are queued on streams, as PyTorch has them on accelerators |
-| `module.py` | `torch.sim`, what PyTorch has for every kind of accelerator; `simulated` starts a machine |
+| `tensors.py` | tensors whose operators are queued on streams |
+| `module.py` | `torch.sim`, as PyTorch has a module for every kind; `simulated` starts a machine |
 | `detector.py` | the same events for PyTorch's race detector |
 | `hosts.py` | the threads that give work, one at a time, in an order that is seeded too |
 

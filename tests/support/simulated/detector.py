@@ -24,7 +24,7 @@ class Detector(Observer):
     def __init__(self) -> None:
         self._handler = EventHandler()
         self._events: dict[Ticket, int] = {}
-        self._hosts = count(-1, -1)  # the numbers of streams that stand for threads that read
+        self._others = count(-1, -1)  # numbers of streams that the machine does not have
         self.races: list[SynchronizationError] = []
 
     def kernel(
@@ -33,10 +33,10 @@ class Detector(Observer):
         self._access(stream.number, name, set(reads), set(writes))
 
     def host_reads(self, block: int) -> None:
-        """As a kernel on a new stream, which comes after all that the thread has waited for."""
-        number = next(self._hosts)
-        self._handler._handle_stream_creation(number)
+        """After all that was waited for, and before all that follows."""
+        number = self._aside()
         self._access(number, "read", {block}, set())
+        self._handler._handle_stream_synchronization(number)
 
     def record(self, stream: Stream, ticket: Ticket) -> None:
         event = self._events[ticket] = len(self._events)
@@ -52,8 +52,19 @@ class Detector(Observer):
     def allocate(self, block: int) -> None:
         self._handler._handle_memory_allocation(block)
 
-    def free(self, block: int) -> None:
+    def free(self, block: int, after: Collection[Ticket]) -> None:
+        """As if it were written then: nobody may use it any more who was not waited for."""
+        number = self._aside()
+        for ticket in after:
+            self._handler._handle_event_wait(self._events[ticket], number)
+        self._access(number, "free", set(), {block})
         self._handler._handle_memory_deallocation(block)
+
+    def _aside(self) -> int:
+        """A new stream, for what is not on any, which comes after all that was waited for."""
+        number = next(self._others)
+        self._handler._handle_stream_creation(number)
+        return number
 
     def _access(self, stream: int, name: str, reads: set[int], writes: set[int]) -> None:
         aliases: dict[int, list[str]] = {block: [] for block in reads | writes}

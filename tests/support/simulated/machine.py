@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ POISON = 0xFF
 """Every byte of memory that nobody owns: no number as a float, -1 as an integer."""
 
 
-class Fault(RuntimeError):
+class DeviceFault(RuntimeError):  # noqa: N818 - as devices call it
     """What a device would report as an error: an access to memory that is not its own."""
 
 
@@ -166,8 +166,8 @@ class Observer:
     def allocate(self, block: int) -> None:
         """A block is given out."""
 
-    def free(self, block: int) -> None:
-        """It is taken back."""
+    def free(self, block: int, after: Collection[Ticket]) -> None:
+        """It is taken back, as these events of all streams that should use it have come."""
 
 
 class Machine:
@@ -241,9 +241,7 @@ class Machine:
         """Put an event on a stream."""
         with self._lock:
             self._collect()
-            ticket = Ticket()
-            self._observer.record(stream, ticket)
-            stream.queue.append(Record(ticket))
+            ticket = self._recorded(stream)
             self._go_on()
             return ticket
 
@@ -259,6 +257,12 @@ class Machine:
         """The thread that gives work reads a block."""
         with self._lock:
             self._observer.host_reads(block.number)
+
+    def _recorded(self, stream: Stream) -> Ticket:
+        ticket = Ticket()
+        self._observer.record(stream, ticket)
+        stream.queue.append(Record(ticket))
+        return ticket
 
     # -- doing it -----------------------------------------------------------------------------
 
@@ -282,7 +286,9 @@ class Machine:
     def _step(self) -> None:
         ready = [stream for stream in self.streams if stream.is_ready()]
         if not ready:
-            raise Fault(f"all streams wait for one another: {[s for s in self.streams if s.queue]}")
+            raise DeviceFault(
+                f"all streams wait for one another: {[s for s in self.streams if s.queue]}"
+            )
         (stream,) = self._random.choices(ready, [each.weight for each in ready])
         work = stream.queue.popleft()
         if isinstance(work, Kernel):
@@ -324,24 +330,19 @@ class Machine:
             self.allocated[self.devices.index(block.stream.device)] -= block.memory.nbytes()
             tickets = []
             for stream in sorted(block.users, key=lambda user: user.number):
-                tickets.append(Ticket())
-                self._observer.record(stream, tickets[-1])
-                stream.queue.append(Record(tickets[-1]))
+                tickets.append(self._recorded(stream))
             self._lent.append((block, tickets))
         lent, self._lent = self._lent, []
         for block, tickets in lent:
             if all(ticket.is_done for ticket in tickets):
-                for ticket in tickets:
-                    self._observer.wait(block.stream, ticket)
-                self._take_back(block)
+                self._take_back(block, tickets)
             else:
                 self._lent.append((block, tickets))
 
-    def _take_back(self, block: Block) -> None:
+    def _take_back(self, block: Block, tickets: Sequence[Ticket]) -> None:
         """Its own stream may have it again at once; whoever reads it later reads no numbers."""
         memory, stream = block.memory, block.stream
-        self._observer.kernel(stream, "free", (), {block.number})
-        self._observer.free(block.number)
+        self._observer.free(block.number, [*tickets, self._recorded(stream)])
         stream.queue.append(Kernel("free", lambda: _poison(memory)))
         self._pools.setdefault((stream, memory.nbytes()), []).append(block)
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tests.support.simulated.machine import (
     POISON,
     Block,
-    Fault,
+    DeviceFault,
     Handle,
     Machine,
     Stream,
@@ -235,7 +235,7 @@ class _Work:
         for result, output in zip(tree_flatten(found)[0], self._outputs, strict=True):
             if output is not None:
                 if result.shape != output.shape:
-                    raise Fault(f"{self._func} made {result.shape}, not {output.shape}")
+                    raise DeviceFault(f"{self._func} made {result.shape}, not {output.shape}")
                 output.copy_(result)
 
 
@@ -255,10 +255,10 @@ def _one_device(func: Any, leaves: Iterable[Any], own: Sequence[torch.Tensor]) -
     """The device of all these tensors."""
     devices = {_device_of(tensor) for tensor in own}
     if len(devices) != 1:
-        raise Fault(f"{func} cannot read the memory of {sorted(map(str, devices))} at once")
+        raise DeviceFault(f"{func} cannot read the memory of {sorted(map(str, devices))} at once")
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and not _is_simulated(leaf) and leaf.dim():
-            raise Fault(f"{func} on {devices} cannot read a tensor of the CPU")
+            raise DeviceFault(f"{func} on {devices} cannot read a tensor of the CPU")
     return devices.pop()
 
 
