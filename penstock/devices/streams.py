@@ -1,6 +1,6 @@
 """Copies from one device to another, on streams of their own, and threads that go on for others.
 
-Copies are ordered by events, so that neither device computes later because of a copy: the stream that
+Copies are ordered by events, so that neither device computes later because of one: the stream that
 computes on the source goes on at once, and that on the target waits for just this copy. (PyTorch's
 model-parallel tutorial leaves this as future work.)
 """
