@@ -7,11 +7,12 @@ accesses to the same memory that nothing orders, whether or not they went wrong 
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import count
 
 from torch.cuda._sanitizer import EventHandler, SynchronizationError
 
 from tests.support.simulated.machine import Observer, Stream, Ticket
+
+_HOST, _ALLOCATOR = -1, -2  # streams that the machine does not have
 
 
 class Detector(Observer):
@@ -24,7 +25,6 @@ class Detector(Observer):
     def __init__(self) -> None:
         self._handler = EventHandler()
         self._events: dict[Ticket, int] = {}
-        self._others = count(-1, -1)  # numbers of streams that the machine does not have
         self.races: list[SynchronizationError] = []
 
     def kernel(
@@ -34,9 +34,9 @@ class Detector(Observer):
 
     def host_reads(self, block: int) -> None:
         """After all that was waited for, and before all that follows."""
-        number = self._aside()
-        self._access(number, "read", {block}, set())
-        self._handler._handle_stream_synchronization(number)
+        self._begin(_HOST)
+        self._access(_HOST, "read", {block}, set())
+        self._handler._handle_stream_synchronization(_HOST)
 
     def record(self, stream: Stream, ticket: Ticket) -> None:
         event = self._events[ticket] = len(self._events)
@@ -54,17 +54,16 @@ class Detector(Observer):
 
     def free(self, block: int, after: Collection[Ticket]) -> None:
         """As if it were written then: nobody may use it any more who was not waited for."""
-        number = self._aside()
+        self._begin(_ALLOCATOR)
         for ticket in after:
-            self._handler._handle_event_wait(self._events[ticket], number)
-        self._access(number, "free", set(), {block})
+            self._handler._handle_event_wait(self._events[ticket], _ALLOCATOR)
+        self._access(_ALLOCATOR, "free", set(), {block})
         self._handler._handle_memory_deallocation(block)
 
-    def _aside(self) -> int:
-        """A new stream, for what is not on any, which comes after all that was waited for."""
-        number = next(self._others)
-        self._handler._handle_stream_creation(number)
-        return number
+    def _begin(self, stream: int) -> None:
+        """Let what is not on any stream of the machine come after all that was waited for."""
+        syncs = self._handler.syncs
+        syncs.current_sync_states[stream] = syncs.host_sync_state.copy()
 
     def _access(self, stream: int, name: str, reads: set[int], writes: set[int]) -> None:
         aliases: dict[int, list[str]] = {block: [] for block in reads | writes}
