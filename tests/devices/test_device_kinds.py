@@ -79,40 +79,49 @@ def test_accelerators_without_streams_are_left_alone(monkeypatch: pytest.MonkeyP
         existing_devices(["mps"])
 
 
+class Lazy(Machine):
+    """Does nothing before somebody waits for it."""
+
+    def _go_on(self) -> None:
+        return
+
+
+def waits(machine: Machine, device: torch.device) -> list[Wait]:
+    """What the stream that computes on a device has still to wait for."""
+    queue = machine.defaults[device.index].queue
+    assert not any(isinstance(work, Kernel) for work in queue)
+    return [work for work in queue if isinstance(work, Wait)]
+
+
 def test_no_stream_that_computes_waits_for_a_copy_that_it_does_not_need() -> None:
     """The source's never, and the target's only when somebody receives the copy."""
-
-    class Lazy(Machine):
-        def _go_on(self) -> None:
-            return
-
     with simulated(Lazy()) as machine:
         copies = Copies(ONE, TWO)
         value = torch.ones(2, device=ONE)
         machine.run_all()
-        computes = machine.defaults
-        first, second = (copies.start([value]) for _ in range(2))
-        assert not any(isinstance(work, Wait | Kernel) for s in computes for work in s.queue)
+        first, _ = (copies.start([value]) for _ in range(2))
+        assert waits(machine, ONE) == waits(machine, TWO) == []
         copies.wait(*first)
-        (wait,) = [work for work in computes[1].queue if isinstance(work, Wait)]
-        machine.run_until_done(wait.ticket)
-        assert not second[1].query()  # type: ignore[union-attr]
+        (wait,) = waits(machine, TWO)
+        assert first[1] is not None
+        assert wait.ticket is first[1].ticket  # type: ignore[attr-defined]
         assert first[0][0].tolist() == [1, 1]
 
 
 def test_links_let_their_senders_wait_for_copies_at_the_end_of_a_pass() -> None:
-    with simulated() as machine:
+    with simulated(Lazy()) as machine:
         link = LocalLink(ONE, TWO)
-        link.send(0, (torch.ones(2, device=ONE),))
-        link.send_gradients(0, [torch.ones(2, device=TWO)])
-        link.receive(0)
+        values, gradients = torch.ones(2, device=ONE), torch.ones(2, device=TWO)
         machine.run_all()
-        order = len(machine.order)
+        link.send(0, (values,))
+        link.send_gradients(0, [gradients])
+        assert waits(machine, ONE) == waits(machine, TWO) == []
         link.settle(results=True)
+        link.settle(results=True)  # nothing was sent since
+        assert len(waits(machine, ONE)) == 1
+        assert waits(machine, TWO) == []
         link.settle(results=False)
-        link.settle(results=False)
-        machine.run_all()
-        assert len(machine.order) == order  # events only
+        assert len(waits(machine, TWO)) == 1
 
 
 def test_measuring_happens_on_the_device() -> None:

@@ -64,7 +64,7 @@ def test_kernels_cannot_read_the_memory_of_others(machine: Machine) -> None:
         here + there
     with pytest.raises(DeviceFault, match="cannot read a tensor of the CPU"):
         here + torch.ones(3)
-    with pytest.raises(TypeError, match="sim:0"):
+    with pytest.raises(RuntimeError, match="numpy"):
         here.numpy()
     assert (here + torch.tensor(2.0)).tolist() == [3, 3, 3]
     assert (here + there.to(SIM)).tolist() == [2, 2, 2]
@@ -113,6 +113,7 @@ def test_memory_is_reused_at_once_by_its_stream_and_read_as_poison_by_others(
     machine: Machine,
 ) -> None:
     sim, stream = module(), module().Stream(SIM)
+    stream.weight = 1e-9  # it comes last
     value = torch.ones(2, device=SIM)
     memory = contents(value)
     with sim.stream(stream):
@@ -128,6 +129,7 @@ def test_memory_is_reused_at_once_by_its_stream_and_read_as_poison_by_others(
 
 def test_record_stream_keeps_memory(machine: Machine) -> None:
     sim, stream = module(), module().Stream(SIM)
+    stream.weight = 1e-9  # it comes last
     value = torch.ones(2, device=SIM)
     memory = contents(value)
     with sim.stream(stream):

@@ -83,6 +83,9 @@ class SimulatedTensor(torch.Tensor):
     def record_stream(self, stream: Stream) -> None:
         RUNNING.here.used_on(_block_of(self), stream)
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
