@@ -120,14 +120,14 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     _move(model, _home(case))
     program = ps.capture(model, (case.batch(0)[0].to(_home(case)),))
-    last = torch.device(case.devices[_plan(case, program).placement[-1]])
+    last = torch.device(case.devices[plan_of(case, program).placement[-1]])
     torch.manual_seed(5)
     with (
         ps.Pipeline(
             model,
             (case.batch(0)[0].to(_home(case)),),
             devices=case.devices,
-            plan=_plan(case, program),
+            plan=plan_of(case, program),
             program=program,
             workers="threads",
             threads_per_worker=1,
@@ -199,7 +199,8 @@ def _home(case: Case) -> torch.device:
     return torch.device(next(name for name in case.devices if name != "cpu"))
 
 
-def _plan(case: Case, program: Program) -> Plan:
+def plan_of(case: Case, program: Program, num_microbatches: int = MICROBATCHES) -> Plan:
+    """A plan that nobody has measured."""
     edges = (0, *case.cuts, len(program))
     placement = placement_of(case.schedule, len(edges) - 1, len(case.devices))
     stages = tuple(
@@ -220,7 +221,7 @@ def _plan(case: Case, program: Program) -> Plan:
     return Plan(
         fingerprint=program.fingerprint,
         batch_size=ROWS,
-        num_microbatches=MICROBATCHES,
+        num_microbatches=num_microbatches,
         schedule=case.schedule,
         stages=stages,
         predicted_step_seconds=1e-3,

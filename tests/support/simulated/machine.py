@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,10 +21,16 @@ class DeviceFault(RuntimeError):  # noqa: N818 - as devices call it
 
 
 class Ticket:
-    """One recording of an event."""
+    """One recording of an event.
+
+    Attributes:
+        is_done: whether the stream has come this far.
+        seconds: when it did.
+    """
 
     def __init__(self) -> None:
         self.is_done = False
+        self.seconds = 0.0
 
 
 class Kernel(NamedTuple):
@@ -80,12 +86,14 @@ class Stream:
         number: of all streams of the machine, from 1.
         queue: what it has not done yet.
         weight: how probably it is the next one to go on.
+        clock: the seconds at which it has done what it has done so far.
     """
 
     def __init__(self, machine: Machine, device: torch.device, number: int, weight: float) -> None:
         self._machine = machine
         self.device, self.number, self.weight = device, number, weight
         self.queue: deque[Kernel | Record | Wait] = deque()
+        self.clock = 0.0
 
     def __repr__(self) -> str:
         return f"<stream {self.number} of {self.device}>"
@@ -178,6 +186,8 @@ class Machine:
         seed: of the order.
         is_late: whether work waits; else everything is done as soon as it is given.
         observer: told of everything.
+        seconds: how long work takes, by its name; giving it takes no time. The order in which work
+            is done has no influence on the clocks of streams.
 
     Attributes:
         devices: `sim:0`, `sim:1`, and so on.
@@ -194,7 +204,9 @@ class Machine:
         seed: int = 0,
         is_late: bool = True,
         observer: Observer | None = None,
+        seconds: Mapping[str, float] | None = None,
     ) -> None:
+        self._seconds = dict(seconds or {})
         self._random = random.Random(seed)
         self._eagerness = self._random.choice([0.0, 0.02, 0.3]) if is_late else 1.0
         self._is_late = is_late
@@ -293,10 +305,13 @@ class Machine:
         work = stream.queue.popleft()
         if isinstance(work, Kernel):
             self.order.append((stream.number, work.name))
+            stream.clock += self._seconds.get(work.name, 0.0)
             with undisturbed():
                 work.run()
         elif isinstance(work, Record):
-            work.ticket.is_done = True
+            work.ticket.is_done, work.ticket.seconds = True, stream.clock
+        else:
+            stream.clock = max(stream.clock, work.ticket.seconds)
 
     # -- memory -------------------------------------------------------------------------------
 

@@ -115,6 +115,8 @@ def install() -> None:
 
     PyTorch lets packages name one kind of their own, and bring its kernels in Python.
     """
+    torch.ones(1, requires_grad=True).backward()  # now autograd has its threads, none for `sim`,
+    # which a fork would not have, and would not work without
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", Module("torch.sim"))
     accelerators: Any = torch._C._acc
