@@ -68,7 +68,7 @@ def predicted(schedule: str, copy: float) -> float:
     return max(event.end for event in events)
 
 
-@pytest.mark.parametrize("copy", [0.0, 0.5, 2.5, 10.0])
+@pytest.mark.parametrize("copy", [0.5, 10.0])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_a_step_takes_as_long_as_predicted(schedule: str, copy: float) -> None:
     assert measured(schedule, copy) == pytest.approx(predicted(schedule, copy), rel=0.01)
