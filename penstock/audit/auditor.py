@@ -35,6 +35,7 @@ from penstock.comparison.reference import (
     is_deterministic,
     run_with_threads,
 )
+from penstock.devices.kinds import kind_of
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
@@ -464,8 +465,9 @@ def _hooks_of_accumulation(parameter: torch.Tensor) -> Any:
 
 def _free_bytes(parameters: Sequence[torch.Tensor]) -> int | None:
     """The memory that is free where the parameters are; `None` if nobody knows."""
-    if parameters and parameters[0].is_cuda:
-        return int(torch.cuda.mem_get_info(parameters[0].device)[0])
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if (memory := kind_of(device).memory(device)) is not None:
+        return memory.free
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":", 1) for line in file)

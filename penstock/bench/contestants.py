@@ -19,6 +19,7 @@ from penstock.bench.turns import Contestant, timed
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.trees import flatten, unflatten
 from penstock.devices.choice import existing_devices, threads_per_worker
+from penstock.devices.kinds import kind_of
 from penstock.display.terminal import Progress
 from penstock.engine.ends import to_device
 from penstock.engine.microbatch import split, split_rows
@@ -203,8 +204,7 @@ class Field:
     def _synchronize(self) -> None:
         """Wait for GPUs, which are still busy when Python is done."""
         for place in dict.fromkeys(self._places):
-            if place.type == "cuda":
-                torch.cuda.synchronize(place)
+            kind_of(place).synchronize(place)
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from penstock.devices.kinds import accelerator
 from penstock.devices.machine import processor
 
 ROOT = Path(__file__).parents[2]
@@ -29,10 +30,11 @@ DATA = ROOT / "docs/data"
 
 def machine() -> dict[str, Any]:
     """What the measurements ran on."""
+    kind = accelerator()
     return {
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": [kind.name(device) for device in kind.devices()] if kind else [],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),

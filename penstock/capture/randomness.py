@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from penstock.capture.trees import flatten
+from penstock.devices.kinds import kind_of
 
 LOSS, METRICS = -1, -2
 """The numbers of what comes behind the calls of a program."""
@@ -238,16 +239,13 @@ class Watched:
 
 def _default_generator(device: torch.device) -> torch.Generator:
     """The generator that torch functions draw from on `device`."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    return kind_of(device).generator(device)
 
 
 def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """The generators of the CPU and of every CUDA device among `devices`."""
-    cuda = sorted({d for d in devices if d.type == "cuda"}, key=str)
-    return [torch.default_generator, *(_default_generator(d) for d in cuda)]
+    """The generators of the CPU and of every accelerator among `devices`."""
+    others = sorted({d for d in devices if kind_of(d).has_streams}, key=str)
+    return [torch.default_generator, *(_default_generator(d) for d in others)]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture.randomness import undisturbed
+from penstock.devices.kinds import accelerator
 from penstock.errors import InputError
 from penstock.storage.part import compact
 from penstock.training.optimizer import PipelineOptimizer
@@ -169,12 +170,13 @@ def _places(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:
 
 def generators_now() -> dict[str, Any]:
     """The states of the random generators of torch, numpy and Python in this process."""
+    kind = accelerator()
     with undisturbed():
         numpy: Any = np.random.get_state(legacy=False)
         key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
         return {
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            "cuda": kind.random_states() if kind else [],
             "numpy": _plain({**numpy, "state": {**numpy["state"], "key": key}}),
             "python": random.getstate(),
         }
@@ -184,9 +186,8 @@ def use_generators(states: Mapping[str, Any]) -> None:
     """Put the random generators of this process where they were."""
     with undisturbed():
         torch.set_rng_state(states["torch"])
-        cuda = states["cuda"][: torch.cuda.device_count()]
-        for device, state in enumerate(cuda):
-            torch.cuda.set_rng_state(state, device)
+        if kind := accelerator():
+            kind.set_random_states(states["cuda"])
         numpy = states["numpy"]
         key = numpy["state"]["key"].numpy().astype(np.uint32)
         np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})

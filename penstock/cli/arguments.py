@@ -17,6 +17,7 @@ from penstock.cli.common import (
     recompute_of,
     replica_count,
 )
+from penstock.devices.kinds import accelerator
 from penstock.errors import InputError, PenstockError
 from penstock.loading import load, load_model, parse_input
 from penstock.profile.hardware import Hardware
@@ -177,8 +178,9 @@ def device_list(text: str | None) -> list[str]:
     """
     if text is not None:
         return [name.strip() for name in text.split(",")]
-    if torch.cuda.device_count() > 1:
-        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    kind = accelerator()
+    if kind is not None and kind.count() > 1:
+        return [str(device) for device in kind.devices()]
     return ["cpu"] * max(2, len(os.sched_getaffinity(0)))
 
 

@@ -1,1 +1,1 @@
-"""What differs between kinds of device: which there are, cores, the allocator."""
+"""What differs between kinds of device (`kind.py`): streams, memory, random numbers; cores too."""

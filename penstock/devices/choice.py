@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.devices.cores import cores
+from penstock.devices.kinds import accelerator, all_devices, kind_of
 from penstock.errors import DeviceError, InputError
 
 Devices = Sequence[str | torch.device] | int
@@ -30,8 +31,8 @@ def device_choices(devices: Devices | None, least: int = 1) -> list[list[torch.d
     """
     if devices is not None:
         return [existing_devices(devices)]
-    if torch.cuda.is_available():
-        return [existing_devices(torch.cuda.device_count())]
+    if kind := accelerator():
+        return [kind.devices()]
     numbers = [least]
     while 2 * numbers[-1] <= cores():
         numbers.append(2 * numbers[-1])
@@ -46,8 +47,8 @@ def existing_devices(devices: Devices) -> list[torch.device]:
         InputError: there are none.
     """
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
-        kind = "cuda:{}" if torch.cuda.is_available() else "cpu"
-        devices = [kind.format(number) for number in range(devices)]
+        kind = accelerator()
+        devices = [f"{kind.type}:{k}" if kind else "cpu" for k in range(devices)]
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise InputError(
             f"devices={devices!r} is not a list of devices; give "
@@ -59,18 +60,18 @@ def existing_devices(devices: Devices) -> list[torch.device]:
             device = torch.device(name)
         except (RuntimeError, TypeError) as error:
             raise DeviceError(f"{name!r} is not a device: {_known_devices()}") from error
-        if device.type == "cuda":
-            device = torch.device("cuda", device.index or 0)
-        count = torch.cuda.device_count() if device.type == "cuda" else 1
-        if device.type not in ("cpu", "cuda") or (device.index or 0) >= count:
+        if kind_of(device).has_streams:
+            device = torch.device(device.type, device.index or 0)
+        elif device.type == "cpu" and not device.index:
+            device = torch.device("cpu")
+        if device not in all_devices():
             raise DeviceError(f"there is no device {str(device)!r} here: {_known_devices()}")
-        found.append(torch.device("cpu") if device.type == "cpu" else device)
+        found.append(device)
     return found
 
 
 def _known_devices() -> str:
-    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    return f"this machine has {', '.join(names)}"
+    return f"this machine has {', '.join(map(str, all_devices()))}"
 
 
 def threads_per_worker(devices: Sequence[torch.device | str]) -> int:

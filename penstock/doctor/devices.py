@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.devices.cores import flushes_denormal
+from penstock.devices.cuda import Cuda
+from penstock.devices.kinds import accelerator, all_devices
 from penstock.devices.settings import Settings
 from penstock.doctor.findings import Finding, made, size
 from penstock.errors import InputError
@@ -54,8 +57,9 @@ def torch_itself() -> Iterator[Finding]:
 
 def accelerators() -> Iterator[Finding]:
     """The GPUs, or why there are none."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
+    kind = Cuda()
+    devices = kind.devices()
+    if not devices:
         driver = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
         if driver and torch.version.cuda is None:
             yield Finding(
@@ -79,37 +83,26 @@ def accelerators() -> Iterator[Finding]:
             yield Finding("devices", "ok", "cpu")
         yield from _others()
         return
-    architectures = torch.cuda.get_arch_list()
-    for k in range(count):
-        properties = torch.cuda.get_device_properties(k)
-        free, total = torch.cuda.mem_get_info(k)
-        code = f"sm_{properties.major}{properties.minor}"
-        found = (
-            f"{properties.name}, {size(free)} of {size(total)} are free, compute capability "
-            f"{properties.major}.{properties.minor}"
-        )
-        is_known = not architectures or any(
-            each.startswith(f"sm_{properties.major}") for each in architectures
-        )
+    for device in devices:
+        free, total = kind.memory(device)
+        major, minor = kind.capability(device)
+        is_known, known = kind.has_kernels(device), ", ".join(kind.architectures())
         yield Finding(
-            f"cuda:{k}",
+            str(device),
             "ok" if is_known else "problem",
-            found,
-            "" if is_known else f"this torch has no kernels for {code}: {', '.join(architectures)}",
+            f"{kind.name(device)}, {size(free)} of {size(total)} are free, compute capability "
+            f"{major}.{minor}",
+            "" if is_known else f"this torch has no kernels for sm_{major}{minor}: {known}",
         )
-    if count > 1:
-        yield from _peers(count)
-    if dist.is_available() and dist.is_nccl_available():
-        version = torch.cuda.nccl.version()
-        text = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-        yield Finding("NCCL", "ok", text)
+    if len(devices) > 1:
+        yield from _peers(kind)
+    if nccl := kind.nccl():
+        yield Finding("NCCL", "ok", nccl)
 
 
-def _peers(count: int) -> Iterator[Finding]:
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    without = [
-        f"{a}-{b}" for a, b in pairs if a < b and not torch.cuda.can_device_access_peer(a, b)
-    ]
+def _peers(kind: Cuda) -> Iterator[Finding]:
+    pairs = combinations(range(kind.count()), 2)
+    without = [f"{a}-{b}" for a, b in pairs if not kind.are_peers(a, b)]
     yield Finding(
         "peer access",
         "warning" if without else "ok",
@@ -118,7 +111,7 @@ def _peers(count: int) -> Iterator[Finding]:
         if without
         else "",
     )
-    names = {torch.cuda.get_device_name(k) for k in range(count)}
+    names = {kind.name(device) for device in kind.devices()}
     if len(names) > 1:
         yield Finding(
             "kinds of GPU",
@@ -130,14 +123,14 @@ def _peers(count: int) -> Iterator[Finding]:
 
 def _others() -> Iterator[Finding]:
     """Accelerators that are not CUDA's."""
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        count = torch.accelerator.device_count()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        count, is_used = torch.accelerator.device_count(), accelerator() is not None
         yield Finding(
             "accelerator",
             "info",
-            f"{count} of {found}, which pipelines do not use",
-            'stages run on "cpu" and "cuda" devices',
+            f"{count} of {found.type}, which pipelines {'use' if is_used else 'do not use'}",
+            "" if is_used else "PyTorch has no streams for it; stages run on the CPU",
         )
 
 
@@ -152,9 +145,9 @@ def numerics() -> Iterator[Finding]:
         f"{'flushed to 0' if flushes_denormal() else 'kept'}; oneDNN is "
         f"{'on' if settings.mkldnn else 'off'}",
     )
-    devices = ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+    devices = all_devices()
     for device in devices:
-        is_same = _twice(torch.device(device))
+        is_same = _twice(device)
         what = "the same bits twice" if is_same else "other bits the second time"
         yield Finding(
             f"exactness on {device}",

@@ -15,6 +15,7 @@ from penstock.capture.calls import ROWS, Join, Sizes
 from penstock.capture.lowering import assembled
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
 from penstock.capture.trees import map_leaves
+from penstock.devices.kinds import kind_of
 from penstock.engine.microbatch import pieces_of, repeated
 from penstock.engine.state import values_saved
 from penstock.errors import InputError
@@ -422,8 +423,14 @@ def _leaves(loss: torch.Tensor, results: Values) -> Iterator[torch.Tensor]:
 
 
 def to_device(value: object, device: torch.device) -> Any:
-    """A tensor on `device`, everything else as it is."""
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    """A tensor on `device`, everything else as it is.
+
+    What comes to a CPU is there; what comes to another device is there for what follows on the
+    current stream.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, non_blocking=kind_of(device).has_streams)
 
 
 def without_history(value: object) -> Any:

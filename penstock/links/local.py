@@ -54,6 +54,14 @@ class LocalLink:
         """
         return self._backward.get()
 
+    def settle(self, results: bool) -> None:
+        """Let what the calling worker does next wait until what it has sent is copied.
+
+        Args:
+            results: whether it has sent those of the earlier stage, or else gradients.
+        """
+        (self._forward if results else self._backward).settle()
+
     def abort(self) -> None:
         """Wake whoever waits here, now and until `reset`."""
         self._forward.abort()
@@ -80,6 +88,10 @@ class _Channel:
 
     def put(self, values: Sequence[Any]) -> None:
         self._queue.put(self._copies.start(values) if self._copies else (values, None))
+
+    def settle(self) -> None:
+        if self._copies:
+            self._copies.settle()
 
     def get(self) -> Sequence[Any]:
         item = self._queue.get()

@@ -18,6 +18,7 @@ from torch import nn
 import penstock
 from penstock.capture import Program
 from penstock.capture.calls import ambient
+from penstock.devices.kinds import accelerator
 from penstock.devices.machine import processor
 from penstock.devices.settings import Settings
 from penstock.display.terminal import Progress
@@ -199,5 +200,6 @@ def _describe(leaf: object) -> str:
 
 def _machine() -> str:
     """The processors of this machine, by their names."""
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    kind = accelerator()
+    names = [kind.name(device) for device in kind.devices()] if kind else []
     return f"{processor()}, {len(os.sched_getaffinity(0))} cores, {', '.join(names)}"

@@ -20,6 +20,7 @@ from penstock.capture.halves import (
     run_halved,
     run_pending,
 )
+from penstock.devices.streams import on
 from penstock.profile.timing import now, roots_of
 
 _TINY = 50  # backwards of a layer that does next to nothing
@@ -55,10 +56,11 @@ def halving_seconds(device: torch.device) -> float:
         run_pending(deferral.take())
         return now(device) - start
 
-    found = [
-        (seconds(lambda x, w: run_halved(half, linear, x, w)), seconds(linear))
-        for _ in range(_TINY)
-    ]
+    with on(device):
+        found = [
+            (seconds(lambda x, w: run_halved(half, linear, x, w)), seconds(linear))
+            for _ in range(_TINY)
+        ]
     halved, whole = map(statistics.median, zip(*found, strict=True))
     return float(max(halved - whole, 0.0))
 

@@ -17,6 +17,7 @@ from penstock.capture.explain import first_used
 from penstock.capture.one_replica import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
+from penstock.devices.kinds import kind_of
 from penstock.display.terminal import Progress
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
@@ -439,5 +440,5 @@ def _outputs(program: Program) -> tuple[float, ...]:
 
 def _capacity(kinds: Iterable[str]) -> dict[str, int]:
     """Bytes of memory of the GPUs. Workers on CPUs share theirs."""
-    gpus = [kind for kind in kinds if torch.device(kind).type == "cuda"]
-    return {kind: torch.cuda.get_device_properties(kind).total_memory for kind in gpus}
+    found = {kind: kind_of(kind).memory(torch.device(kind)) for kind in kinds}
+    return {kind: memory.total for kind, memory in found.items() if memory is not None}

@@ -19,6 +19,7 @@ from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
 from penstock.capture.preserve import untouched
 from penstock.devices.cores import end_idle_threads, use_threads
+from penstock.devices.streams import on
 from penstock.profile.sampling import Sampler
 from penstock.profile.shadow import shadow
 from penstock.profile.stepping import KEY, Steps
@@ -150,7 +151,7 @@ class Team:
             use_threads(self.threads)
             given = start(self.members[index])
             try:
-                with modes.autocasting():
+                with on(self.members[index].device), modes.autocasting():
                     while barrier.wait() >= 0 and pace.goes_on:
                         results[index].append(next(given))
             except threading.BrokenBarrierError:

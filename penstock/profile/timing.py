@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.devices.kinds import kind_of
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -47,8 +49,7 @@ def spread(timings: Sequence[Timing]) -> float:
 
 def now(device: torch.device) -> float:
     """The time in seconds, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    kind_of(device).synchronize(device)
     return time.perf_counter()
 
 

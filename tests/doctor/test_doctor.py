@@ -236,10 +236,10 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "is_available": lambda: True,
         "device_count": lambda: 2,
         "get_arch_list": lambda: ["sm_90"],
-        "get_device_properties": lambda k: SimpleNamespace(name=names[k], major=9 - 2 * k, minor=0),
+        "get_device_properties": lambda k: SimpleNamespace(major=9 - 2 * k.index, minor=0),
         "mem_get_info": lambda k: (1 << 30, 2 << 30),
         "can_device_access_peer": lambda a, b: False,
-        "get_device_name": lambda k: names[k],
+        "get_device_name": lambda k: names[k.index],
     }.items():
         monkeypatch.setattr(devices.torch.cuda, name, value)
     findings = {each.name: each for each in devices.accelerators()}

@@ -101,8 +101,8 @@ def test_schedules_and_their_simulation_know_nothing_else(name: str) -> None:
 def test_tests_are_where_their_subjects_are() -> None:
     """Folders of tests are named after packages or modules, but for those in CONTRIBUTING.md."""
     here = ROOT.parent / "tests"
-    others = "floor support house benchmarks elastic faults fuzz ports resume zoo programs".split()
-    known = {path.stem for path in ROOT.iterdir()} | set(others)
+    others = "floor support house elastic faults fuzz interleavings ports programs resume zoo"
+    known = {path.stem for path in ROOT.iterdir()} | set(others.split())
     assert {p.name for p in here.iterdir() if p.is_dir() and any(p.glob("*.py"))} <= known
     assert [path.name for path in here.glob("*.py")] == ["conftest.py"]
     names = [path.name for path in here.rglob("test_*.py")]
@@ -243,6 +243,34 @@ def private_uses(tree: ast.AST) -> Iterator[str]:
 def is_private(path: str) -> bool:
     """Whether a part of it begins with an underscore, and is no `__version__`."""
     return any(part[0] == "_" and part[:2] != "__" for part in path.split("."))
+
+
+def cuda_uses(tree: ast.AST) -> Iterator[str]:
+    """Where a module names `torch.cuda`, other than in text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "cuda":
+            if isinstance(node.value, ast.Name) and node.value.id == "torch":
+                yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (path for path in paths if path.startswith("torch.cuda"))
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("torch.cuda"))
+
+
+def test_cuda_is_named_in_devices_only() -> None:
+    """What depends on the kind of device is behind `devices.kind.Kind`."""
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.parent.name != "devices" or path.parent.parent != ROOT:
+            assert list(cuda_uses(ast.parse(path.read_text()))) == [], path
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["torch.cuda.synchronize()", "import torch.cuda", "from torch import cuda", "s: torch.cuda.S"],
+)
+def test_uses_of_cuda_are_found(code: str) -> None:
+    assert list(cuda_uses(ast.parse(code)))
 
 
 def test_what_is_private_to_torch_is_named_in_one_module() -> None:

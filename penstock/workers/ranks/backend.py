@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.capture import Program
 from penstock.devices.choice import Devices
+from penstock.devices.kinds import kind_of
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.workers.backend import TIMEOUTS, Backend, Workers, order_of
@@ -78,16 +79,16 @@ class RankBackend(Backend):
     @property
     def devices(self) -> Sequence[torch.device]:
         """For the device of every rank, one of this machine that is like it."""
-        here, found = torch.cuda.device_count(), []
+        found = []
         for name in self._names:
             device = torch.device(name)
-            if device.type == "cuda" and not here:
+            here = kind_of(device).devices()
+            if not here:
                 raise PlanError(
-                    f"rank 0 plans for {', '.join(self._names)} and has no CUDA device to measure; "
-                    "give it a plan that was made elsewhere: plan="
+                    f"rank 0 plans for {', '.join(self._names)} and has no {device.type} device to "
+                    "measure; give it a plan that was made elsewhere: plan="
                 )
-            index = device.index if device.type == "cuda" else None
-            found.append(device if index is None else torch.device("cuda", index % here))
+            found.append(device if device.index is None else here[device.index % len(here)])
         return found
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from penstock.board.process import started_at
 from penstock.devices.choice import Devices, existing_devices
+from penstock.devices.kinds import accelerator
 from penstock.errors import InputError, WorkerError
 from penstock.links.handshake import Address, Listener, call, new_secret, route_to, this_machine
 from penstock.links.wire import Wire
@@ -311,10 +312,11 @@ def _init() -> None:
 
 
 def _own_device() -> str:
-    if not torch.cuda.is_available():
+    kind = accelerator()
+    if kind is None:
         return "cpu"
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return f"cuda:{local % torch.cuda.device_count()}"
+    devices = kind.devices()
+    return str(devices[int(os.environ.get("LOCAL_RANK", "0")) % len(devices)])
 
 
 def is_torchrun() -> bool:

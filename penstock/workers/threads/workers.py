@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
 from penstock.board.runs import new_board
+from penstock.capture.trees import flatten
+from penstock.devices.streams import Handover
 from penstock.engine.batchnorm import move
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
@@ -67,6 +69,7 @@ class ThreadWorkers(Workers):
         self._replicas = [Replica(k, plan.weights, k * count, shared) for k in range(plan.replicas)]
         self._in_order = list(shared.values())
         self._ran = Before()
+        self._handovers: dict[int, Handover] = {}  # of the passes under way
         self._links = [
             {
                 k: LocalLink(*(devices[member] for member in pair))
@@ -102,18 +105,21 @@ class ThreadWorkers(Workers):
     def start(self, order: Order) -> tuple[Order, Dispatch]:
         """Tell all workers to run a pass."""
         order = replace(order, before=self._ran)
-        jobs = [partial(self._pass, member, order) for member in self.members]
+        handover = Handover(self.devices)
+        jobs = [partial(self._pass, member, order, handover) for member in self.members]
         self._forget_casts()
         try:
             self._backups.begin(order.number, self._before_replicas(order))
             for common in self._in_order:
                 common.watch()
             count = len(order.microbatches)
+            self._handovers[order.number] = handover
             self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
             return order, self._pool.start(jobs)  # nothing after it, where a Ctrl-C might come
         except BaseException:
             if self._pool.under_way:  # those before it go on
                 self._backups.drop(order.number)
+                self._handovers.pop(order.number, None)
             else:
                 self._undo()
             raise
@@ -123,8 +129,17 @@ class ThreadWorkers(Workers):
         places = range(self._per_replica if self._in_order else 0)
         return [self.ownership.backup(place, order.goes_back) for place in places]
 
-    def _pass(self, member: Member, order: Order) -> Outcome:
+    def _pass(self, member: Member, order: Order, handover: Handover) -> Outcome:
         """One worker's part, in its thread."""
+        with handover.taken(self.devices[member.number]):
+            outcome = self._own_part(member, order)
+            for k, link in self._links[member.replica].items():  # what was sent may be written now
+                for stage in (k, k + 1):
+                    if self._plan.placement[stage] == member.place:
+                        link.settle(results=stage == k)
+            return outcome
+
+    def _own_part(self, member: Member, order: Order) -> Outcome:
         if not self._in_order:
             backup = self.ownership.backup(member.place, order.goes_back)
             self._backups.add(order.number, backup)
@@ -144,6 +159,7 @@ class ThreadWorkers(Workers):
         self._pool.check_under_way(current)
         try:
             outcome = Outcome.of(self._pool.finish(current, self._timeout))
+            self._handovers.pop(order.number).back(_tensors_of(outcome))
             for common in self._in_order if order.what != "backward" else ():
                 first = order.before.forwards
                 move(common.norms.take(range(first, first + len(order.microbatches))))
@@ -165,6 +181,8 @@ class ThreadWorkers(Workers):
 
     def _undo(self) -> None:
         """Put back what passes have changed that did not come to their end."""
+        while self._handovers:
+            self._handovers.popitem()[1].back()
         self._backups.restore()
         for assembly in chain.from_iterable(self._assemblies.values()):
             assembly.clear()
@@ -213,7 +231,7 @@ class ThreadWorkers(Workers):
         save.check_remote()
         parts = save.parts()
         jobs = [save.job(part, own) for part, own in zip(parts, save.portions, strict=True)]
-        self._pool.run(jobs, TIMEOUT)
+        self._together(jobs, TIMEOUT)
         return parts
 
     def stacks(self) -> Mapping[int, str]:
@@ -222,7 +240,23 @@ class ThreadWorkers(Workers):
 
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         jobs = [partial(self._after_forwards, self._ran, job) for job in jobs]
-        return self._pool.run(jobs, self._timeout, whole=True)
+        return self._together(jobs, self._timeout, whole=True)
+
+    def _together(
+        self, jobs: Sequence[Callable[[], Any]], timeout: float, whole: bool = False
+    ) -> list[Any]:
+        """Have every worker do a job, and wait."""
+        handover = Handover(self.devices)
+
+        def taken(device: torch.device, job: Callable[[], Any]) -> Any:
+            with handover.taken(device):
+                return job()
+
+        pairs = zip(self.devices, jobs, strict=True)
+        try:
+            return self._pool.run([partial(taken, *pair) for pair in pairs], timeout, whole)
+        finally:
+            handover.back()
 
     def _after_forwards(self, before: Before, job: Callable[[], Any]) -> Any:
         """Do a job that changes weights, when all replicas have run these forwards."""
@@ -247,3 +281,9 @@ class ThreadWorkers(Workers):
 
     def _doing(self, worker: int) -> str:
         return str(Activity.of(self.board.records[worker].code))
+
+
+def _tensors_of(outcome: Outcome) -> list[Any]:
+    """What the caller gets from a pass, and may let go of while its device is still reading it."""
+    results = [*outcome.results.values(), *outcome.losses.values(), *outcome.metrics.values()]
+    return flatten([*results, *outcome.gradients.values()])[0]

@@ -1,0 +1,140 @@
+"""What differs between kinds of device, as one interface.
+
+Everything else in Penstock is written against `Kind` and never asks which one it has:
+
+| | |
+|---|---|
+| `cpu.py` | CPUs: no streams; whoever gives work waits until it is done |
+| `accelerator.py` | what PyTorch calls an accelerator: work is queued on streams and done later |
+| `cuda.py` | CUDA: an accelerator, and what only CUDA has |
+| `kinds.py` | which kind a device is of, and which accelerator this machine has |
+
+A *stream* is a device's queue of work: what is on it is done in order. Two streams know nothing of
+each other until one waits for an *event*, a point in another one. Memory is given out and taken
+back when Python says so, not when the work is done: it belongs to the stream on which it was
+allocated, which may have it back at once, as it is in order there. Whoever uses it on another
+stream has to say so (`used_on`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream; `torch.Event` is one."""
+
+    def synchronize(self) -> None:
+        """Wait here, in this thread, until the stream has come this far."""
+
+
+class Stream(Protocol):
+    """A device's queue of work; `torch.Stream` is one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Whose."""
+
+    def record_event(self) -> Event:
+        """An event behind everything that is on the stream now."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let what comes onto the stream from now on wait for the event."""
+
+
+class Memory(NamedTuple):
+    """Bytes of a device's memory.
+
+    Attributes:
+        free: what nobody uses, on this machine.
+        total: all of it.
+    """
+
+    free: int
+    total: int
+
+
+class Kind(ABC):
+    """One kind of device.
+
+    Attributes:
+        type: what PyTorch calls it: `torch.device.type`.
+        has_streams: whether work is queued on streams, so that it may be done later. If not, the
+            methods about streams must not be called.
+    """
+
+    type: str
+    has_streams: bool
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many of them this process may use."""
+
+    @abstractmethod
+    def name(self, device: torch.device) -> str:
+        """The model of a device, such as `NVIDIA H100`."""
+
+    def devices(self) -> list[torch.device]:
+        """Those that this process may use."""
+        return [torch.device(self.type, index) for index in range(self.count())]
+
+    # -- streams ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        """While open, the calling thread's current device of this kind is this one."""
+
+    @abstractmethod
+    def new_stream(self, device: torch.device) -> Stream:
+        """One more stream of a device. Kinds have few: some may be one and the same."""
+
+    @abstractmethod
+    def current_stream(self, device: torch.device) -> Stream:
+        """The one that the calling thread's work on a device goes to."""
+
+    @abstractmethod
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """While open, the calling thread's work on the stream's device goes there."""
+
+    @abstractmethod
+    def used_on(self, stream: Stream, tensor: torch.Tensor) -> None:
+        """A tensor that was made on another stream is used on this one, by what is there now.
+
+        Its memory is not given to anybody else before that is done.
+        """
+
+    @abstractmethod
+    def synchronize(self, device: torch.device) -> None:
+        """Wait here, in this thread, until a device has done all that it was given."""
+
+    # -- memory -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def memory(self, device: torch.device) -> Memory | None:
+        """What a device has; `None` if it has no memory of its own, or does not tell."""
+
+    @abstractmethod
+    def allocated(self, device: torch.device) -> tuple[int, int]:
+        """Bytes that PyTorch has allocated there in this process, and the most it had.
+
+        Both are 0 where that is not counted.
+        """
+
+    # -- random numbers -----------------------------------------------------------------------
+
+    @abstractmethod
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator that torch functions draw from there."""
+
+    @abstractmethod
+    def random_states(self) -> list[torch.Tensor]:
+        """The states of the generators of all devices; none if no device was ever used."""
+
+    @abstractmethod
+    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Put the generators of the first devices into these states."""

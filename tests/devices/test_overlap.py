@@ -1,0 +1,84 @@
+"""With work of given lengths, a step takes as long as the simulator of schedules says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.schedule import Action, Kind, build
+from penstock.simulate import Network, simulate
+from tests.interleavings.cases import Case
+from tests.interleavings.mutations import Mutation
+from tests.interleavings.running import plan_of
+from tests.support.simulated.machine import Machine
+from tests.support.simulated.module import simulated
+
+FORWARD, BACKWARD = 1.0, 2.0  # seconds of a block
+BLOCKS = (2, 3, 1)  # of every stage
+MICROBATCHES = 6
+
+
+def _blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(sum(BLOCKS)) for m in (nn.Linear(3, 3), nn.Tanh())))
+
+
+def measured(schedule: str, copy: float) -> float:
+    """The seconds of a step on three devices, from the first kernel to the last."""
+    cuts = (2 * BLOCKS[0], 2 * (BLOCKS[0] + BLOCKS[1]))
+    devices = ("sim:0", "sim:1", "sim:2")
+    case = Case(_blocks, cuts, shape=(3,), devices=devices, schedule=schedule)
+    lengths = {"aten.tanh.default": FORWARD, "aten.tanh_backward.default": BACKWARD, "copy": copy}
+    machine = Machine(3, seed=1, seconds=lengths)
+    with simulated(machine):
+        model = case.model().to(devices[0])
+        x, y = torch.randn(MICROBATCHES, 3, device=devices[0]), torch.randn(MICROBATCHES, 3)
+        program = ps.capture(model, (x,))
+        with ps.Pipeline(
+            model,
+            (x,),
+            devices=devices,
+            plan=plan_of(case, program, MICROBATCHES),
+            program=program,
+            workers="threads",
+            audit=None,
+            progress=None,
+        ) as pipe:
+            y = y.to(devices[-1])
+            machine.run_all()
+            for stream in machine.streams:
+                stream.clock = 0.0
+            pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
+            machine.run_all()
+            return max(stream.clock for stream in machine.streams)
+
+
+def predicted(schedule: str, copy: float) -> float:
+    def seconds(action: Action) -> float:
+        block = FORWARD if action.kind is Kind.FORWARD else BACKWARD
+        return BLOCKS[action.stage] * block
+
+    hops = [copy for _ in pairwise(BLOCKS)]
+    plan = build(schedule, len(BLOCKS), MICROBATCHES)
+    events = simulate(plan, seconds, Network(latency=[0.0] * len(hops), transfer=hops)).events
+    return max(event.end for event in events)
+
+
+@pytest.mark.parametrize("copy", [0.5, 10.0])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+def test_a_step_takes_as_long_as_predicted(schedule: str, copy: float) -> None:
+    assert measured(schedule, copy) == pytest.approx(predicted(schedule, copy), rel=0.01)
+
+
+def test_copies_on_the_stream_that_computes_take_longer() -> None:
+    """So does a copy to the target's own current stream, which PyTorch lets wait for it."""
+    right = measured("1f1b", 2.5)
+    for line in ("self._to.using(self._writes)", "self._from.using(self._reads)"):
+        lines = [(f"streams.enter_context({line})", "pass")]
+        slow = Mutation("penstock.devices.streams", lines, ["penstock.links.local.Copies"], [])
+        with slow.made():
+            assert measured("1f1b", 2.5) > 1.05 * right

@@ -1,0 +1,160 @@
+"""What is run in seeded interleavings: small models, cut in ways that stress boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.schedule import SCHEDULES
+from penstock.schedule.recipes import StagesPerWorker
+
+ROWS = 7  # of a batch: micro-batches are of unequal sizes
+MICROBATCHES = 3
+
+
+class Skips(nn.Module):
+    """The input, and the first result, are used again at the end: they pass all stages between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.third, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = torch.tanh(self.first(x))
+        two = torch.tanh(self.second(one))
+        three = torch.tanh(self.third(two)) + x
+        return self.last(three * one)
+
+
+class Tied(nn.Module):
+    """The embedding is the last layer's weight as well: it crosses every cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.middle, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x)
+        return self.head(torch.relu(self.norm(self.middle(hidden))))
+
+
+class InPlace(nn.Module):
+    """Stages begin with operations in place, on what has just arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).mul_(0.5).add_(1.0)
+        return x
+
+
+class Images(nn.Module):
+    """Convolutions, statistics of batches, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(self.drop(x.flatten(1)))
+
+
+def _chain() -> nn.Module:
+    return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())))
+
+
+def _without_weights_first() -> nn.Module:
+    return nn.Sequential(nn.Tanh(), *_chain())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is run.
+
+    Attributes:
+        build: makes the model.
+        shape: of one row of its input.
+        cuts: the first calls of the stages but the first.
+        devices: of the workers.
+        recompute: for every stage whether all of it is recomputed.
+        options: of the pipeline.
+        integers: whether the input is integers below 11.
+        own_streams: whether the user's thread works on streams of its own.
+    """
+
+    build: Callable[[], nn.Module]
+    cuts: tuple[int, ...]
+    shape: tuple[int, ...] = (6,)
+    devices: tuple[str, ...] = ("sim:0", "sim:1")
+    schedule: str = "1f1b"
+    recompute: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    integers: bool = False
+    own_streams: bool = False
+
+    def model(self) -> nn.Module:
+        """The model, with the same weights every time."""
+        torch.manual_seed(3)
+        return self.build()
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """An input and a target, other ones in every step."""
+        generator = torch.Generator().manual_seed(step)
+        if self.integers:
+            x = torch.randint(11, (ROWS, 4), generator=generator)
+            return x, torch.randn(ROWS, 4, 11, generator=generator)
+        x = torch.randn(ROWS, *self.shape, generator=generator)
+        with torch.no_grad():
+            like = self.model().eval()(x)
+        return x, torch.randn(like.shape, generator=generator)
+
+
+# Stages on the CPU have no weights: PyTorch does not let a tensor become one of another class.
+_FOUR, _TWO = (2, 4, 6), (4,)
+_THREE_DEVICES = ("sim:0", "sim:1", "sim:2")
+
+
+def _of_schedule(name: str) -> Case:
+    return Case(
+        _chain,
+        _TWO if SCHEDULES[name].stages_per_worker is StagesPerWorker.ONE else _FOUR,
+        schedule=name,
+    )
+
+
+CASES: dict[str, Case] = {
+    **{f"chain, {name}": _of_schedule(name) for name in SCHEDULES if name != "fitted"},
+    "skips": Case(Skips, (2, 4), devices=_THREE_DEVICES),
+    "skips, recomputed": Case(Skips, (2, 4), devices=_THREE_DEVICES, recompute=True),
+    "skips, two workers": Case(Skips, (2, 4, 6), schedule="interleaved"),
+    "tied": Case(Tied, (2,), integers=True),
+    "tied, gpipe, three devices": Case(
+        Tied, (1, 3), integers=True, devices=_THREE_DEVICES, schedule="gpipe"
+    ),
+    "tied, recomputed": Case(Tied, (2,), integers=True, recompute=True),
+    "in place": Case(InPlace, (4, 7), devices=_THREE_DEVICES),
+    "images": Case(Images, (3,), shape=(2, 6, 6)),
+    "images, recomputed": Case(Images, (3,), shape=(2, 6, 6), recompute=True),
+    "images, deferred": Case(
+        Images, (3,), shape=(2, 6, 6), options={"batchnorm": "deferred"}, schedule="gpipe"
+    ),
+    "from the CPU": Case(_without_weights_first, (1,), devices=("cpu", "sim:0")),
+    "to the CPU": Case(_chain, (7,), devices=("sim:0", "cpu")),
+    "by way of the CPU": Case(_chain, (3, 4), devices=("sim:0", "cpu", "sim:1")),
+    "own streams": Case(_chain, _TWO, own_streams=True),
+    "images, own streams": Case(Images, (3,), shape=(2, 6, 6), own_streams=True),
+    "one device twice": Case(_chain, _TWO, devices=("sim:0", "sim:0")),
+}

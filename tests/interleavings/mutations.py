@@ -1,0 +1,129 @@
+"""Mistakes that are made on purpose; each has to be found."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A module with other lines.
+
+    Attributes:
+        module: its name.
+        lines: what is replaced, and by what; each is there once.
+        uses: who has what of it: `package.module.name`.
+        cases: in which it can be found.
+        leaves_races: whether there are races for the detector; it does not see the CPU's memory.
+    """
+
+    module: str
+    lines: Sequence[tuple[str, str]]
+    uses: Sequence[str]
+    cases: Sequence[str]
+    leaves_races: bool = True
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """While open, the mistake is there."""
+        mutant = self._mutant()
+        with ExitStack() as stack:
+            for use in self.uses:
+                stack.enter_context(mock.patch(use, getattr(mutant, use.rpartition(".")[2])))
+            yield
+
+    def _mutant(self) -> Any:
+        source = inspect.getsource(importlib.import_module(self.module))
+        for old, new in self.lines:
+            if source.count(old) != 1:
+                raise ValueError(f"{self.module} has {old!r} {source.count(old)} times")
+            source = source.replace(old, new)
+        mutant = ModuleType(self.module)
+        exec(compile(source, self.module, "exec"), vars(mutant))
+        return mutant
+
+
+def _copies(*lines: tuple[str, str], cases: Sequence[str], leaves_races: bool = True) -> Mutation:
+    uses = ["penstock.links.local.Copies"]
+    return Mutation("penstock.devices.streams", lines, uses, cases, leaves_races)
+
+
+def _handover(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
+    uses = ["penstock.workers.threads.workers.Handover"]
+    return Mutation("penstock.devices.streams", lines, uses, cases)
+
+
+_BETWEEN = ["chain, 1f1b", "skips", "tied", "images"]
+_FROM_CPU, _TO_CPU = ["from the CPU", "by way of the CPU"], ["to the CPU", "by way of the CPU"]
+_OWN = ["own streams", "images, own streams"]
+_FREE = "; [v.untyped_storage().handle.__del__() for v in values if hasattr(v, 'untyped_storage')]"
+
+MUTATIONS: dict[str, Mutation] = {
+    "no wait before the receiver reads": _copies(
+        ("        compute.wait_event(arrival)\n", ""), cases=_BETWEEN + _FROM_CPU
+    ),
+    "no wait before the copy reads": _copies(
+        (
+            "self._reads.wait_event(self._from.current_stream(self._source).record_event())",
+            "pass",
+        ),
+        cases=_BETWEEN,
+    ),
+    "no wait before weights are written": _copies(
+        ("self._from.current_stream(self._source).wait_event(self._last)", "pass"),
+        cases=["tied", "tied, gpipe, three devices"],
+    ),
+    "no record_stream of what is copied": _copies(
+        ("            _used_on(self._reads, values)", "            pass"), cases=_BETWEEN
+    ),
+    "no record_stream of copies": _copies(
+        ("        _used_on(compute, copies)\n", ""), cases=_BETWEEN + _FROM_CPU
+    ),
+    "an event recorded too early": _copies(
+        (
+            "        with ExitStack() as streams:",
+            "        arrival = stream.record_event()\n        with ExitStack() as streams:",
+        ),
+        (
+            "        arrival = stream.record_event()\n        if self._reads",
+            "        if self._reads",
+        ),
+        cases=_BETWEEN,
+    ),
+    "a copy from the wrong stream": _copies(
+        ("streams.enter_context(self._from.using(self._reads))", "pass"), cases=_BETWEEN
+    ),
+    "memory freed early": _copies(
+        (
+            "copies = [self._copy(value) for value in values]",
+            f"copies = [self._copy(value) for value in values]{_FREE}",
+        ),
+        cases=_BETWEEN,
+    ),
+    "the CPU does not wait for a copy": _copies(
+        ("            arrival.synchronize()\n", ""), cases=_TO_CPU, leaves_races=False
+    ),
+    "the CPU does not wait for inputs": Mutation(
+        "penstock.engine.ends",
+        [("non_blocking=kind_of(device).has_streams", "non_blocking=True")],
+        ["penstock.engine.ends.to_device"],
+        ["from the CPU"],
+        leaves_races=False,
+    ),
+    "workers do not wait for the user's streams": _handover(
+        ("        _await(self._before)\n", ""), cases=_OWN
+    ),
+    "the user's streams do not wait for workers": _handover(
+        ("        _await(self._after)\n", ""), cases=_OWN
+    ),
+    "no record_stream of what the user gets": _handover(
+        ("kind.used_on(kind.current_stream(value.device), value)", "pass"), cases=_OWN
+    ),
+}

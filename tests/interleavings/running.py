@@ -1,0 +1,259 @@
+"""A few steps of a pipeline on simulated devices, compared with one device bit by bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.capture import Program
+from penstock.comparison.reference import one_device
+from penstock.plan.plan import Plan, StagePlan
+from penstock.schedule import placement_of
+from tests.interleavings.cases import CASES, MICROBATCHES, ROWS, Case
+from tests.support.simulated.detector import Detector
+from tests.support.simulated.hosts import Hosts
+from tests.support.simulated.machine import Machine
+from tests.support.simulated.module import install, simulated
+
+_LOSS = nn.functional.mse_loss
+_LEARNING_RATE = 0.05
+
+
+@dataclass
+class Outcome:
+    """What became of one interleaving.
+
+    Attributes:
+        wrong: what has other bits than on one device.
+        error: what was raised instead.
+        races: what the detector has found, if it was asked.
+        order: the work of the devices, in the order in which it was done.
+    """
+
+    wrong: list[str] = field(default_factory=list)
+    error: str = ""
+    races: list[str] = field(default_factory=list)
+    order: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all bits are those of one device."""
+        return not self.wrong and not self.error
+
+
+def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = True) -> Outcome:
+    """Run a case in an order that the seed decides.
+
+    Args:
+        name: of the case.
+        seed: the seed.
+        detect: whether the race detector is told.
+        is_late: as of `Machine`.
+    """
+    case, detector = CASES[name], Detector()
+    outcome = Outcome()
+    hosts = Hosts(seed)
+    machine = Machine(3, seed, is_late, detector if detect else None)
+    with simulated(machine), _one_at_a_time(hosts), _one_core():
+        try:
+            outcome.wrong = _differences(_run(case, hosts), expected(name))
+        except Exception as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+    outcome.races = [str(race) for race in detector.races]
+    outcome.order = machine.order
+    return outcome
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """While open, operators have one intra-op thread, on which bits depend."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@cache
+def expected(name: str) -> dict[str, Tensor]:
+    """What one CPU computes, in plain PyTorch."""
+    with _one_core():
+        return _computed(CASES[name])
+
+
+def _computed(case: Case) -> dict[str, Tensor]:
+    model = case.model()
+    found: dict[str, Tensor] = {}
+    program = ps.capture(model, (case.batch(0)[0],))
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
+    deferred = case.options.get("batchnorm") == "deferred"
+    for step in range(3):
+        x, y = case.batch(step)
+        oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
+        if step == 1:
+            model.eval()
+            with torch.no_grad():
+                found["evaluation"] = oracle.merged(oracle.forwards(0))
+                _scale(model)
+            model.train()
+        optimizer.zero_grad()
+        found[f"loss {step}"] = oracle.train_step(step, _LOSS, y)
+        found.update(_state(model, step))
+        optimizer.step()
+    return {**found, **_state(model, 3)}
+
+
+def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
+    """Two training steps, an evaluation, weights changed by hand, another training step."""
+    model = case.model()
+    found: dict[str, Tensor] = {}
+    _move(model, _home(case))
+    program = ps.capture(model, (case.batch(0)[0].to(_home(case)),))
+    last = torch.device(case.devices[plan_of(case, program).placement[-1]])
+    torch.manual_seed(5)
+    with (
+        ps.Pipeline(
+            model,
+            (case.batch(0)[0].to(_home(case)),),
+            devices=case.devices,
+            plan=plan_of(case, program),
+            program=program,
+            workers="threads",
+            threads_per_worker=1,
+            audit=None,
+            progress=None,
+            **case.options,
+        ) as pipe,
+        hosts.in_turns(len(case.devices)),
+        _own_streams(case),
+    ):
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
+        for step in range(3):
+            x, y = (value.to(_home(case)) for value in case.batch(step))
+            if step == 1:
+                pipe.eval()
+                with torch.no_grad():
+                    found["evaluation"] = pipe(x)
+                    _scale(pipe.model)
+                pipe.train()
+            optimizer.zero_grad()
+            found[f"loss {step}"] = pipe.train_step(x, target=y.to(last), loss_fn=_LOSS)
+            found.update(_state(pipe.model, step))
+            optimizer.step()
+        found.update(_state(pipe.model, 3))
+        return {name: value.cpu() for name, value in found.items()}
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """As `model.to(device)`, which makes two of a parameter that is tied, as of any new class."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in moved:
+                moved[parameter] = nn.Parameter(parameter.detach().to(device))
+            setattr(module, name, moved[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+@contextmanager
+def _own_streams(case: Case) -> Iterator[None]:
+    """While open, the thread works on streams of its own, if the case says so."""
+    module = torch.get_device_module("sim")
+    with ExitStack() as stack:
+        for name in sorted({*case.devices} - {"cpu"}) if case.own_streams else ():
+            stream = module.Stream(name)
+            stream.wait_stream(module.current_stream(name))
+            stack.enter_context(module.stream(stream))
+        yield
+
+
+def _scale(model: nn.Module) -> None:
+    """Change weights in place, as soon as an evaluation has been asked for."""
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+
+
+def _state(model: nn.Module, step: int) -> dict[str, Tensor]:
+    """Copies of gradients, weights and buffers."""
+    found = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found[f"{name} at {step}"] = tensor.detach().clone()
+        if tensor.grad is not None:
+            found[f"gradient of {name} at {step}"] = tensor.grad.detach().clone()
+    return found
+
+
+def _home(case: Case) -> torch.device:
+    return torch.device(next(name for name in case.devices if name != "cpu"))
+
+
+def plan_of(case: Case, program: Program, num_microbatches: int = MICROBATCHES) -> Plan:
+    """A plan that nobody has measured."""
+    edges = (0, *case.cuts, len(program))
+    placement = placement_of(case.schedule, len(edges) - 1, len(case.devices))
+    stages = tuple(
+        StagePlan(
+            worker=worker,
+            device=case.devices[worker],
+            calls=calls,
+            first="",
+            last="",
+            weight_bytes=0,
+            input_bytes=0,
+            forward_seconds=1e-3,
+            backward_seconds=1e-3,
+            recompute=(calls,) if case.recompute else (),
+        )
+        for worker, calls in zip(placement, pairwise(edges), strict=True)
+    )
+    return Plan(
+        fingerprint=program.fingerprint,
+        batch_size=ROWS,
+        num_microbatches=num_microbatches,
+        schedule=case.schedule,
+        stages=stages,
+        predicted_step_seconds=1e-3,
+        bound_seconds=1e-3,
+        one_device_seconds=None,
+    )
+
+
+def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    missing = sorted(found.keys() ^ wanted.keys())
+    same = (name for name in wanted if name in found)
+    return missing + [name for name in same if not torch.equal(found[name], wanted[name])]
+
+
+@contextmanager
+def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
+    """While open, workers wait in queues of these hosts, and nothing is freed at random."""
+    gc.disable()
+    try:
+        with (
+            mock.patch("penstock.links.local.SimpleQueue", hosts.queue),
+            mock.patch("penstock.workers.threads.pool.SimpleQueue", hosts.queue),
+        ):
+            yield
+    finally:
+        gc.enable()
+
+
+def names(count: int) -> Sequence[str]:
+    """The case of each of so many seeds."""
+    known = list(CASES)
+    return [known[seed % len(known)] for seed in range(count)]
+
+
+install()
