@@ -27,9 +27,8 @@ run a model is left out, and the report says why.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,12 +52,12 @@ from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.display.progress import callback
 from penstock.display.tables import aligned
+from penstock.plan.request import Request
+from penstock.planning.planner import profiles_for
 from penstock.workers.backend import Kind
 
 DEVICES = ("cpu", "cpu")
-COUNTS = (1, 2, 4, 8)  # of groups, and of micro-batches
 WARM_UP = 1  # rounds that do not count
-FURTHER = 3  # layers after the middle with which the second stage of prepare_pippy may begin
 REFUSALS = (RuntimeError, ValueError)
 
 OURS: dict[Kind, str] = {kind: f"Penstock, {kind}" for kind in KINDS}
@@ -66,6 +65,59 @@ IN_TURN = {False: "stages in turn", True: "stages in turn, accelerate's hooks"}
 TRANSFORMERS = "transformers' pipeline"
 PIPPY = "prepare_pippy"
 ONE_DEVICE = "one device"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is tried and measured.
+
+    Attributes:
+        rounds: that count.
+        scout: steps to find everybody's best.
+        counts: of groups, and of micro-batches, that everybody tries.
+        further: with how many layers after the middle the second stage of `prepare_pippy` may
+            begin: the last stage has the head as well.
+        passes: of a session in a round.
+    """
+
+    rounds: int
+    scout: int = 2
+    counts: tuple[int, ...] = (1, 2, 4, 8)
+    further: int = 3
+    passes: int = 50
+
+    @classmethod
+    def quick(cls) -> Settings:
+        """Enough to see that everything runs."""
+        return cls(2, 1, (1, 2), 0, 10)
+
+    def divisors(self, rows: int) -> list[int]:
+        """The counts into which so many rows can be divided equally."""
+        return [count for count in self.counts if rows % count == 0]
+
+
+def balanced(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Planner:
+    """Plans whose stages take as long as each other, as far as that goes.
+
+    The planner minimises the time of one batch, and where that is a single micro-batch any cut is
+    as good as another; so the cut is one for several of them.
+
+    Args:
+        model, args, kwargs: with an example.
+        count: of micro-batches of the example for which the cut is chosen.
+    """
+    program = ps.capture(model, args, kwargs)
+    devices = [torch.device(device) for device in DEVICES]
+    with callback("profiling") as progress:
+        (found,) = profiles_for(
+            program, choices=[devices], request=Request(), fresh=True, progress=progress
+        )
+    one_stage_each = partial(ps.plan, found, schedule="1f1b", replicas=1)
+    return partial(one_stage_each, cuts=one_stage_each(num_microbatches=count).cuts)
+
+
+Planner = Callable[..., ps.Plan]
+"""The plan for `num_microbatches`."""
 
 
 class Writer(Protocol):
@@ -85,29 +137,21 @@ class Penstock:
         writing: what it does.
         workers: on which kind of workers.
         stack: closes them.
-        plan: if it is given; else Penstock's own for a group of sequences.
+        plan: of it.
     """
 
-    def __init__(
-        self, writing: Writing, workers: Kind, stack: ExitStack, plan: ps.Plan | None = None
-    ) -> None:
+    def __init__(self, writing: Writing, workers: Kind, stack: ExitStack, plan: ps.Plan) -> None:
         self._writing = writing
-        example = writing.prompts(writing.rows, len(DEVICES))[0]
         self._pipe = ps.Pipeline(
-            *(writing.build(), (), {"input_ids": example}),
+            *(writing.build(), (), writing.example),
             devices=DEVICES,
             workers=workers,
             threads_per_worker=1,
-            **({"replicas": 1, "num_microbatches": 1} if plan is None else {"plan": plan}),
+            plan=plan,
             progress=None,
         )
         stack.callback(self._pipe.close)
         self._texts: torch.Tensor = torch.empty(0)
-
-    @property
-    def plan(self) -> ps.Plan:
-        """Its plan."""
-        return self._pipe.plan
 
     def step(self, rows: int, groups: int) -> float:
         """Generate so many sequences in so many groups; the seconds."""
@@ -174,21 +218,20 @@ def started(recipe: Recipe, stack: ExitStack) -> Peer:
     return peer
 
 
-def all_writers(writing: Writing, stack: ExitStack) -> tuple[dict[str, Writer], dict[str, str]]:
+def all_writers(
+    writing: Writing, plan: ps.Plan, stack: ExitStack
+) -> tuple[dict[str, Writer], dict[str, str]]:
     """Who generates, and why others do not.
 
     Args:
         writing: what they do.
+        plan: of Penstock.
         stack: closes them.
     """
-    found: dict[str, Writer] = {}
     refused: dict[str, str] = {}
-    chosen: ps.Plan | None = None
-    for kind, name in OURS.items():
-        own = Penstock(writing, kind, stack, chosen)
-        chosen = own.plan
-        found[name] = own
-    print(f"{writing.name}: {chosen.summary if chosen else ''}", file=sys.stderr)
+    found: dict[str, Writer] = {
+        name: Penstock(writing, kind, stack, plan) for kind, name in OURS.items()
+    }
     path = saved(writing, stack.enter_context(TemporaryDirectory()))
     recipes = {name: in_turn(writing, hooks=hooks) for hooks, name in IN_TURN.items()}
     for name, recipe in (*recipes.items(), (TRANSFORMERS, transformers_pipeline(writing, path))):
@@ -216,10 +259,10 @@ class Expected:
 
 
 def scouted_groups(
-    found: dict[str, Writer], writing: Writing, steps: int
+    found: dict[str, Writer], writing: Writing, settings: Settings
 ) -> dict[str, dict[int, float]]:
     """For everybody, and every number of groups, the median seconds."""
-    counts = [count for count in COUNTS if writing.rows % count == 0]
+    counts = settings.divisors(writing.rows)
     seconds: dict[str, dict[int, float]] = {name: {} for name in found}
     with callback("finding everybody's best number of groups") as progress:
         tick = Ticker(len(found) * len(counts), progress)
@@ -227,16 +270,16 @@ def scouted_groups(
             for count in counts:
                 tick(f"{name}, {count} groups")
                 writer.step(writing.rows, count)
-                taken = [writer.step(writing.rows, count) for _ in range(steps)]
+                taken = [writer.step(writing.rows, count) for _ in range(settings.scout)]
                 seconds[name][count] = statistics.median(taken)
     return seconds
 
 
 def generation(
-    writing: Writing, found: dict[str, Writer], expected: Expected, options: Any
+    writing: Writing, found: dict[str, Writer], expected: Expected, settings: Settings
 ) -> dict[str, Any]:
     """Everybody with the same groups, and everybody with its own best number of groups."""
-    scouted = scouted_groups(found, writing, options.scout)
+    scouted = scouted_groups(found, writing, settings)
     best = {name: min(own, key=lambda count: own[count]) for name, own in scouted.items()}
     same = min(
         (count for count in scouted[OURS["threads"]] if count >= len(DEVICES)),
@@ -246,18 +289,18 @@ def generation(
     turns += [
         Turn(name, w, writing.rows, best[name]) for name, w in found.items() if best[name] != same
     ]
-    rows = in_turns(turns, expected, options.rounds, "generating")
+    rows = in_turns(turns, expected, settings.rounds, "generating")
     tokens = writing.rows * writing.new_tokens
     return {"same_groups": same, "best_groups": best, "tokens": tokens, "rows": rows}
 
 
 def latency(
-    found: dict[str, Writer], expected: Expected, options: Any, new_tokens: int
+    found: dict[str, Writer], expected: Expected, settings: Settings, new_tokens: int
 ) -> dict[str, Any]:
     """One sequence, by Penstock and by the stages in turn."""
     names = (IN_TURN[False], IN_TURN[True], *OURS.values())
     turns = [Turn(name, found[name], 1, 1) for name in names if name in found]
-    rows = in_turns(turns, expected, options.rounds, "generating one sequence")
+    rows = in_turns(turns, expected, settings.rounds, "generating one sequence")
     return {"new_tokens": new_tokens, "rows": rows}
 
 
@@ -303,29 +346,23 @@ class Mapping:
     Args:
         work: the batches, and the model.
         workers: on which kind of workers.
-        count: micro-batches of a batch.
+        plan: of it.
         stack: closes the workers.
     """
 
-    def __init__(self, work: Inference, workers: Kind, count: int, stack: ExitStack) -> None:
-        self.name = f"{OURS[workers]}, m={count}"
+    def __init__(self, work: Inference, workers: Kind, plan: ps.Plan, stack: ExitStack) -> None:
+        self.name = f"{OURS[workers]}, m={plan.num_microbatches}"
         self._batches = [(batch,) for batch in work.batches]
         self._pipe = ps.Pipeline(
             *(work.build(), self._batches[0]),
             devices=DEVICES,
             workers=workers,
             threads_per_worker=1,
-            replicas=1,
-            num_microbatches=count,
+            plan=plan,
             progress=None,
         )
         stack.callback(self._pipe.close)
         self._results: list[torch.Tensor] = []
-
-    @property
-    def plan(self) -> str:
-        """Its plan, in words."""
-        return self._pipe.plan.summary
 
     def step(self) -> float:
         """Run all batches; the seconds."""
@@ -355,16 +392,18 @@ class PeerMapping:
         return torch.from_numpy(found)
 
 
-def inference(work: Inference, options: Any) -> dict[str, Any]:
+def inference(work: Inference, settings: Settings) -> dict[str, Any]:
     """`pipe.map`, `prepare_pippy` and one device."""
-    counts = [count for count in COUNTS if work.rows % count == 0]
-    chosen = {kind: _best_count(work, kind, counts, options.scout) for kind in KINDS}
-    makes = pippy_makes(work, counts)
+    counts = settings.divisors(work.rows)
+    planner = balanced(work.build(), (work.batches[0],), {}, counts[-1])
+    plans = [planner(num_microbatches=count) for count in counts]
+    chosen = {kind: _best_plan(work, kind, plans, settings.scout) for kind in KINDS}
+    makes = pippy_makes(work, counts, settings.further)
     with callback("finding the best configuration of prepare_pippy") as progress:
-        scouted: Scouted = scout(makes, options.scout, Ticker(tries(makes), progress))
+        scouted: Scouted = scout(makes, settings.scout, Ticker(tries(makes), progress))
     best = fastest(scouted)
     with ExitStack() as stack:
-        contestants: list[Any] = [Mapping(work, kind, m, stack) for kind, m in chosen.items()]
+        contestants: list[Any] = [Mapping(work, kind, plan, stack) for kind, plan in chosen.items()]
         recipes: dict[str, Make] = {ONE_DEVICE: partial(plain, work)}
         if best is not None:
             recipes[f"{PIPPY}, {best}"] = makes[best]
@@ -373,42 +412,42 @@ def inference(work: Inference, options: Any) -> dict[str, Any]:
         expected = _expected_logits(work)
         for contestant in contestants:
             contestant.step()
-        taken = _in_turns(contestants, options.rounds, "inference")
+        taken = _in_turns(contestants, settings.rounds, "inference")
         rows = []
         for contestant, seconds in zip(contestants, taken, strict=True):
             difference = (contestant.logits() - expected).abs().max().item()
             rows.append({**row(contestant.name, seconds, taken[0]), "difference": difference})
-        plans = [contestant.plan for contestant in contestants[: len(KINDS)]]
     largest = expected.abs().max().item()
-    return {"rows": rows, "largest": largest, "scouted": scouted, "plans": plans}
+    said = [plan.summary for plan in chosen.values()]
+    return {"rows": rows, "largest": largest, "scouted": scouted, "plans": said}
 
 
-def pippy_makes(work: Inference, counts: Iterable[int]) -> dict[str, Make]:
+def pippy_makes(work: Inference, counts: Iterable[int], further: int) -> dict[str, Make]:
     """The configurations of `prepare_pippy`, by name.
 
-    Its own cut is for as many chunks as ranks. The others are at the middle and a few layers later,
-    as the last stage has the head as well.
+    Its own cut is for as many chunks as ranks. The others are at the middle, and up to so many
+    layers later.
     """
     count = len(work.writing.build().get_submodule(work.writing.layers))
     middle = count // 2
     makes: dict[str, Make] = {
         f"m={m}, cut at layer {first}": partial(pippy, work, m, first)
-        for first in range(middle, min(count, middle + FURTHER + 1))
+        for first in range(middle, min(count, middle + further + 1))
         for m in counts
     }
     makes[f"m={len(DEVICES)}, its own cut"] = partial(pippy, work, len(DEVICES))
     return makes
 
 
-def _best_count(work: Inference, kind: Kind, counts: Iterable[int], steps: int) -> int:
-    """The number of micro-batches with which `pipe.map` is fastest."""
-    seconds: dict[int, float] = {}
-    for count in counts:
+def _best_plan(work: Inference, kind: Kind, plans: Sequence[ps.Plan], steps: int) -> ps.Plan:
+    """The plan with which `pipe.map` is fastest."""
+    seconds: list[float] = []
+    for plan in plans:
         with ExitStack() as stack:
-            own = Mapping(work, kind, count, stack)
+            own = Mapping(work, kind, plan, stack)
             own.step()
-            seconds[count] = statistics.median([own.step() for _ in range(steps)])
-    return min(seconds, key=lambda count: seconds[count])
+            seconds.append(statistics.median([own.step() for _ in range(steps)]))
+    return plans[seconds.index(min(seconds))]
 
 
 @torch.no_grad()
@@ -420,15 +459,21 @@ def _expected_logits(work: Inference) -> torch.Tensor:
 # -- all of it ----------------------------------------------------------------------------------
 
 
-def measure(writing: Writing, work: Inference, options: Any) -> dict[str, Any]:
+def measure(writing: Writing, work: Inference, settings: Settings) -> dict[str, Any]:
     """Everything that is measured of a model."""
+    count = settings.divisors(writing.rows)[-1]
+    plan = balanced(writing.build(), (), writing.example, count)(num_microbatches=count)
     with ExitStack() as stack:
-        found, refused = all_writers(writing, stack)
+        found, refused = all_writers(writing, plan, stack)
         expected = Expected(writing)
-        together = generation(writing, found, expected, options)
-        alone = latency(found, expected, options, writing.new_tokens)
-    mapped = inference(work, options)
-    return {"generation": together, "latency": alone, "inference": mapped, "refused": refused}
+        together = generation(writing, found, expected, settings)
+        alone = latency(found, expected, settings, writing.new_tokens)
+    mapped = inference(work, settings)
+    return {
+        "generation": {**together, "plan": plan.summary, "refused": refused},
+        "latency": alone,
+        "inference": mapped,
+    }
 
 
 def show(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -485,49 +530,45 @@ def main(arguments: Sequence[str]) -> int:
     parser = record.parser("generation", __doc__)
     parser.add_argument("--models", default=",".join(writers(quick=True)))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--scout", type=int, default=2, help="steps to find everybody's best")
     parser.add_argument("--rows", type=int, help="sequences; by default 32")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds, options.scout = 2, 1
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: a spread needs two rounds at least")
+    settings = Settings.quick() if options.quick else Settings(options.rounds)
     known = writers(options.quick)
     chosen = options.models.split(",")
     if missing := [name for name in chosen if name not in known]:
         parser.error(f"--models: there is no {missing[0]!r}; there are {', '.join(known)}")
     kept = keep_freed_memory()
     use_threads(1)
-    passes = 10 if options.quick else 50
-    measured: dict[str, dict[str, Any]] = {}
     with callback("what a step of decoding costs") as progress:
         decoders = [cells(), small_gpt2()]
-        tick = Ticker(len(decoders) * 5 * (options.rounds + 2), progress)
-        steps = [costs(decoder, options.rounds, passes, tick) for decoder in decoders]
+        tick = Ticker(len(decoders) * 5 * (settings.rounds + 2), progress)
+        steps = [costs(each, settings.rounds, settings.passes, tick) for each in decoders]
     for each in steps:
         print(*show_costs(each), "", sep="\n", flush=True)
-    settings = {
-        "rounds": options.rounds,
-        "warm_up": WARM_UP,
-        "scout": options.scout,
-        "allocator": "every process keeps freed memory (mallopt)" if kept else "the system's",
-    }
+    allocator = "every process keeps freed memory (mallopt)" if kept else "the system's"
     failures: list[str] = []
+    measured: dict[str, dict[str, Any]] = {}
     for name in chosen:
         writing = known[name] if options.rows is None else replace(known[name], rows=options.rows)
         work = batches_of(writing, options.quick)
-        found = measure(writing, work, options)
-        sizes = {
+        found = measure(writing, work, settings)
+        how = {
+            "rounds": settings.rounds,
+            "warm_up": WARM_UP,
+            "scout": settings.scout,
+            "allocator": allocator,
             "sequences": writing.rows,
             "prompt": writing.length,
             "new_tokens": writing.new_tokens,
             "batches": [work.count, work.rows, work.length],
         }
-        measured[writing.name] = {**found, "settings": {**settings, **sizes}, "steps": steps}
+        measured[writing.name] = {**found, "steps": steps, "settings": how}
         for part in ("generation", "latency", "inference"):
             print(*show(f"{writing.name}: {part}", found[part]["rows"]), "", sep="\n", flush=True)
-        for peer, why in found["refused"].items():
+        for peer, why in found["generation"]["refused"].items():
             print(f"{writing.name}: {peer} does not run: {why}")
         failures += wrong(writing.name, found)
         report = record.save_models("generation", measured, options)

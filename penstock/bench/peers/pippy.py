@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
-from penstock.bench.peers.peer import Place, Reading, Recipe, seconds_between_barriers
+from penstock.bench.peers.peer import HOST, Place, Reading, Recipe, seconds_between_barriers
 from penstock.bench.peers.writing import Inference, last_logits
 from penstock.loading import tolerate_missing_torchvision_operators
 
 
 class PippyRank:
     """A rank of a pipeline that accelerate has made; each batch drains it.
+
+    The schedule that it has made is run as it is. Accelerate's own forward adds rows to a batch,
+    unless there are as many in a chunk as there are chunks; that would be slower, and torch has
+    fixed the number of rows when it exported the model.
 
     Args:
         work: what it does.
@@ -31,25 +38,31 @@ class PippyRank:
     def __init__(self, work: Inference, chunks: int, first: int, place: Place) -> None:
         tolerate_missing_torchvision_operators()
         ranks = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.size}
-        os.environ.update({name: str(value) for name, value in ranks.items()})
+        store = {"MASTER_ADDR": HOST, "MASTER_PORT": place.port}  # asked for, and not used
+        os.environ.update({name: str(value) for name, value in {**ranks, **store}.items()})
         place.join_gloo()
         from accelerate import PartialState
         from accelerate.inference import prepare_pippy
 
+        threads = torch.get_num_threads()
+        logging.getLogger("accelerate").setLevel(logging.ERROR)  # it looks for GPUs to cut for
         PartialState(cpu=True)
+        torch.set_num_threads(threads)  # it may have set another number
         layers = f"model.{work.writing.layers}"
         example = work.batches[0][: work.rows // chunks]
         model = work.build()
+        _let_export_see_through(model)
         kinds = sorted({type(layer).__name__ for layer in model.get_submodule(layers).children()})
-        with torch.no_grad():
-            self._model: Any = prepare_pippy(
-                model,
-                split_points=[f"{layers}.{first}"] if first else "auto",
-                no_split_module_classes=kinds,
-                example_args=(example,),
-                num_chunks=chunks,
-            )
-        self._work = work
+        # With gradients, which torch.export would take to be turned off within the model otherwise.
+        made: Any = prepare_pippy(
+            model,
+            split_points=[f"{layers}.{first}"] if first else "auto",
+            no_split_module_classes=kinds,
+            example_args=(example,),
+            num_chunks=chunks,
+        )
+        self._schedule: Any = made.pippy_stage
+        self._inputs = [(batch,) if place.rank == 0 else () for batch in work.batches]
         self._is_last = place.rank == place.size - 1
         self._results: list[Any] = []
 
@@ -59,7 +72,7 @@ class PippyRank:
 
     def _run(self) -> None:
         with torch.no_grad():
-            self._results = [self._model(batch) for batch in self._work.batches]
+            self._results = [self._schedule.step(*inputs) for inputs in self._inputs]
 
     def logits(self) -> NDArray[np.float32] | None:
         """Of the last token of every row, on the last rank."""
@@ -71,6 +84,17 @@ class PippyRank:
 
         PartialState._reset_state()
         dist.destroy_process_group()
+
+
+def _let_export_see_through(model: nn.Module) -> None:
+    """Take `torch.no_grad` off the forwards of rotary embeddings, which compute the same without.
+
+    torch.export makes a graph in the graph of it, which torch's pipeline cannot cut.
+    """
+    for module in model.modules():
+        inner = getattr(type(module).forward, "__wrapped__", None)
+        if inner is not None and type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = MethodType(inner, module)
 
 
 def pippy(work: Inference, chunks: int, first: int = 0, *, processes: int = 2) -> Recipe:

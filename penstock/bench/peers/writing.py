@@ -55,6 +55,11 @@ class Writing:
         return list(text(self.rows, self.length, self.words)[:rows].chunk(groups))
 
     @property
+    def example(self) -> dict[str, Tensor]:
+        """Keyword arguments of the model, with all prompts."""
+        return {"input_ids": self.prompts(self.rows, 1)[0]}
+
+    @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `generate`."""
         return {"max_new_tokens": self.new_tokens, "do_sample": False, "use_cache": True}
