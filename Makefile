@@ -77,6 +77,7 @@ bench: $(READY)
 	$(BIN)/python -W ignore -m penstock.bench halves --json out/halves.json
 	$(BIN)/python -W ignore -m penstock.bench truth --json out/truth.json
 	$(BIN)/python -W ignore -m penstock.bench sums --json out/sums.json
+	$(BIN)/python -W ignore -m penstock.bench generation --json out/generation.json
 
 # What README shows: measured, kept in docs/data, and written into the page. Take a quiet machine.
 figures: $(READY)

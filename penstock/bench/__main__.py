@@ -13,6 +13,7 @@ NAMES = (
     "guarded",
     "halves",
     "sums",
+    "generation",
     "large",
     "partition",
     "truth",

@@ -21,7 +21,13 @@ from typing import Any
 from penstock.bench.record import DATA, ROOT
 from penstock.units import show_seconds
 
-PAGES = ("README.md", "docs/design.md", "docs/planning.md", "docs/watching.md")
+PAGES = (
+    "README.md",
+    "docs/design.md",
+    "docs/planning.md",
+    "docs/watching.md",
+    "docs/generation.md",
+)
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
@@ -160,6 +166,118 @@ def small(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{'; '.join(said)}. {_where(report)}"])
 
 
+def generation(report: dict[str, Any]) -> str:
+    """Generation, inference and one sequence beside others, and what a pass costs."""
+    models = report["models"]
+    return "\n\n".join(
+        [
+            _generated(models),
+            _one_sequence(models),
+            _inferred(models),
+            _passes(models[-1]["steps"]),
+            "\n".join(_measured_at(models)),
+        ]
+    )
+
+
+def _generated(models: Sequence[dict[str, Any]]) -> str:
+    """How many times as long as Penstock in threads others take for all sequences."""
+    names = {
+        "in processes": ("Penstock, processes",),
+        "stages in turn": ("stages in turn", "stages in turn, accelerate's hooks"),
+        "transformers' pipeline": ("transformers' pipeline",),
+    }
+    lines = [f"| generation | in threads | {' | '.join(names)} |", "|---" * 5 + "|"]
+    for model in models:
+        found = model["generation"]
+        rows, same = found["rows"], found["same_groups"]
+        first, best = rows[0], _fastest_of(rows, ("Penstock, threads",))
+        speed = f"{found['tokens'] / first['median']:.0f} tokens/s, {same} groups"
+        cells = [model["model"], speed]
+        for each in names.values():
+            alike = _fastest_of([row for row in rows if row["groups"] == same], each)
+            own = _fastest_of(rows, each)
+            if alike is None or own is None or best is None:
+                cells.append("does not run")
+                continue
+            groups = f"{own['groups']} group{'s' if own['groups'] > 1 else ''}"
+            ratio = own["median"] / best["median"]
+            cells.append(f"{_times(alike)}; at best {ratio:.2f}x, {groups}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _one_sequence(models: Sequence[dict[str, Any]]) -> str:
+    """How many times as long as one device a pipeline takes for one sequence."""
+    lines = ["| one sequence | one device | in threads | in processes |", "|---" * 4 + "|"]
+    for model in models:
+        first, *others = model["latency"]["rows"]
+        ours = [row for row in others if row["name"].startswith("Penstock")]
+        token = f"{1e3 * first['median'] / model['latency']['new_tokens']:.3g} ms a token"
+        lines.append(f"| {' | '.join([model['model'], token, *map(_times, ours)])} |")
+    return "\n".join(lines)
+
+
+def _inferred(models: Sequence[dict[str, Any]]) -> str:
+    """How many times as long as `pipe.map` in threads others take for batches."""
+    names = ("Penstock, processes", "prepare_pippy", "one device")
+    titles = "in processes", "`prepare_pippy`", "one device"
+    lines = [f"| `pipe.map` | in threads | {' | '.join(titles)} |", "|---" * 5 + "|"]
+    for model in models:
+        rows = model["inference"]["rows"]
+        first = rows[0]
+        setting = first["name"].rpartition(", ")[2]
+        cells = [model["model"], f"{1e3 * first['median']:.3g} ms, {setting}"]
+        for name in names:
+            row = next((row for row in rows if row["name"].startswith(name)), None)
+            said = row["name"].removeprefix(name).removeprefix(", ") if row else ""
+            cells.append(f"{_times(row)}{said and f', {said}'}" if row else "does not run")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _passes(steps: Sequence[dict[str, Any]]) -> str:
+    """What a pass costs above its work, for one session and for one for each stage."""
+    names = [row["name"] for row in steps[0]["rows"]]
+    lines = [f"| a pass above its work | the work | {' | '.join(names)} |"]
+    lines.append("|---" * (2 + len(names)) + "|")
+    for each in steps:
+        above = [f"{1e6 * row['above']:.0f} ± {1e6 * row['spread']:.0f} us" for row in each["rows"]]
+        work = f"{1e6 * each['work']:.0f} us"
+        lines.append(f"| {' | '.join([each['model'], work, *above])} |")
+    return "\n".join(lines)
+
+
+def _fastest_of(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any] | None:
+    """The fastest of those with these names."""
+    named = [row for row in rows if row["name"] in names]
+    return min(named, key=lambda row: float(row["median"]), default=None)
+
+
+def _times(row: dict[str, Any]) -> str:
+    return f"{row['to_first']:.2f}x ± {row['spread']:.2f}"
+
+
+def _measured_at(models: Sequence[dict[str, Any]]) -> list[str]:
+    """Where, when and how generation was measured; a line for all models that were alike."""
+    alike: dict[str, list[str]] = {}
+    for model in models:
+        machine, how = model["machine"], model["settings"]
+        count, rows, length = how["batches"]
+        said = (
+            f"{how['sequences']} sequences with prompts of {how['prompt']} tokens, "
+            f"{how['new_tokens']} new tokens each; {count} batches of {rows} rows of {length} "
+            f"tokens. Medians of {how['rounds']} rounds in turns, and half the distance between "
+            f"the quartiles; every worker with one thread; {how['allocator']}. "
+            f"{machine['processor']}, {machine['cores']} cores, torch {model['torch']}, commit "
+            f"{model['commit']}, {model['date']}."
+        )
+        alike.setdefault(said, []).append(model["model"])
+    if len(alike) == 1:
+        return list(alike)
+    return [f"- {'; '.join(names)}: {said}" for said, names in alike.items()]
+
+
 def _where(report: dict[str, Any]) -> str:
     """Where and when something was measured."""
     machine = report["machine"]
@@ -194,6 +312,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "small": small,
     "attribution": attribution,
     "watched": watched,
+    "generation": generation,
 }
 
 

@@ -109,6 +109,46 @@ def test_sums_are_shown_beside_the_ordered_one() -> None:
     assert "commit 0123456789ab" in found
 
 
+def test_generation_is_beside_others_with_the_same_groups_and_at_their_best() -> None:
+    ours = {"name": "Penstock, threads", "median": 2.0, "to_first": 1.0, "spread": 0.0}
+    turn = {"name": "stages in turn", "median": 4.0, "to_first": 1.9, "spread": 0.1}
+    batch = {"name": "prepare_pippy, m=4", "median": 3.0, "to_first": 1.5, "spread": 0.2}
+    rows = [
+        {**ours, "groups": 2},
+        {**turn, "groups": 2},
+        {**turn, "groups": 1, "median": 3.0, "to_first": 1.5},
+    ]
+    model = {
+        **ORIGIN,
+        "model": "GPT-2",
+        "settings": {
+            **ORIGIN["settings"],
+            "sequences": 8,
+            "prompt": 4,
+            "new_tokens": 5,
+            "batches": [3, 8, 16],
+        },
+        "generation": {"same_groups": 2, "tokens": 40, "rows": rows},
+        "latency": {"new_tokens": 5, "rows": [turn, ours]},
+        "inference": {"rows": [{**ours, "name": "Penstock, threads, m=2"}, batch]},
+        "steps": [
+            {
+                "model": "cells",
+                "work": 2e-5,
+                "rows": [{"name": "threads", "above": 1.5e-4, "spread": 1e-6}],
+            }
+        ],
+    }
+    found = tables.generation({"models": [model]})
+    turns = "1.90x ± 0.10; at best 1.50x, 1 group"
+    row = f"| GPT-2 | 20 tokens/s, 2 groups | does not run | {turns} | does not run |"
+    assert row in found
+    assert "| GPT-2 | 800 ms a token | 1.00x ± 0.00 |" in found
+    assert "| GPT-2 | 2e+03 ms, m=2 | does not run | 1.50x ± 0.20, m=4 | does not run |" in found
+    assert "| cells | 20 us | 150 ± 1 us |" in found
+    assert "commit 0123456789ab" in found
+
+
 def test_memory_is_in_mebibytes() -> None:
     sizes = [{"live": k << 20, "resident": (k + 1) << 20} for k in (3, 5, 7)]
     row = dict(zip(("capture", "step", "row"), sizes, strict=True))

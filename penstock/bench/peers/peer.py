@@ -304,7 +304,7 @@ class TrainingRank(ABC):
 
     def step(self) -> Reading:
         """One training step."""
-        seconds = _seconds_between_barriers(self._train)
+        seconds = seconds_between_barriers(self._train)
         return Reading(seconds, self._loss())
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class TrainingRank(ABC):
         dist.destroy_process_group()
 
 
-def _seconds_between_barriers(body: Callable[[], None]) -> float:
+def seconds_between_barriers(body: Callable[[], None]) -> float:
     """How long every rank of the default process group needs to run its `body`."""
     dist.barrier()
     start = time.perf_counter()

@@ -1,0 +1,271 @@
+"""What a pass of a session costs above the work of its stages.
+
+The stages' modules are those that the workers run, and so are their arguments: a pipeline of
+threads runs some passes while every call of a stage is noted. Then passes take turns with the same
+calls in one thread, one after the other: the difference is what a pass costs. With one session a
+pass begins when the one before has ended, as in a generation of one group. With two of them there
+is a pass in every stage, and a pass takes half of the work at least.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+import penstock as ps
+from penstock.bench.turns import Tick, Timed, take_turns
+from penstock.bench.uniform import uniform_plan
+from penstock.bench.writers import gpt2
+from penstock.capture.lowering import StageModule
+from penstock.workers.backend import Kind
+
+DEVICES = ("cpu", "cpu")
+KINDS: tuple[Kind, ...] = ("threads", "processes")
+IN_FLIGHT = 2
+_PROMPT = 4  # tokens
+
+Call = tuple[StageModule, tuple[Any, ...]]
+"""A stage and its arguments."""
+
+
+class Cells(nn.Module):
+    """Two cells with a state each that do next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, states: Any = None) -> Any:
+        """Values (rows, 4) and the two states of the same shape; returns both."""
+        one, other = states if states is not None else (torch.zeros_like(x), torch.zeros_like(x))
+        one = self.first(x) + one
+        other = self.second(one) + other
+        return other, (one, other)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model whose sessions are measured.
+
+    Attributes:
+        name: of the model.
+        build: makes it.
+        first: keyword arguments of the first pass, and the example for capture.
+        states: parts of the result that stay with the workers besides plain objects.
+        then: the arguments of a pass, by the result of the one before.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    first: dict[str, Any]
+    states: Sequence[int]
+    then: Callable[[Any], dict[str, Any]]
+
+
+def cells() -> Decoder:
+    """The one that does next to nothing."""
+    x = torch.ones(1, 4)
+
+    def then(result: Any) -> dict[str, Any]:
+        return {"x": x, "states": result[1]}
+
+    return Decoder("two linear layers, width 4", _cells, {"x": x}, [1], then)
+
+
+def _cells() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Cells().eval()
+
+
+def small_gpt2(layers: int = 4, width: int = 64) -> Decoder:
+    """A GPT-2 of which a pass takes about a millisecond."""
+    token = torch.ones(1, 1, dtype=torch.int64)
+
+    def then(result: Any) -> dict[str, Any]:
+        return {"input_ids": token, "past_key_values": result.past_key_values}
+
+    prompt = {"input_ids": torch.ones(1, _PROMPT, dtype=torch.int64)}
+    build = partial(gpt2, layers, width, 256, 1024)
+    return Decoder(f"GPT-2, {layers} layers, width {width}", build, prompt, (), then)
+
+
+class Passes:
+    """Passes of sessions of a pipeline.
+
+    Args:
+        decoder: what they run.
+        workers: of the pipeline.
+        count: passes of a session in a step, after its first.
+        stack: closes the pipeline.
+        plan: of it; by default one of two stages with equally many calls.
+
+    Attributes:
+        name: what they are called.
+        plan: as used.
+        result: of the last pass.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        workers: Kind,
+        count: int,
+        stack: ExitStack,
+        plan: ps.Plan | None = None,
+    ) -> None:
+        model = decoder.build()
+        program = ps.capture(model, (), decoder.first)
+        self.plan = plan or uniform_plan(program, len(DEVICES), 1)
+        self._decoder, self._count = decoder, count
+        self._pipe = ps.Pipeline(
+            *(model, (), decoder.first),
+            plan=self.plan,
+            program=program,
+            workers=workers,
+            devices=DEVICES,
+            threads_per_worker=1,
+            progress=None,
+        )
+        stack.callback(self._pipe.close)
+        self.name: str = workers
+        self.result: Any = None
+
+    def step(self) -> float:
+        """Passes of one session; the mean seconds of one."""
+        session, result = self._begun()
+        start = time.perf_counter()
+        for _ in range(self._count):
+            result = session(**self._decoder.then(result))
+        seconds = time.perf_counter() - start
+        self.result = result
+        return seconds / self._count
+
+    def step_in_flight(self) -> float:
+        """The same with a session for each stage, of which each has a pass under way."""
+        sessions = self._pipe._sessions
+        under_way: deque[Any] = deque()
+        begun = [self._begun() for _ in range(IN_FLIGHT)]
+        start = time.perf_counter()
+        for session, result in begun:
+            under_way.append(sessions.start(session, (), self._decoder.then(result)))
+        for k in range(IN_FLIGHT * self._count):
+            done = under_way.popleft()
+            result = sessions.finish(done)
+            if k < IN_FLIGHT * (self._count - 1):
+                then = self._decoder.then(result)
+                under_way.append(sessions.start(done.session, (), then))
+        return (time.perf_counter() - start) / (IN_FLIGHT * self._count)
+
+    def _begun(self) -> tuple[Any, Any]:
+        """A session, and the result of its first pass."""
+        session = self._pipe.session(states=self._decoder.states)
+        return session, session(**self._decoder.first)
+
+
+@contextmanager
+def noting() -> Iterator[list[Call]]:
+    """Meanwhile, every call of a stage by another thread is noted, in order.
+
+    This thread calls such modules, too, to see whether a recording holds.
+    """
+    calls: list[Call] = []
+    own = threading.get_ident()
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, StageModule) and threading.get_ident() != own:
+            calls.append((module, args))
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+class Work:
+    """The calls of stages that passes have made, in one thread.
+
+    Args:
+        passes: in threads.
+
+    Attributes:
+        name: what it is called.
+        results: of the last call.
+    """
+
+    def __init__(self, passes: Passes, count: int) -> None:
+        self.name = "the stages alone"
+        with noting() as calls:
+            passes.step()
+        self._calls = calls[len(DEVICES) :]  # without those of the first pass
+        self._count = count
+        if len(self._calls) != len(DEVICES) * count:
+            raise RuntimeError(
+                f"{count} passes have called {len(self._calls)} stages, not {len(DEVICES)} each: "
+                "some were run again"
+            )
+        self.results: Any = None
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """All calls once; the mean seconds of a pass."""
+        start = time.perf_counter()
+        for module, args in self._calls:
+            self.results = module(*args)
+        return (time.perf_counter() - start) / self._count
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Passes of a session for each stage, as a contestant."""
+
+    passes: Passes
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return f"{self.passes.name}, {IN_FLIGHT} sessions"
+
+    def step(self) -> float:
+        """The mean seconds of a pass."""
+        return self.passes.step_in_flight()
+
+
+def costs(decoder: Decoder, rounds: int, count: int, tick: Tick) -> dict[str, Any]:
+    """What passes cost above their work, in seconds, on each kind of workers.
+
+    Args:
+        decoder: what they run.
+        rounds: that count.
+        count: passes of a session in a round.
+        tick: called before every turn.
+    """
+    with ExitStack() as stack:
+        passes = [Passes(decoder, KINDS[0], count, stack)]
+        passes += [Passes(decoder, kind, count, stack, passes[0].plan) for kind in KINDS[1:]]
+        for each in passes:
+            each.step()  # lengths that are new are looked at
+        work = Work(passes[0], count)
+        contestants: list[Timed] = [work, *passes, *map(InFlight, passes)]
+        alone, *taken = take_turns(contestants, rounds, tick, warm_up=2)
+        rows = []
+        for contestant, seconds in zip(contestants[1:], taken, strict=True):
+            share = IN_FLIGHT if isinstance(contestant, InFlight) else 1
+            above = [each - own / share for each, own in zip(seconds, alone, strict=True)]
+            low, median, high = statistics.quantiles(above, n=4)
+            row = {"name": contestant.name, "above": median, "spread": (high - low) / 2}
+            rows.append({**row, "seconds": seconds})
+    work_seconds = statistics.median(alone)
+    return {"model": decoder.name, "work": work_seconds, "work_seconds": alone, "rows": rows}
