@@ -406,12 +406,20 @@ class Runner:
             if started.ticket is None:
                 if self._lost:
                     self._run_again(started.order.number)
+                self._introduce(started.order)
                 started.ticket = self.workers.start(started.order)
+
+    def _introduce(self, order: Order) -> None:
+        """Let the workers know the ways of an order; those that took over may know fewer."""
+        ways = self._ways[order.training]
+        for microbatch in order.microbatches:
+            ways[microbatch.way]
 
     def _run_again(self, number: int) -> None:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
             order = replace(self._held[number], again=True, recorded=False)
+            self._introduce(order)
             self.workers.finish(self.workers.start(order))
             self._lost.discard(number)
 

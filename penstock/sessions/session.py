@@ -272,7 +272,16 @@ class Sessions:
         """Let the workers let go of what nobody has any more; no pass is under way."""
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         if gone:
-            self._runner.workers.drop_states(gone)
+            self._runner.surviving(lambda: self._runner.workers.drop_states(gone))
+
+    def check(self) -> None:
+        """Raise unless passes can go on; no pass is under way.
+
+        Raises:
+            ClosedError: the pipeline is closed.
+            WorkerDied: a worker has ended, and nobody takes over.
+        """
+        self._runner.surviving(lambda: self._runner.workers.fetch_states(()))
 
     def _operation(self) -> AbstractContextManager[None]:
         return self._runner.steps.during(CALL)
