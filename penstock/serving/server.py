@@ -30,7 +30,7 @@ Kind = Literal["auto", "threads", "processes"]
 
 _ROWS = 8  # of an example, each a micro-batch, so that the plan is for stages that are all busy
 _LEAVING = 10.0  # seconds that the connections may take to close when everything is answered
-_WARM = (3, 5, 8)  # prompts that are generated before requests are taken
+_WARM = (1, 3, 5, 8)  # lengths of prompts that are generated before requests are taken
 _WARM_TOKENS = 4
 
 
