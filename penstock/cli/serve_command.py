@@ -17,6 +17,7 @@ from penstock.cli.common import (
     talk,
 )
 from penstock.errors import InputError, PenstockError
+from penstock.names import target_of
 
 
 @click.command("serve")
@@ -122,6 +123,9 @@ def command(
     MODEL is package.module:callable and returns a module, a pair of a module and its tokenizer, or
     a penstock.serving.Served. Models without generate() are called by POST /predict.
     """
+    target_of(build)
+    if inputs and example is not None:
+        raise InputError("--input and --example both say what to call the model with; give one")
     from dataclasses import replace
 
     from penstock.cli.arguments import as_inputs, device_list, load_served, parsed_inputs
@@ -135,8 +139,6 @@ def command(
             f"penstock serve needs {error.name}: pip install 'penstock[serve]'"
         ) from error
 
-    if inputs and example is not None:
-        raise InputError("--input and --example both say what to call the model with; give one")
     served = load_served(build)
     if inputs:
         args, kwargs = parsed_inputs(inputs)

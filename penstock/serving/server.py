@@ -16,7 +16,7 @@ import uvicorn
 
 from penstock.board.metrics import bound
 from penstock.devices.choice import Devices
-from penstock.errors import InputError
+from penstock.errors import InputError, PenstockError
 from penstock.generation.generate import Generator, Group, Job
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
@@ -239,7 +239,8 @@ def _warm(work: Generator, served: Served) -> None:
     """Generate a little, so that the first requests need not wait for recordings.
 
     Raises:
-        Exception: what the model's `generate` raises.
+        InputError: the model's `generate` is not like that of transformers.
+        PenstockError: the pipeline cannot run it.
     """
     padding = getattr(getattr(served.model, "generation_config", None), "pad_token_id", None)
     jobs = []
@@ -256,5 +257,11 @@ def _warm(work: Generator, served: Served) -> None:
     while not work.is_idle:
         work.step()
     for job in jobs:
-        if job.error is not None:
+        if isinstance(job.error, PenstockError):
             raise job.error
+        if job.error is not None:
+            raise InputError(
+                f"{type(served.model).__name__}.generate() does not take what transformers' does: "
+                f"{type(job.error).__name__}: {job.error}. A model without generate() is called by "
+                "/predict"
+            ) from job.error
