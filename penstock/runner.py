@@ -88,11 +88,13 @@ class Started:
         order: the pass.
         begun: when, in nanoseconds of `time.monotonic_ns()`.
         ticket: for `Workers.finish`; `None` as long as the workers have not been told.
+        is_lost: whether it reads states of workers that are gone, so that nobody can run it.
     """
 
     order: Order
     begun: int
     ticket: Any = None
+    is_lost: bool = False
 
 
 class Runner:
@@ -167,6 +169,8 @@ class Runner:
         self._lost = set(self._held)
         for started in self._under_way:
             started.ticket = None
+            states = [m.states for m in started.order.microbatches if m.states is not None]
+            started.is_lost = any(each.taken for each in states)
 
     def _ways_of(self, plan: Plan, workers: Workers, training: bool) -> Ways:
         before, devices = self._ways.get(training), workers.devices
@@ -402,15 +406,16 @@ class Runner:
 
     def _tell(self) -> None:
         """Let the workers know of the passes under way, in order, that they do not know of."""
-        for started in self._under_way:
-            if started.ticket is None:
-                if self._lost:
-                    self._run_again(started.order.number)
-                self._let_know(started.order)
-                started.ticket = self.workers.start(started.order)
+        unknown = [s for s in self._under_way if s.ticket is None and not s.is_lost]
+        for started in unknown:  # before the first begins: if that fails, workers wait for more
+            self._introduce(started.order)
+        for started in unknown:
+            if self._lost:
+                self._run_again(started.order.number)
+            started.ticket = self.workers.start(started.order)
 
-    def _let_know(self, order: Order) -> None:
-        """Let workers that have taken over know the ways that a pass takes."""
+    def _introduce(self, order: Order) -> None:
+        """Let the workers know the ways of an order; those that took over may know fewer."""
         ways = self._ways[order.training]
         for microbatch in order.microbatches:
             _ = ways[microbatch.way]
@@ -419,7 +424,7 @@ class Runner:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
             order = replace(self._held[number], again=True, recorded=False)
-            self._let_know(order)
+            self._introduce(order)
             self.workers.finish(self.workers.start(order))
             self._lost.discard(number)
 
@@ -478,6 +483,11 @@ class Runner:
 
     def _finished(self, started: Started) -> Outcome:
         self._tell()
+        if started.is_lost:
+            raise StatesLost(
+                "the states of this session are gone: a worker that had some was replaced. Begin "
+                "the session again"
+            )
         return self.workers.finish(started.ticket)
 
     def forget_with(self, holder: object, order: Order) -> None:

@@ -90,9 +90,9 @@ class MetricsServer:
                 "metrics= needs prometheus-client: pip install 'penstock[metrics]'"
             ) from error
         registry = CollectorRegistry()
-        registry.register(_Collector(lambda: status_here(run)))
+        registry.register(Collector(lambda: status_here(run)))
         try:
-            listener = _bound(host, port)
+            listener = bound(host, port)
             self.port: int = listener.getsockname()[1]
             self._server = Server(listener, asked, _Pages(run, registry), "penstock-metrics")
         except OSError as error:
@@ -107,7 +107,7 @@ class MetricsServer:
         self._server.close()
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """A socket that can listen there.
 
     Raises:
@@ -183,7 +183,7 @@ def _response(status: str, kind: str, content: bytes) -> bytes:
     return head.encode("latin-1") + content
 
 
-class _Collector:
+class Collector:
     """What prometheus-client asks at every scrape."""
 
     def __init__(self, status: Callable[[], Status]) -> None:

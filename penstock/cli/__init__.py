@@ -21,6 +21,7 @@ _COMMANDS = {
     "profile": "Measure what every call of a model costs on these devices.",
     "plan": "Profile a model and say how to run it on these devices.",
     "simulate": "Predict the step of a model on machines that you do not have.",
+    "serve": "Serve a model over HTTP, with OpenAI's interface for completions.",
     "top": "Show what the workers of running pipelines do now.",
     "report": "Say where the time of a run's steps went, and why.",
     "verify": "Prove that the split model computes the same bits as the whole one.",

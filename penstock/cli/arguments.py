@@ -21,6 +21,7 @@ from penstock.devices.kinds import accelerator
 from penstock.errors import InputError, PenstockError
 from penstock.loading import load, load_model, parse_input
 from penstock.profile.hardware import Hardware
+from penstock.serving import Served
 from penstock.weights import empty_weights
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -62,8 +63,8 @@ def load_example(
     with empty_weights() if empty else nullcontext():
         module = _made(model, lambda: load_model(model))
     if example is not None:
-        return module, *_as_inputs(example, _made(example, lambda: load(example)()))
-    return module, *_parsed(inputs)
+        return module, *as_inputs(example, _made(example, lambda: load(example)()))
+    return module, *parsed_inputs(inputs)
 
 
 def load_loss(target: str) -> Callable[..., torch.Tensor]:
@@ -137,7 +138,27 @@ def _made(target: str, make: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _parsed(inputs: Sequence[str]) -> Inputs:
+def load_served(target: str) -> Served:
+    """What `penstock serve` is to serve; an error of the user's function is told with its name.
+
+    Raises:
+        InputError: the name means nothing that can be served.
+    """
+
+    def made() -> Any:
+        found = load(target)
+        is_made = isinstance(found, (torch.nn.Module, Served)) or not callable(found)
+        return found if is_made else found()
+
+    return Served.of(_made(target, made), target)
+
+
+def parsed_inputs(inputs: Sequence[str]) -> Inputs:
+    """What the options --input mean.
+
+    Raises:
+        InputError: one means nothing, or an argument is given twice.
+    """
     args: list[torch.Tensor] = []
     kwargs: dict[str, Any] = {}
     for spec in inputs:
@@ -151,7 +172,7 @@ def _parsed(inputs: Sequence[str]) -> Inputs:
     return tuple(args), kwargs
 
 
-def _as_inputs(example: str, value: Any) -> Inputs:
+def as_inputs(example: str, value: Any) -> Inputs:
     """Arguments out of what an --example returns.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.capture.trees import map_leaves
-from penstock.errors import InputError, StatesLost
+from penstock.errors import ClosedError, InputError, StatesLost
 from penstock.generation.script import Ended, Script
 from penstock.generation.stand_in import lengths_in, named, stand_in
 from penstock.sessions.session import Pass, Session, Sessions
@@ -172,14 +173,20 @@ class Generator:
             self._waiting.remove(job)
         for one in [one for one in self._running if one.job is job]:
             self._running.remove(one)
-            self._give_up(one)
+            if not self._give_up(one):
+                self._begin_again(self._under_way())
         job.is_over = True
 
     def close(self) -> None:
         """End all jobs, and have the workers let go of their states."""
-        for job in [*self._waiting, *(one.job for one in self._running)]:
-            self.cancel(job)
-        self._sessions.drop()
+        running, self._running = list(self._running), deque()
+        for one in running:
+            self._give_up(one)
+        for job in [*self._waiting, *(one.job for one in running)]:
+            job.is_over = True
+        self._waiting.clear()
+        with suppress(ClosedError):  # workers that are gone have let go of everything
+            self._sessions.drop()
 
     def _begin(self, job: Job, begun: int = 1) -> _Running:
         """A job from its beginning."""
@@ -217,8 +224,10 @@ class Generator:
                 one.under_way = self._sessions.start(one.session, (), kwargs, lengths_in(kwargs))
                 return
             except StatesLost as problem:
-                self._begin_again(one, problem)
-                return
+                if one.begun < _MOST_BEGINNINGS:
+                    self._begin_again([one])
+                    return
+                answer, error = None, problem
             except Exception as problem:
                 answer, error = None, problem
 
@@ -232,33 +241,37 @@ class Generator:
         If states are gone with a worker that was replaced, everything begins again: the same tokens
         come. Otherwise the job fails, and those whose passes were given up begin again.
         """
-        others = [one for one in self._running if one is not first and one.under_way is not None]
-        if isinstance(error, StatesLost):
-            self._begin_again(first, error)
+        again = [one for one in self._under_way() if one is not first]
+        if isinstance(error, StatesLost) and first.begun < _MOST_BEGINNINGS:
+            again.append(first)
         else:
             first.script.cancel()
             self._over(first, error=error)
-        for one in others:
-            self._begin_again(one, error)
+        self._begin_again(again)
 
-    def _begin_again(self, one: _Running, why: Exception) -> None:
-        """Begin a job again whose states are lost; too often, and it fails."""
-        one.script.cancel()
-        if one.begun >= _MOST_BEGINNINGS:
-            self._over(one, error=why)
-            return
-        self._running.remove(one)
-        fresh = self._begin(one.job, one.begun + 1)
-        self._running.append(fresh)
-        self._go_on(fresh)
+    def _under_way(self) -> list[_Running]:
+        """Those that wait for a pass."""
+        return [one for one in self._running if one.under_way is not None]
 
-    def _give_up(self, one: _Running) -> None:
-        """End what is under way of a job; its pass is waited for."""
+    def _begin_again(self, those: Sequence[_Running]) -> None:
+        """Begin these again, whose passes or states were lost with another one that has failed."""
+        for one in those:
+            self._running.remove(one)
+            self._give_up(one)
+        for one in those:
+            fresh = self._begin(one.job, one.begun + 1)
+            self._running.append(fresh)
+            self._go_on(fresh)
+
+    def _give_up(self, one: _Running) -> bool:
+        """End what is under way of a job; whether its pass has ended well, which is waited for."""
         try:
             self._finish(one)
         except Exception:  # nobody waits for it any more
-            one.under_way = None
-        one.script.cancel()
+            return False
+        finally:
+            one.script.cancel()
+        return True
 
 
 _MOST_BEGINNINGS = 5

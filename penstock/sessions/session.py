@@ -282,11 +282,20 @@ class Sessions:
         """Let the workers let go of what nobody has any more; no pass is under way."""
         if gone := self._living.taken():
             with suppress(ClosedError, WorkerError):  # who is gone has let go of everything
-                self._runner.workers.drop_states(gone)
+                self._runner.surviving(lambda: self._runner.workers.drop_states(gone))
 
     def held(self) -> Mapping[int, int]:
         """The bytes of the states that the script has, by stage."""
         return self._living.by_stage()
+
+    def check(self) -> None:
+        """Raise unless passes can go on; no pass is under way.
+
+        Raises:
+            ClosedError: the pipeline is closed.
+            WorkerDied: a worker has ended, and nobody takes over.
+        """
+        self._runner.surviving(lambda: self._runner.workers.fetch_states(()))
 
     def _operation(self) -> AbstractContextManager[None]:
         return self._runner.steps.during(CALL)

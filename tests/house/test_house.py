@@ -45,6 +45,7 @@ LAYERS = [
     ["generation"],
     ["running"],
     ["pipeline"],
+    ["serving"],
     ["verification"],
     ["integrations"],
     ["doctor"],

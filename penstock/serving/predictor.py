@@ -1,0 +1,148 @@
+"""Calls of a model, several at a time, so that all stages are busy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ClosedError, StatesLost
+from penstock.generation.generate import Tokens
+from penstock.sessions.session import Pass, Sessions
+
+_MOST_BEGINNINGS = 5
+
+
+class Prediction:
+    """A call of the model, or one that is to come.
+
+    Args:
+        args, kwargs: of the call.
+
+    Attributes:
+        args, kwargs: as given.
+        result: what the model has returned, when it has.
+        error: why it has not; `None` if it has not failed.
+        is_over: whether it has ended, in either way.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.is_over = False
+
+    def taken(self) -> Iterator[Tokens]:
+        """No tokens come of a call."""
+        return iter(())
+
+
+@dataclass(eq=False)
+class _Started:
+    job: Prediction
+    under_way: Pass
+    begun: int
+
+
+class Predictor:
+    """Calls the model, each call one pass, of which several are under way.
+
+    It has the methods of `penstock.generation.generate.Generator`.
+
+    Args:
+        sessions: of the pipeline.
+        most: how many calls are under way at a time.
+    """
+
+    def __init__(self, sessions: Sessions, most: int) -> None:
+        self._sessions = sessions
+        self._most = most
+        self._waiting: deque[tuple[Prediction, int]] = deque()
+        self._running: deque[_Started] = deque()
+
+    def add(self, job: Prediction) -> None:
+        """Make this call as well, as soon as there is room."""
+        self._waiting.append((job, 1))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._waiting and not self._running
+
+    def step(self) -> Sequence[Prediction]:
+        """Begin what there is room for, and wait for the pass that was started first.
+
+        Returns:
+            the calls that may have ended.
+        """
+        touched = []
+        while self._waiting and len(self._running) < self._most:
+            job, begun = self._waiting.popleft()
+            touched.append(job)
+            self._start(job, begun)
+        if self._running:
+            first = self._running.popleft()
+            touched.append(first.job)
+            self._finish(first)
+        return touched
+
+    def cancel(self, job: Prediction) -> None:
+        """End a call, whether it has begun or not."""
+        self._waiting = deque(each for each in self._waiting if each[0] is not job)
+        for one in [one for one in self._running if one.job is job]:
+            self._running.remove(one)
+            if not self._give_up(one):
+                self._again(self._taken_back())
+        job.is_over = True
+
+    def close(self) -> None:
+        """End all calls."""
+        for job in [*(each for each, _ in self._waiting), *(one.job for one in self._running)]:
+            job.is_over = True
+        self._waiting.clear()
+        self._taken_back()
+        with suppress(ClosedError):  # workers that are gone have let go of everything
+            self._sessions.drop()
+
+    def _start(self, job: Prediction, begun: int) -> None:
+        try:
+            started = self._sessions.start(self._sessions.open(), job.args, job.kwargs)
+        except Exception as error:
+            job.error, job.is_over = error, True
+        else:
+            self._running.append(_Started(job, started, begun))
+
+    def _finish(self, one: _Started) -> None:
+        job = one.job
+        try:
+            result = self._sessions.finish(one.under_way)
+            job.result = one.under_way.session.fetch(result)
+        except Exception as error:
+            again = self._taken_back()
+            if isinstance(error, StatesLost) and one.begun < _MOST_BEGINNINGS:
+                again.insert(0, one)
+            else:
+                job.error = error
+            self._again(again)
+        job.is_over = not any(job is waiting for waiting, _ in self._waiting)
+
+    def _taken_back(self) -> list[_Started]:
+        """All that are under way, which are no more."""
+        running, self._running = list(self._running), deque()
+        for one in running:
+            self._give_up(one)
+        return running
+
+    def _again(self, those: Sequence[_Started]) -> None:
+        """Begin these again before all others, whose passes were given up with one that failed."""
+        self._waiting.extendleft((one.job, one.begun + 1) for one in reversed(those))
+
+    def _give_up(self, one: _Started) -> bool:
+        """Wait for a pass that nobody wants any more; whether it has ended well."""
+        try:
+            self._sessions.finish(one.under_way)
+        except Exception:
+            return False
+        return True
