@@ -16,6 +16,7 @@ import uvicorn
 
 from penstock.board.metrics import bound
 from penstock.devices.choice import Devices
+from penstock.devices.kinds import accelerator
 from penstock.errors import InputError, PenstockError
 from penstock.generation.generate import Generator, Group, Job
 from penstock.pipeline import Pipeline
@@ -199,7 +200,7 @@ def _pipeline(served: Served, settings: Settings) -> Pipeline:
 def _uses_gpus(settings: Settings) -> bool:
     devices = settings.plan.devices if settings.plan is not None else settings.devices
     if devices is None or isinstance(devices, int):
-        return torch.cuda.is_available()
+        return accelerator() is not None
     return any(torch.device(device).type != "cpu" for device in devices)
 
 
