@@ -21,7 +21,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli import main
-from penstock.cli.arguments import _as_inputs, device_list
+from penstock.cli.arguments import as_inputs, device_list
 from penstock.cli.common import show
 from tests.support.models import mlp
 
@@ -341,7 +341,7 @@ def test_a_worker_that_fails_says_where() -> None:
     ],
 )
 def test_what_an_example_may_return(value: Any, args: int, keywords: list[str]) -> None:
-    found = _as_inputs("m:f", value)
+    found = as_inputs("m:f", value)
     assert (len(found[0]), list(found[1])) == (args, keywords)
 
 
