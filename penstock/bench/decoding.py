@@ -9,8 +9,8 @@ is a pass in every stage, and a pass takes half of the work at least.
 
 from __future__ import annotations
 
+import copy
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 import penstock as ps
 from penstock.bench.turns import Tick, Timed, take_turns
 from penstock.bench.uniform import uniform_plan
 from penstock.bench.writers import gpt2
 from penstock.capture.lowering import StageModule
+from penstock.engine.span import Span
+from penstock.links.link import Values
 from penstock.workers.backend import Kind
 
 DEVICES = ("cpu", "cpu")
@@ -176,22 +177,27 @@ class Passes:
 
 @contextmanager
 def noting() -> Iterator[list[Call]]:
-    """Meanwhile, every call of a stage by another thread is noted, in order.
-
-    This thread calls such modules, too, to see whether a recording holds.
-    """
+    """Meanwhile, every call of a stage's module in a pass is noted, in order."""
     calls: list[Call] = []
-    own = threading.get_ident()
+    infer = Span.infer
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if isinstance(module, StageModule) and threading.get_ident() != own:
-            calls.append((module, args))
+    def noted(span: Span, *given: Any) -> Values:
+        module = span.module
 
-    handle = register_module_forward_pre_hook(note)
+        def call(*args: Any) -> Values:
+            if isinstance(module, StageModule):
+                calls.append((module, args))
+            return module(*args)
+
+        twin = copy.copy(span)
+        twin.module = call
+        return infer(twin, *given)
+
+    Span.infer = noted  # type: ignore[method-assign, assignment]
     try:
         yield calls
     finally:
-        handle.remove()
+        Span.infer = infer  # type: ignore[method-assign]
 
 
 class Work:
