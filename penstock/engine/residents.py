@@ -132,11 +132,3 @@ class Residents:
     def fetch(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
         """Those of these values that are here."""
         return {n: self._values[n] for n in numbers if n in self._values}
-
-    def num_bytes(self) -> int:
-        """The bytes of all of them; what views have in common is counted once."""
-        storages = (value.untyped_storage() for value in self._values.values())
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
-    def __len__(self) -> int:
-        return len(self._values)

@@ -220,8 +220,7 @@ class Generator:
                 self._over(one, event.result)
                 return
             try:
-                kwargs = event.what
-                one.under_way = self._sessions.start(one.session, (), kwargs, lengths_in(kwargs))
+                one.under_way = self._sessions.start(one.session, (), event.what, lengths_in)
                 return
             except StatesLost as problem:
                 if one.begun < _MOST_BEGINNINGS:
@@ -357,6 +356,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name}={value!r} must be a positive integer")
+        if self.seed is not None and type(self.seed) is not int:
+            raise InputError(f"seed={self.seed!r} must be an integer, or None to draw one")
         if self.rowwise and self.group_size not in (None, 1):
             raise InputError(
                 f"rowwise=True makes each sequence a group, and group_size={self.group_size} asks "

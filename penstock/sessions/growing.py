@@ -99,11 +99,13 @@ class Growing:
                 items += _grown(k, leaf, before, sources, axes[k])
             elif isinstance(leaf, torch.Tensor) and leaf.ndim:
                 argument = _argument(path)
-                if (dim := self._dim_of(argument)) is not None and leaf.shape[dim] == rows:
+                dim = self._dim_of(argument)
+                if dim is not None and _has(leaf, dim) and leaf.shape[dim] == rows:
                     axes[k][dim % leaf.ndim] = Axis(ROWS)
-                for dim, name in dynamic.get(argument, {}).items():
-                    now = leaf.shape[dim]
-                    items.append(_Item(k, dim % leaf.ndim, now, last.get((path, dim)), name))
+                for named, name in dynamic.get(argument, {}).items():
+                    _check_has(leaf, named, argument, name)
+                    place = named % leaf.ndim
+                    items.append(_Item(k, place, leaf.shape[place], last.get((path, place)), name))
         numbers: dict[int, Axis] = {}
         for name, group in _groups(items):
             for item in group:
@@ -143,7 +145,7 @@ class Growing:
         for leaf, path in zip(leaves, paths, strict=True):
             dim = self._dim_of(_argument(path))
             is_given = isinstance(leaf, torch.Tensor) and not isinstance(leaf, Resident)
-            if is_given and dim is not None and leaf.ndim > dim:
+            if is_given and dim is not None and _has(leaf, dim):
                 return int(leaf.shape[dim])
         raise InputError("no argument of this call has rows: none is a tensor with dimensions")
 
@@ -158,6 +160,24 @@ def _groups(items: Sequence[_Item]) -> list[tuple[str, list[_Item]]]:
         elif group is not None:
             group.append(item)
     return [(f"length {k}", group) for k, group in enumerate(groups)]
+
+
+def _has(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether a tensor has this dimension."""
+    return -tensor.ndim <= dim < tensor.ndim
+
+
+def _check_has(tensor: torch.Tensor, dim: int, argument: Any, name: str) -> None:
+    """Raise unless an argument has the dimension that was named.
+
+    Raises:
+        InputError: it has not.
+    """
+    if not _has(tensor, dim):
+        raise InputError(
+            f"dynamic: dimension {dim} ({name}) does not exist in argument {argument!r}, of shape "
+            f"{tuple(tensor.shape)}"
+        )
 
 
 def _argument(path: tuple[Any, ...]) -> Any:
@@ -218,7 +238,7 @@ def _named_sizes(
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Resident):
             for dim, name in dynamic.get(_argument(path), {}).items():
-                if -leaf.ndim <= dim < leaf.ndim:
+                if _has(leaf, dim):
                     found[leaf.shape[dim]] = name
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,9 +102,15 @@ class Sessions:
         session: Session,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        dynamic: Dynamic | None = None,
+        lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None = None,
     ) -> Pass:
         """Start a pass, which is not waited for.
+
+        Args:
+            session: whose pass.
+            args, kwargs: of the model's forward.
+            lengths_in: says which dimensions of keyword arguments vary, if the session does not; it
+                is asked only if the call is unlike the one before.
 
         Raises:
             InputError: the model does not take these arguments.
@@ -115,7 +121,7 @@ class Sessions:
         session.replica %= runner.plan.replicas  # there may have been more of them
         with self._operation(), torch.no_grad():
             familiar = self._familiar(session, args, kwargs, training)
-            routed = familiar or self._new(session, args, kwargs, dynamic, training)
+            routed = familiar or self._new(session, args, kwargs, lengths_in, training)
             leaves: Any = routed.parts[0]
             session.growing.note(leaves, leaves.signature.structure)
             number = routed.ways[0]
@@ -156,10 +162,11 @@ class Sessions:
         session: Session,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        dynamic: Dynamic | None,
+        lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None,
         training: bool,
     ) -> Batch:
         """A call as a routed batch."""
+        dynamic = None if lengths_in is None else lengths_in(kwargs)
         varying_of = partial(session.growing.varying_of, dynamic=dynamic)
         signatures = self._program.signatures
         leaves = signatures.flatten_with_states(args, kwargs, varying_of, self.fetch)

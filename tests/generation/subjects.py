@@ -15,67 +15,34 @@ VOCABULARY = 64
 
 
 def gpt2(seed: int = 0, **options: Any) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.GPT2Config(
-        n_layer=4,
-        n_head=2,
-        n_embd=16,
-        vocab_size=VOCABULARY,
-        n_positions=96,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        **options,
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
+    sizes = {"n_layer": 4, "n_head": 2, "n_embd": 16, "n_positions": 96, "bos_token_id": 1}
+    return _built("GPT2Config", "GPT2LMHeadModel", seed, **sizes, **options)
 
 
 def sliding() -> Any:
     """Mistral with a window of 6 tokens, which caches fill."""
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=6,
-        vocab_size=VOCABULARY,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return transformers.MistralForCausalLM(config).eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6}
+    return _built("MistralConfig", "MistralForCausalLM", **sizes, **heads)
 
 
 def mamba() -> Any:
     """A model with recurrent states."""
-    torch.manual_seed(0)
-    config = transformers.MambaConfig(
-        hidden_size=16,
-        state_size=4,
-        num_hidden_layers=3,
-        vocab_size=VOCABULARY,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return transformers.MambaForCausalLM(config).eval()
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 3}
+    return _built("MambaConfig", "MambaForCausalLM", **sizes)
 
 
 def t5() -> Any:
     """A model with an encoder."""
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        vocab_size=VOCABULARY,
-        decoder_start_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config).eval()
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return _built("T5Config", "T5ForConditionalGeneration", decoder_start_token_id=0, **sizes)
+
+
+def _built(config: str, kind: str, seed: int = 0, **options: Any) -> Any:
+    """A model of transformers with random weights, in evaluation mode."""
+    torch.manual_seed(seed)
+    options = {"vocab_size": VOCABULARY, "eos_token_id": 2, "pad_token_id": 0, **options}
+    return getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
 
 
 def tokens(rows: int = 4, length: int = 7, seed: int = 0) -> torch.Tensor:

@@ -281,6 +281,8 @@ def test_bad_arguments() -> None:
     with pipeline(model) as pipe:
         with pytest.raises(ps.InputError, match="group_size=0 must be a positive integer"):
             pipe.generate(tokens(), group_size=0)
+        with pytest.raises(ps.InputError, match="seed='x' must be an integer"):
+            pipe.generate(tokens(), seed="x")  # type: ignore[arg-type]
         with pytest.raises(ps.InputError, match="rowwise=True makes each sequence a group"):
             pipe.generate(tokens(), group_size=2, rowwise=True)
         with pytest.raises(ps.InputError, match="needs a tensor with one row"):

@@ -280,19 +280,9 @@ def large_model() -> Names:
 
 def generating() -> Names:
     """A small language model and tokens."""
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_head=2,
-        n_embd=16,
-        vocab_size=64,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    tokens = torch.randint(3, 64, (4, 8))
-    model = transformers.GPT2LMHeadModel(config)
-    return {"ps": ps, "model": model, "tokens": tokens}
+    names = language_model()
+    names["config"].n_positions, names["config"].pad_token_id = 64, 1
+    return names | {"ps": ps, "model": transformers.GPT2LMHeadModel(names["config"])}
 
 
 def generating_pipeline() -> Names:

@@ -236,6 +236,16 @@ def test_states_that_are_gone() -> None:
             assert torch.equal(pipe.session()(x, Memory())[0], model(x, Memory())[0])
 
 
+def test_dimensions_that_do_not_exist() -> None:
+    model = Remembering().eval()
+    (x,) = inputs(1)
+    with pipeline(model, x) as pipe:
+        with pytest.raises(ps.InputError, match=r"dimension 5 \(length\) does not exist in .* 0"):
+            pipe.session(dynamic={0: {5: "length"}})(x)
+        with pytest.raises(ps.InputError, match="no argument of this call has rows"):
+            pipe.session(batch_dim=3)(x)
+
+
 def test_training_between_calls() -> None:
     """States were made by earlier weights, as on one device; later calls have the new ones."""
     model = Remembering()
