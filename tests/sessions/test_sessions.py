@@ -238,12 +238,12 @@ def test_states_that_are_gone() -> None:
 
 def test_dimensions_that_do_not_exist() -> None:
     model = Remembering().eval()
-    (x,) = inputs(1)
+    (x,), (longer,) = inputs(1), inputs(1, length=3)
     with pipeline(model, x) as pipe:
         with pytest.raises(ps.InputError, match=r"dimension 5 \(length\) does not exist in .* 0"):
-            pipe.session(dynamic={0: {5: "length"}})(x)
+            pipe.session(dynamic={0: {5: "length"}})(longer)
         with pytest.raises(ps.InputError, match="no argument of this call has rows"):
-            pipe.session(batch_dim=3)(x)
+            pipe.session(batch_dim=3)(longer)
 
 
 def test_training_between_calls() -> None:
