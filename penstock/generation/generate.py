@@ -213,6 +213,7 @@ class Generator:
         while True:
             try:
                 event = one.script.resume(answer, error)
+                answer = error = None  # whose traceback would keep what is in this frame
             except Exception as problem:
                 self._over(one, error=problem)
                 return

@@ -98,7 +98,10 @@ class Script:
         self._is_over = True
         self._thread.join(_TIMEOUT)
         if isinstance(event, _Failed):
-            raise event.error
+            try:
+                raise event.error
+            finally:
+                del event  # which the traceback has, and which has the traceback
         return event
 
     def cancel(self) -> None:
@@ -113,13 +116,18 @@ class Script:
         self._events.put(Request(what))
         answer, error = self._answers.get()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # likewise
         return answer
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
         try:
             result = self._function(self)
+        except Cancelled:  # nobody waits; kept, its traceback would keep all that the function has
+            return
         except BaseException as error:
             self._events.put(_Failed(error))
         else:
