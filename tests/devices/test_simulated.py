@@ -24,6 +24,7 @@ class Lazy(Machine):
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
+    install()
     with simulated(Lazy()) as running:
         yield running
 

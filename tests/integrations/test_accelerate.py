@@ -25,8 +25,13 @@ MICROBATCHES = 3
 
 @pytest.fixture(autouse=True)
 def _of_its_own() -> Iterator[None]:
-    """Accelerate keeps its state for the process."""
+    """Accelerate keeps its state for the process; other tests may have left some."""
+    _reset()
     yield
+    _reset()
+
+
+def _reset() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
