@@ -22,6 +22,7 @@ from penstock.capture.randomness import user_seed
 from penstock.engine.batch import Batch, digest, tokens_of
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.residents import GONE
 from penstock.engine.span import MicroBatch
 from penstock.errors import InputError, StatesLost, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
@@ -484,10 +485,7 @@ class Runner:
     def _finished(self, started: Started) -> Outcome:
         self._tell()
         if started.is_lost:
-            raise StatesLost(
-                "the states of this session are gone: a worker that had some was replaced. Begin "
-                "the session again"
-            )
+            raise StatesLost(GONE)
         return self.workers.finish(started.ticket)
 
     def forget_with(self, holder: object, order: Order) -> None:

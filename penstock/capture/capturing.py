@@ -309,14 +309,14 @@ class _Capturer:
                 other.first_forward(sizes)
             problems = []
             attempts = like.varying.attempts(sizes)[1:]
-            if like.has_states:
-                attempts = like.varying.attempts_with_states(sizes)
+            if like.in_session:
+                attempts = like.varying.attempts_in_session(sizes)
             for points in attempts:
                 try:
                     return other._passing_in(changing, points, training)
                 except Exception as problem:
                     problems.append(problem)
-            if like.has_states and (trace := other._at_some(changing, sizes, training)):
+            if like.in_session and (trace := other._at_some(changing, sizes, training)):
                 return trace
         if not isinstance(problems[0], Unrecordable):
             raise problems[0]
@@ -337,7 +337,7 @@ class _Capturer:
         choices = [(name,) for name in lengths] if len(lengths) > 1 else []
         for fixed in [*choices, lengths, varying.names]:
             self.varying = varying if ROWS in fixed else varying.without(fixed)
-            attempts = [[sizes]] if ROWS in fixed else self.varying.attempts_with_states(sizes)
+            attempts = [[sizes]] if ROWS in fixed else self.varying.attempts_in_session(sizes)
             for points in attempts:
                 try:
                     trace = self._passing_in(numbers, points, training)

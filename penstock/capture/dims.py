@@ -187,8 +187,8 @@ class Varying:
         """The names of all dimensions that vary but the rows."""
         return self.names[1:]
 
-    def attempts_with_states(self, sizes: Sizes) -> list[list[Sizes]]:
-        """The same where states are among the inputs, which are longer at every call.
+    def attempts_in_session(self, sizes: Sizes) -> list[list[Sizes]]:
+        """The same in a session, whose inputs are longer at every call.
 
         Larger sizes come first: they are next, and a cache that is full may not be shorter.
         """

@@ -143,13 +143,13 @@ class Recordings:
         """Whether the model does at these sizes what was recorded.
 
         Raises:
-            CaptureError: it does not, and there are no states, which may have become too long.
+            CaptureError: it does not, and this is no session, whose states may be full now.
         """
         if not each.has_seen(sizes):
             try:
                 self._compare(each, leaves, training, sizes)
             except CaptureError:
-                if not each.signature.has_states:
+                if not each.signature.in_session:
                     raise
                 each.end()
                 return False
@@ -269,8 +269,8 @@ class _Recording:
     were found to be as they should, with a comparison now and then: of the 8th, 16th, 32nd, …
     that comes. As they often are padded to multiples of a power of two, sizes count as alike only
     where the same powers of two divide them. Sizes beyond all that were compared are trusted only
-    where states are among the inputs, which are longer at every call. Where a float grew with the
-    sizes, which may have been whole by chance, each is a matter of its own.
+    in sessions, whose inputs are longer at every call. Where a float grew with the sizes, which may
+    have been whole by chance, each is a matter of its own.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class _Recording:
         ranges = zip(named, zip(*self._compared, strict=True), strict=True)
         between = all(min(known) <= n <= max(known) for n, known in ranges)
         is_alike = _divisors(named) in map(_divisors, self._compared)
-        return (between or self.signature.has_states) and is_alike
+        return (between or self.signature.in_session) and is_alike
 
     def see(self, sizes: Sizes) -> None:
         """Note that the model did at these sizes what the trace says."""

@@ -34,14 +34,14 @@ class Signature:
         inputs: for every leaf its `TensorInfo`, or the constant that it is.
         varying: which dimensions of them vary.
         numbers: the leaves that may be any number of their kind, with one that was seen before.
-        has_states: whether states are among the inputs, which grow with every call.
+        in_session: whether it is that of a session's calls, whose inputs are longer every time.
     """
 
     structure: Structure | None
     inputs: tuple[Any, ...]
     varying: Varying
     numbers: Mapping[int, Numeric] = field(default_factory=dict)
-    has_states: bool = False
+    in_session: bool = False
 
     def is_of(self, leaves: Sequence[Any], structure: Structure | None) -> bool:
         """Whether inputs have this signature, but for the sizes and types of their tensors."""
@@ -203,7 +203,7 @@ class Signatures:
                 return Inputs(leaves, known, with_values)
         varying = varying_of(leaves, structure)
         infos = tuple(map(_info, leaves, varying.axes))
-        signature = Signature(structure, infos, varying, has_states=True)
+        signature = Signature(structure, infos, varying, in_session=True)
         signature.check(leaves, self._may_vary())
         return Inputs(leaves, self.add(signature), with_values)
 
