@@ -161,6 +161,8 @@ class Actor:
     def __init__(self, worker: int) -> None:
         self._state = ActorState(worker)
         self._given_up = -1
+        self._doing = -1  # the number of the job
+        self._lock = threading.Lock()  # of these two
         self._thread = 0
 
     def do(self, number: int, parcel: Parcel) -> tuple[bool, Parcel]:
@@ -176,8 +178,10 @@ class Actor:
         self._thread = threading.get_ident()
         own = self._state
         try:
-            if number <= self._given_up:
-                raise Aborted
+            with self._lock:
+                self._doing = number
+                if number <= self._given_up:
+                    raise Aborted
             with loading():
                 job: Callable[[ActorState], Any] = unwrapped(parcel)
             found, failed = job(own), False
@@ -190,9 +194,11 @@ class Actor:
             return True, wrapped(portable(_unsent(error, own.worker)))
 
     def give_up(self, number: int) -> None:
-        """Give up this job and those before it; runs beside them."""
-        self._given_up = max(self._given_up, number)
-        self._state.interrupt()
+        """Give up this job and those before it; runs beside them, and may come after them."""
+        with self._lock:
+            self._given_up = max(self._given_up, number)
+            if self._doing <= number:
+                self._state.interrupt()
 
     def look(self) -> tuple[str, Reading]:
         """The stack of the thread that does jobs, and what the rank is doing; runs beside them."""
