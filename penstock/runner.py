@@ -19,10 +19,11 @@ from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.cuts import Apart
 from penstock.capture.randomness import user_seed
+from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
-from penstock.engine.residents import GONE
+from penstock.engine.residents import GONE, States
 from penstock.engine.span import MicroBatch
 from penstock.errors import InputError, StatesLost, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
@@ -237,17 +238,11 @@ class Runner:
         recorded, tokens = self.steps.is_recorded, tokens_of(batch.parts)
         return replace(found, step=step, number=number, tokens=tokens, recorded=recorded)
 
-    def routed_like(self, batch: Batch, way: int, training: bool) -> Batch:
+    def routed_like(self, leaves: Inputs, sizes: Sizes, way: int, training: bool) -> Batch:
         """A batch of one micro-batch that is known to take this way; cheaper than `route`."""
-        sizes: Sizes = {**batch.sizes[0], **self._ways[training].numbers(way, batch.parts[0])}
-        return replace(
-            batch,
-            ways=[way],
-            sizes=[sizes],
-            seed=self.seed,
-            step=self.counts.next(False),
-            number=self._passes,
-        )
+        sizes = {**sizes, **self._ways[training].numbers(way, leaves)}
+        step, seed = self.counts.next(False), self.seed
+        return Batch([leaves], [sizes], [way], {}, seed, step, self._passes)
 
     def share(self, batch: Batch | None, training: bool) -> Batch:
         """A routed batch for all processes that run the script; those without inputs get no parts.
@@ -292,8 +287,27 @@ class Runner:
             ways.forget_others()
         return ways
 
-    def order(self, what: Pass, batch: Batch, training: bool, loss: Loss | None = None) -> Order:
-        """The order for a pass of this batch."""
+    def order(
+        self,
+        what: Pass,
+        batch: Batch,
+        training: bool,
+        loss: Loss | None = None,
+        states: States | None = None,
+        replica: int | None = None,
+        assumed: bool = False,
+    ) -> Order:
+        """The order for a pass of this batch.
+
+        Args:
+            what: the pass does.
+            batch: that it runs.
+            training: in which mode of the model.
+            loss: of its results, in `"train"`.
+            states: of its micro-batch, in a session.
+            replica: that runs it; `None` if its micro-batches are dealt to all of them.
+            assumed: whether the model is taken to be as in the pass before.
+        """
         ways = self._ways[training]
         taken = batch.ways or [ways.taken(part) for part in batch.parts]
         values = [
@@ -303,8 +317,10 @@ class Runner:
         # Of the batch, not this process's own: after a failure ranks may have counted differently.
         number, self._passes = batch.number, batch.number + 1
         self._seed = batch.seed, user_seed()
-        keys = [Key(batch.seed, batch.step, k) for k in range(len(batch))]
-        microbatches = [MicroBatch(*each) for each in zip(batch.sizes, keys, taken, strict=True)]
+        microbatches = [
+            MicroBatch(sizes, Key(batch.seed, batch.step, k), way, states)
+            for k, (sizes, way) in enumerate(zip(batch.sizes, taken, strict=True))
+        ]
         modes = ambient()._replace(grad=what != "infer")
         recorded = bool(self._recordings) or (batch.recorded and what != "infer")
         return Order(
@@ -312,6 +328,8 @@ class Runner:
             recorded=recorded,
             profiled=any(recording.is_profiled for recording in self._recordings),
             tokens=batch.tokens,
+            replica=replica,
+            assumed=assumed,
         )
 
     @property

@@ -456,6 +456,19 @@ class Trace:
             return self.inputs[value.leaf]
         return self.calls[value.call].outputs[value.leaf]
 
+    @property
+    def leaves_no_trace(self) -> bool:
+        """Whether a forward could run once too often: it makes its result, and changes nothing.
+
+        Neither buffers nor attributes of modules, nor its inputs, nor the state of random numbers.
+        """
+        if self.changed or self.shared or any(call.random for call in self.calls):
+            return False
+        infos = [self.info(value) for call in self.calls for value in call.mutates]
+        written = {info.storage for info in infos if isinstance(info, TensorInfo)}
+        given = {info.storage for info in self.inputs if isinstance(info, TensorInfo)}
+        return written.isdisjoint(given)
+
     def numbers(self) -> bool:
         """Whether a number that is passed in is among its arguments or its results."""
         arguments = (leaf for c in self.calls for leaf in flatten((c.args, c.kwargs))[0])

@@ -155,23 +155,45 @@ class Recordings:
                 return False
         return True
 
-    def still_takes(self, trace: Trace, leaves: Sequence[Any], sizes: Sizes) -> bool:
-        """Whether inputs like the last ones take the same trace, without a comparison.
+    def may_take(self, trace: Trace, sizes: Sizes) -> bool:
+        """Whether inputs like the last ones can take the same trace without a comparison.
+
+        They do if it `holds`, and `fits`.
 
         Args:
             trace: that the last ones took.
-            leaves: of these inputs, which have the same signature.
-            sizes: how large they are.
+            sizes: how large these are.
         """
-        known = self._of[self._model.training]
-        each = next((each for each in known if each.trace is trace), None)
+        each = self._recording_of(trace)
         return (
             each is not None
             and (self._was_on_meta or ambient().casting == each.casting)
-            and self._holds(each.guards)
-            and each.fits(leaves, sizes)
             and each.has_seen(sizes)
         )
+
+    def holds(self, trace: Trace) -> bool:
+        """Whether what was read of the model for a trace is as it was.
+
+        Raises:
+            InputError: a tensor or a module of the model was replaced.
+        """
+        each = self._recording_of(trace)
+        return each is not None and self._holds(each.guards)
+
+    def fits(self, trace: Trace, leaves: Sequence[Any], sizes: Sizes) -> bool:
+        """Whether what the model's Python reads off these inputs is as it was.
+
+        Args:
+            trace: that inputs with the same signature took.
+            leaves: of these.
+            sizes: how large they are.
+        """
+        each = self._recording_of(trace)
+        return each is not None and each.fits(leaves, sizes)
+
+    def _recording_of(self, trace: Trace) -> _Recording | None:
+        known = self._of[self._model.training]
+        return next((each for each in known if each.trace is trace), None)
 
     def _compare(
         self, recording: _Recording, leaves: Sequence[Any], training: bool, sizes: Sizes

@@ -47,6 +47,8 @@ class Order:
         before: what came before it, for replicas.
         tokens: of the batch, see `penstock.engine.batch.tokens_of`.
         replica: which one runs it; `None` if its micro-batches are dealt to all of them.
+        assumed: whether the model is taken to be as in the pass before; the driver sees to that
+            while it runs, and runs another one if it is not.
         flushes_denormal: whether the user's thread takes denormal numbers for 0, which is a setting
             of each thread.
     """
@@ -67,6 +69,7 @@ class Order:
     before: Before = field(default_factory=Before)
     tokens: int = 0
     replica: int | None = None
+    assumed: bool = False
     flushes_denormal: bool = field(default_factory=flushes_denormal)
 
     @property
@@ -155,6 +158,13 @@ class Outcome:
             whole.mismatch = whole.mismatch or part.mismatch
         return whole
 
+    def __reduce__(self) -> Any:
+        """Pickled in few bytes, as many a pass is short: what there is, and shapes as tuples."""
+        there = {name: value for name, value in vars(self).items() if value != _NOTHING[name]}
+        if self.kept:
+            there["kept"] = {number: tuple(shape) for number, shape in self.kept.items()}
+        return _outcome, (there,)
+
     @property
     def parts(self) -> list[Values]:
         """What the last stage gave, for every micro-batch in order."""
@@ -170,3 +180,13 @@ class Outcome:
                 total = loss if total is None else total + loss
         assert total is not None  # they add up to something
         return total
+
+
+_NOTHING = vars(Outcome())
+
+
+def _outcome(there: dict[str, Any]) -> Outcome:
+    """The outcome that has been pickled."""
+    if "kept" in there:
+        there["kept"] = {number: Shape._make(shape) for number, shape in there["kept"].items()}
+    return Outcome(**there)

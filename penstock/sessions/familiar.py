@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, repeat
 from operator import getitem, is_
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from penstock.capture.trees import Structure, unflatten
 class Familiar:
     """A call of a session, which the next one is compared with.
 
-    The containers and objects in the arguments have to be the same ones; what is in them is looked
-    up where it was, and has to have the same signature.
+    The containers and objects in the arguments have to be the same ones, but for tuples, which need
+    as many entries; what is in them is looked up where it was, and has to have the same signature.
 
     Args:
         args, kwargs: of the call.
@@ -33,6 +33,7 @@ class Familiar:
 
     Attributes:
         signature: of the call.
+        may_assume: whether a pass may be begun before it is known that the model is as it was.
         trace, way, training: as given.
     """
 
@@ -46,8 +47,10 @@ class Familiar:
         training: bool,
     ) -> None:
         self.signature, self.trace, self.way, self.training = leaves.signature, trace, way, training
+        self.may_assume = trace.leaves_no_trace
         self._given: dict[int, Any] = {0: list(args), 1: dict(kwargs)}
         self._names = list(kwargs)
+        self._tuples: list[tuple[Any, Any, list[Any]]] = []  # where each is, and what was in it
         cells: list[tuple[Any, Any]] = []
         inner: list[tuple[Any, Any, Any]] = []
         assert self.signature.structure is not None  # it is that of a pair
@@ -56,6 +59,7 @@ class Familiar:
             self._is_usable = all(self._look(self._given, k, s, cells, inner) for k, s in pairs)
         except (KeyError, IndexError):  # the forward has changed the structure of objects
             self._is_usable = False
+        self._let_go()
         self._containers = [container for container, _ in cells]
         self._keys = [key for _, key in cells]
         self._inner_containers = [container for container, _, _ in inner]
@@ -79,7 +83,10 @@ class Familiar:
             cells.append((container, key))
             return True
         value = container[key]
-        if container is not self._given:
+        if container is not self._given and structure.kind is tuple and type(value) is tuple:
+            self._tuples.append((container, key, list(value)))
+            value = self._tuples[-1][-1]
+        elif container is not self._given:
             inner.append((container, key, value))
         for reached, child in zip(structure.keys, structure.children, strict=True):
             if reached is None:
@@ -102,6 +109,11 @@ class Familiar:
         self._given[0][:] = args
         self._given[1].update(kwargs)
         try:
+            for container, key, entries in self._tuples:
+                value = container[key]
+                if type(value) is not tuple or len(value) != len(entries):
+                    return None
+                entries[:] = value
             if not all(
                 map(is_, map(getitem, self._inner_containers, self._inner_keys), self._inner)
             ):
@@ -109,9 +121,18 @@ class Familiar:
             leaves = list(map(getitem, self._containers, self._keys))
         except (KeyError, IndexError):
             return None
+        finally:
+            self._let_go()
         if list(map(len, self._countable())) != self._counts:
             return None
         return Inputs(leaves, self.signature) if list(map(type, leaves)) == self._types else None
+
+    def _let_go(self) -> None:
+        """Have no reference to the arguments: states live as long as the script has one."""
+        self._given[0][:] = repeat(None, len(self._given[0]))
+        self._given[1].update(zip(self._names, repeat(None)))
+        for _, _, entries in self._tuples:
+            entries[:] = repeat(None, len(entries))
 
     def sizes(self, leaves: Sequence[Any]) -> Sizes | None:
         """How large these leaves are; `None` if they have not the signature of the last call."""

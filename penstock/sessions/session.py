@@ -50,6 +50,10 @@ class Pass:
         number: of the way.
         training: in which mode of the model.
         familiar: whether it is like the pass before it.
+        assumed: whether the model is taken to be as in that; then it is looked at before the
+            result counts, while the workers are at it.
+        count: of all passes, with this one.
+        lengths_in: as of `Sessions.start`.
     """
 
     session: Session
@@ -63,6 +67,9 @@ class Pass:
     number: int
     training: bool
     familiar: bool
+    assumed: bool
+    count: int
+    lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None
 
 
 class Sessions:
@@ -80,6 +87,8 @@ class Sessions:
         self._opened = 0
         self._living = Living()
         self._opened_modules = Opened(program)
+        self._passes = 0
+        self._looked: dict[tuple[bool, int], int] = {}  # at the model, for a way: after which pass
 
     @property
     def width(self) -> int:
@@ -117,31 +126,89 @@ class Sessions:
         """
         runner, training = self._runner, self._program.model.training
         runner.workers.check_states()
-        self._opened_modules.check()
         session.replica %= runner.plan.replicas  # there may have been more of them
         with self._operation(), torch.no_grad():
             familiar = self._familiar(session, args, kwargs, training)
+            known = session.familiar
+            may_assume = runner.workers.assumes and not self._program.remembering
+            assumed = may_assume and familiar is not None and bool(known and known.may_assume)
+            if not assumed:
+                self._opened_modules.check()
+                if familiar and known and not self._is_taken(known.trace, familiar):
+                    familiar = None
             routed = familiar or self._new(session, args, kwargs, lengths_in, training)
             leaves: Any = routed.parts[0]
             session.growing.note(leaves, leaves.signature.structure)
             number = routed.ways[0]
             way = runner.ways(training)[number]
-            order = runner.order("infer", routed, training)
             first, self._kept = self._kept, self._kept + len(way.trace.outputs)
             states = self._states(way, leaves, first)
-            microbatches = [m._replace(states=states) for m in order.microbatches]
-            order = replace(order, microbatches=microbatches, replica=session.replica)
+            order = runner.order(
+                "infer", routed, training, None, states, session.replica, assumed=assumed
+            )
+            self._passes += 1
             started = runner.start(order)
             sizes = order.microbatches[0].sizes
             return Pass(
                 *(session, started, way, leaves, sizes, states, args, kwargs, number, training),
-                familiar is not None,
+                *(familiar is not None, assumed, self._passes, lengths_in),
             )
+
+    def _is_taken(self, trace: Trace, batch: Batch) -> bool:
+        """Whether the model and these inputs are as when the way was recorded."""
+        recordings = self._program.recordings
+        return recordings.holds(trace) and recordings.fits(trace, batch.parts[0], batch.sizes[0])
+
+    def _confirmed(self, done: Pass) -> Pass:
+        """A pass that the model as it is now makes: this one, or else another in its place.
+
+        Raises:
+            InputError: the model has changed in a way that the workers cannot be told.
+        """
+        try:
+            with self._operation(), torch.no_grad():
+                if self._is_as_assumed(done):
+                    return done
+        except BaseException:
+            self._give_up(done)
+            raise
+        self._give_up(done)
+        done.session.familiar = None
+        return self.start(done.session, done.args, done.kwargs, done.lengths_in)
+
+    def _is_as_assumed(self, done: Pass) -> bool:
+        """Whether the model and the inputs are as when the way was recorded.
+
+        The model is looked at once for all passes that were started before.
+        """
+        trace, program = done.way.trace, self._program
+        if not program.recordings.fits(trace, done.leaves, done.sizes):
+            return False
+        which = done.training, done.number
+        if self._looked.get(which, 0) >= done.count:
+            return True
+        self._opened_modules.check()
+        is_same = program.model.training == done.training and program.recordings.holds(trace)
+        if is_same and self._runner.workers.is_as_told():
+            self._looked[which] = self._passes
+            return True
+        return False
+
+    def _give_up(self, done: Pass) -> None:
+        """End a pass whose result nobody wants."""
+        with suppress(Exception):
+            self._runner.finish(done.started)
+        self._lose(done)
+
+    def _lose(self, done: Pass) -> None:
+        """Some stages may have kept values of a pass, or not have heard of others."""
+        made = range(done.states.first, done.states.first + len(done.way.trace.outputs))
+        self._living.gone.extend((*made, *done.states.dropped))
 
     def _familiar(
         self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool
     ) -> Batch | None:
-        """A call as a routed batch, if it is like the one before; cheap."""
+        """A call as a routed batch, if its arguments are like those of the one before; cheap."""
         known = session.familiar
         if known is None or known.training != training:
             return None
@@ -152,10 +219,10 @@ class Sessions:
         way = self._runner.ways(training)[known.way]
         if way.trace is not known.trace or self._elsewhere(way, leaves, session.replica):
             return None
-        if not self._program.recordings.still_takes(known.trace, leaves, sizes):
+        if not self._program.recordings.may_take(known.trace, sizes):
             return None
         leaves.with_values = self.fetch
-        return self._runner.routed_like(Batch([leaves], [sizes]), known.way, training)
+        return self._runner.routed_like(leaves, sizes, known.way, training)
 
     def _new(
         self,
@@ -232,12 +299,13 @@ class Sessions:
 
     def finish(self, done: Pass) -> Any:
         """Wait for a pass; returns the model's result, with its states as `Resident`s."""
+        if done.assumed:
+            done = self._confirmed(done)
         try:
             with self._runner.steps.failing():
                 outcome = self._runner.finish(done.started)
-        except BaseException:  # some stages may have kept values, or not have heard of others
-            made = range(done.states.first, done.states.first + len(done.way.trace.outputs))
-            self._living.gone.extend((*made, *done.states.dropped))
+        except BaseException:
+            self._lose(done)
             raise
         way, trace, session = done.way, done.way.trace, done.session
         values = dict(zip(way.outputs, outcome.parts[0], strict=True))

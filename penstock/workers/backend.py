@@ -274,6 +274,7 @@ class Workers(ABC):
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in this process, if they are its own.
         keeps_states: whether values can stay with them between passes.
+        assumes: whether they can begin a pass before it is known that the model is as it was.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
         why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
@@ -282,6 +283,7 @@ class Workers(ABC):
     role: Role = Role()
     has_gradients: bool = True
     keeps_states: bool = False
+    assumes: bool = False
     job: str = ""
     why_not_profiled: str = ""
     _stops = False
@@ -407,6 +409,14 @@ class Workers(ABC):
                 "sessions and generation need workers that this script drives: "
                 'workers="threads" or workers="processes"'
             )
+
+    def is_as_told(self) -> bool:
+        """Whether the workers know the model as it is now: whether passes that assume it are right.
+
+        Raises:
+            InputError: it has changed in a way that they cannot be told.
+        """
+        return True
 
     def fetch_states(self, numbers: Sequence[int]) -> Mapping[int, torch.Tensor]:
         """Values that stay with the workers between passes, by number."""

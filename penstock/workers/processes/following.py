@@ -22,7 +22,7 @@ from penstock.errors import InputError
 from penstock.links.pickling import Outbox
 from penstock.workers.processes.shared_model import Package, SharedModel
 
-_VERSION = attrgetter("_version")
+_VERSION, _TRAINING = attrgetter("_version"), attrgetter("training")
 
 News = Mapping[int, Mapping[str, Any]]
 """For modules, by their number, the attributes that are others now; `MISSING` for those gone."""
@@ -158,15 +158,20 @@ class Following:
             *chain.from_iterable(map(dict.values, tables)),
         ]
 
+    def has_news(self) -> bool:
+        """Whether there may be something that the process has to be told before the next pass."""
+        now = self._now()
+        same = len(now) == len(self._expected) and all(map(is_, now, self._expected))
+        versions = list(map(_VERSION, self._tensors))
+        return not same or bool(self._again) or self._versions != versions
+
     def news(self) -> News:
         """What the process has to be told before the next pass.
 
         Raises:
             InputError: it cannot be told: an attribute has other parameters in it than before.
         """
-        now = self._now()
-        same = len(now) == len(self._expected) and all(map(is_, now, self._expected))
-        if same and not self._again and self._versions == list(map(_VERSION, self._tensors)):
+        if not self.has_news():
             return {}
         news = {number: dict(names) for number, names in self._again.items()}
         every = list(map(self._own, self._vars))
@@ -291,9 +296,16 @@ class Remote:
                 every.setdefault(self.modules[number], {}).update(found)
         move(every)
 
+    def has_news(self) -> bool:
+        """Whether it may have to be told of modes or attributes of its modules."""
+        return self._modes() != self._training or self._following.has_news()
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(map(_TRAINING, self.modules))
+
     def training(self) -> tuple[bool, ...] | None:
         """Of every module whether it is in training mode, if it does not know that yet."""
-        now = tuple(module.training for module in self.modules)
+        now = self._modes()
         if now == self._training:
             return None
         self._training = now

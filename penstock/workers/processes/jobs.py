@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from penstock.board.activity import STARTING, UPDATING
 from penstock.board.memory import Board
+from penstock.capture.calls import Sizes
+from penstock.capture.randomness import Key as RandomKey
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.devices.settings import Settings
@@ -22,6 +24,8 @@ from penstock.engine.ends import Loss
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
+from penstock.engine.residents import States
+from penstock.engine.span import MicroBatch
 from penstock.engine.stage import Before
 from penstock.engine.state import kept
 from penstock.links.local import LocalLink
@@ -251,6 +255,7 @@ class RunPass:
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
         tells: whether to say what forwards have left in modules.
+        kind: a number by which a `RunLike` refers to it, if one may.
     """
 
     order: Order
@@ -262,6 +267,7 @@ class RunPass:
     settings: Settings | None
     wanted: Sequence[int] | None = None
     tells: bool = False
+    kind: int | None = None
 
     def of(self, replica: Replica) -> RunPass:
         """The part of a replica that runs some of the micro-batches only."""
@@ -288,6 +294,8 @@ class RunPass:
         own.memory.note(attributes)
         if self.gradients is not None:
             own.begin(self.gradients)
+        if self.kind is not None:
+            own.kinds[self.kind] = replace(self.order, microbatches=(), values=())
         assembly = own.assemblies[self.order.training]
         order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
         has_work = bool(own.replica.part_of(order.replica, len(order.microbatches))[0])
@@ -312,6 +320,39 @@ class RunPass:
         if self.tells:
             outcome.memory = own.memory.found()
         return outcome
+
+
+class RunLike(NamedTuple):
+    """Run a pass of one micro-batch like one before, of a model that is as it was.
+
+    A `RunPass` in few bytes, as such passes are short: a token of a text, say.
+
+    Attributes:
+        kind: what it is like, see `RunPass`.
+        number: of the batch.
+        sizes: of the micro-batch.
+        key: of its random numbers.
+        way: that it takes.
+        states: those of a session: of `States` what is in it.
+        values: that enter the first stage, if this worker has it.
+    """
+
+    kind: int
+    number: int
+    sizes: Sizes
+    key: tuple[int, int, int]
+    way: int
+    states: tuple[Any, ...]
+    values: tuple[Any, ...] | None
+
+    def __call__(self, own: WorkerState) -> Outcome:
+        """What has come of it."""
+        microbatch = MicroBatch(self.sizes, RandomKey(*self.key), self.way, States(*self.states))
+        values = () if self.values is None else (self.values,)
+        order = replace(
+            own.kinds[self.kind], number=self.number, microbatches=(microbatch,), values=values
+        )
+        return RunPass(order, None, None, None, None, (), None)(own)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
+from penstock.engine.orders import Order
 from penstock.engine.replicas import ONLY, Adding
 from penstock.engine.residents import Residents
 from penstock.errors import InputError, PenstockError, WorkerError
@@ -72,6 +73,7 @@ class WorkerState:
         patience: seconds of looking again and again before it sleeps.
         assemblies: its stages, by mode.
         residents: what its stages keep between passes.
+        kinds: orders that later ones are like, by the number of their kind.
         tensors: parameters and buffers that it shares with the driver, by number.
         links: its ends of them, by the stage before.
         slots: for the gradients of all parameters, by number.
@@ -108,6 +110,7 @@ class WorkerState:
         self._bells = None
         self.assemblies: dict[bool, Assembly] = {}
         self.residents = Residents()
+        self.kinds: dict[int, Order] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.links: dict[int, Any] = {}
         self.slots: dict[int, Slot] = {}

@@ -54,6 +54,7 @@ from penstock.workers.processes.jobs import (
     Import,
     MakePart,
     Modes,
+    RunLike,
     RunPass,
     WritePart,
 )
@@ -89,7 +90,7 @@ class ProcessWorkers(Workers):
     """
 
     role = Role(calls_loss=False)
-    keeps_states = True
+    keeps_states = assumes = True
     why_not_profiled = (
         "torch.profiler does not see other processes, so there is no profile of worker processes: "
         "leave out profile=, or record the same plan with workers='threads'"
@@ -119,8 +120,9 @@ class ProcessWorkers(Workers):
         self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
         self._shared = SharedModel(len(self._places), plan.replicas, self._grant, memories)
         self._remotes = [Remote(place, self._shared, model) for place in self._places]
-        self._settings = modes.settings
+        self._settings = self._told = modes.settings
         self._settings_changed = False
+        self._kinds: dict[tuple[Any, ...], int] = {}  # of orders that the processes have all seen
         self._ran = Before()
         self._turns: list[memoryview] = []  # how far replicas are
         self._backups = Backups()
@@ -249,17 +251,21 @@ class ProcessWorkers(Workers):
         try:
             backups = [self.ownership.backup(place, order.goes_back) for place in self._places]
             self._backups.begin(order.number, backups)
-            self._settings_changed |= Settings.here() != self._settings
-            passes = [self._pass(k, order, loss, tuple(self._forgotten)) for k in self._places]
+            forgotten = tuple(self._forgotten)
             self._passes += 1
-            jobs = [
-                passes[member.place].of(Replica(member.replica, self._plan.weights))
-                for member in self.members
-            ]
+            jobs: Sequence[Job] = [] if forgotten else self._brief(order)
+            if not jobs:
+                self._told = Settings.here()
+                self._settings_changed |= self._told != self._settings
+                passes = [self._pass(k, order, loss, forgotten) for k in self._places]
+                jobs = [
+                    passes[member.place].of(Replica(member.replica, self._plan.weights))
+                    for member in self.members
+                ]
             self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
             with self._starting():
                 current = self._pool.start(jobs, self._timeout)
-            for _ in passes[0].forgotten:
+            for _ in forgotten:
                 self._forgotten.popleft()
         except BaseException:
             if self._pool.under_way:  # those before it go on
@@ -287,10 +293,47 @@ class ProcessWorkers(Workers):
             training=remote.training(),
             attributes=packed_news(remote.news(), remote.modules),
             forgotten=forgotten,
-            settings=Settings.here() if self._settings_changed else None,
+            settings=self._told if self._settings_changed else None,
             wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
             tells=self._pool.keeps_survivors and self._looks_at_memories(),
+            kind=self._kind(order),
         )
+
+    def _kind(self, order: Order) -> int | None:
+        """A number that orders have in common of which little differs, if this is one of those."""
+        if order.what != "infer" or len(order.microbatches) > 1 or self._plan.replicas > 1:
+            return None
+        if order.recorded or order.profiled or order.trial or order.again:
+            return None
+        settings = order.training, order.modes, order.tokens, order.flushes_denormal
+        return self._kinds.setdefault((*settings, order.replica), len(self._kinds))
+
+    def _brief(self, order: Order) -> list[Job]:
+        """The jobs of a pass of a model that is as it was; none if it has to be told more."""
+        known = len(self._kinds)
+        kind = self._kind(order) if order.assumed and not self._memories else None
+        if kind is None or kind >= known:
+            return []
+        ((sizes, key, way, states),) = order.microbatches
+        own = () if states is None else (states.taken, states.after, states.first, states.dropped)
+        like = RunLike(
+            kind, order.number, sizes, (key.seed, key.step, key.microbatch), way, own, None
+        )
+        first = like._replace(values=order.values[0])
+        jobs: list[Job] = [like for _ in self._places]
+        jobs[self._plan.placement[0]] = first
+        return jobs
+
+    def is_as_told(self) -> bool:
+        """Whether the processes know the model, and the settings of torch, as they are now.
+
+        Raises:
+            InputError: something has changed that they cannot be told.
+        """
+        for remote in self._remotes:
+            remote.check()
+        is_same = not any(remote.has_news() for remote in self._remotes)
+        return is_same and Settings.here() == self._told
 
     def _looks_at_memories(self) -> bool:
         """Whether it is asked after a pass what forwards have left: always, if they ever have.
@@ -345,6 +388,7 @@ class ProcessWorkers(Workers):
 
     def _doubt(self) -> None:
         """Send the workers everything anew: nobody knows what has reached them."""
+        self._kinds.clear()
         self._shared.doubt()
         for remote in self._remotes:
             remote.doubt()
