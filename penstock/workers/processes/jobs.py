@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -322,7 +322,8 @@ class RunPass:
         return outcome
 
 
-class RunLike(NamedTuple):
+@dataclass(frozen=True)
+class RunLike:
     """Run a pass of one micro-batch like one before, of a model that is as it was.
 
     A `RunPass` in few bytes, as such passes are short: a token of a text, say.
@@ -344,6 +345,9 @@ class RunLike(NamedTuple):
     way: int
     states: tuple[Any, ...]
     values: tuple[Any, ...] | None
+
+    def __reduce__(self) -> Any:
+        return RunLike, tuple(vars(self).values())
 
     def __call__(self, own: WorkerState) -> Outcome:
         """What has come of it."""

@@ -319,7 +319,7 @@ class ProcessWorkers(Workers):
         like = RunLike(
             kind, order.number, sizes, (key.seed, key.step, key.microbatch), way, own, None
         )
-        first = like._replace(values=order.values[0])
+        first = replace(like, values=order.values[0])
         jobs: list[Job] = [like for _ in self._places]
         jobs[self._plan.placement[0]] = first
         return jobs
