@@ -20,12 +20,12 @@ class Living:
     """The values that somebody has, and those that nobody has any more.
 
     Attributes:
-        bytes: of those that somebody has, by number, with the stage of each.
+        shapes: of those that somebody has, by number, with the stage of each.
         gone: the numbers of others, of which the workers have not heard yet.
     """
 
     def __init__(self) -> None:
-        self.bytes: dict[int, tuple[int, int]] = {}
+        self.shapes: dict[int, tuple[int, Shape]] = {}
         self.gone: deque[int] = deque()
 
     def taken(self) -> list[int]:
@@ -35,8 +35,8 @@ class Living:
     def by_stage(self) -> dict[int, int]:
         """The bytes of all values of each stage."""
         found: dict[int, int] = {}
-        for stage, count in list(self.bytes.values()):
-            found[stage] = found.get(stage, 0) + count
+        for stage, shape in list(self.shapes.values()):
+            found[stage] = found.get(stage, 0) + prod(shape.size) * shape.dtype.itemsize
         return dict(sorted(found.items()))
 
 
@@ -68,10 +68,10 @@ class Value:
         self.replica = replica
         self.made = made
         self.living = living
-        living.bytes[number] = stage, prod(shape.size) * shape.dtype.itemsize
+        living.shapes[number] = stage, shape
 
     def __del__(self) -> None:
-        self.living.bytes.pop(self.number, None)
+        self.living.shapes.pop(self.number, None)
         self.living.gone.append(self.number)
 
 

@@ -166,7 +166,7 @@ class Sessions:
             InputError: the model has changed in a way that the workers cannot be told.
         """
         try:
-            with self._operation(), torch.no_grad():
+            with torch.no_grad():
                 if self._is_as_assumed(done):
                     return done
         except BaseException:
