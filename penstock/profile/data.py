@@ -219,6 +219,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         threads: intra-op threads of each CPU worker; 0 where it is not known.
         one_replica: why the model can have one replica only; empty if it can have several.
         no_recomputing: why several replicas cannot recompute; empty if they can.
+        states: bytes per row of the states that each call makes, such as keys and values: tensors
+            in objects of plain classes in the model's result, which sessions leave with the stage.
+            Empty means not known.
+        inference: whether forwards alone were measured, in evaluation mode; states do not cross
+            cuts then.
         version: of the file format.
     """
 
@@ -243,6 +248,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     threads: int = 0
     one_replica: str = ""
     no_recomputing: str = ""
+    states: tuple[float, ...] = ()
+    inference: bool = False
     version: int = VERSION
 
     @property
