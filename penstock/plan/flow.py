@@ -279,7 +279,8 @@ class _Search:
     def _work_until(self, place: int) -> Floats:
         """(places,): seconds of all forwards of a replica's share before each place for a cut."""
         forward = sum(self.layout.forward_of(rows)[place] for rows in self.share)
-        return _until(np.asarray(forward))[self.places]
+        found: Floats = _until(np.asarray(forward))[self.places]
+        return found
 
     @cached_property
     def _works(self) -> list[list[Floats]]:
@@ -308,7 +309,8 @@ class _Search:
         """(places,): seconds for which the boundary at each place occupies the link after it."""
         speed = self._link(stage).bytes_per_second
         size = np.asarray(self.profile.crossing)[self.places] * rows
-        return size / speed if speed else np.zeros(len(self.places))
+        found: Floats = size / speed if speed else np.zeros(len(self.places))
+        return found
 
     @cached_property
     def _sends(self) -> list[Floats]:
@@ -356,24 +358,28 @@ class _Search:
         given = self.request.num_microbatches
         rows = profile.batch_size if given == "auto" else self.layout.most_rows
         states = np.asarray(profile.states or (0.0,) * profile.num_calls)
-        return _until(states * (rows * self.groups))[self.places]
+        found: Floats = _until(states * (rows * self.groups))[self.places]
+        return found
 
     @cached_property
     def _until_weights(self) -> Floats:
         sharing = self.replicas if self.case.is_shared else 1
-        return _until(self.layout.weights)[self.places] / sharing
+        found: Floats = _until(self.layout.weights)[self.places] / sharing
+        return found
 
     @cached_property
     def _live(self) -> Floats:
         """(places - 1,): the most bytes that are live at any call between two places for a cut."""
         profile, rows = self.profile, self.layout.most_rows
         made = np.asarray(profile.outputs or (0.0,) * profile.num_calls) * rows
-        return np.maximum.reduceat(self.layout.boundary[:-1] + made, self.places[:-1])
+        found: Floats = np.maximum.reduceat(self.layout.boundary[:-1] + made, self.places[:-1])
+        return found
 
     @cached_property
     def _waiting(self) -> Floats:
         """(places,): bytes of what waits to enter a stage that begins there."""
-        return (self.flying - 1) * self.layout.boundary[self.places]
+        found: Floats = (self.flying - 1) * self.layout.boundary[self.places]
+        return found
 
     def needed(self, end: int) -> Floats:
         """(end,): bytes that a stage holds which begins at every place before `end`."""

@@ -528,6 +528,10 @@ def _beaten_by(plan: Plan) -> Way | None:
     if len(plan.devices) == 1:
         return None
     chosen_from = any(c.way == "one device" and not c.only_compared for c in plan.considered)
+    if plan.inference and here <= min(
+        alone, parallel
+    ):  # as fast as what the script can keep up with
+        return None
     if alone <= here and not chosen_from:  # else it is too little faster
         return "one device" if alone <= parallel or plan.replicas > 1 else "data parallel"
     return "data parallel" if parallel <= here and plan.replicas == 1 else None
@@ -558,6 +562,8 @@ def verdict(plan: Plan) -> str:
         return _of_one_worker(plan)
     if plan.replicas == 1:
         what, other = "Splitting is", _against(here, parallel, "data parallelism")
+        if plan.inference and plan.data_parallel_seconds is None:
+            other = ""  # a micro-batch is on one replica, so one of them has no data parallelism
     else:
         split = fastest_of(c for c in plan.considered if c.replicas == 1 and c.way == "pipeline")
         what = f"{plan.replicas} replicas are"
