@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 
+from penstock.capture.lowering import StageModule, build_with, leaf_of
+from penstock.capture.randomness import draw, draw_in_python
 from penstock.errors import InputError
 from penstock.links.link import Values
 from penstock.torch_internals import backends_of_compile, check_cxx_compiler
@@ -27,13 +30,14 @@ Compile = Mapping[str, Any]
 """Arguments of `torch.compile`."""
 
 _NOT_ARGUMENTS = ("model", "disable")
+_OUTSIDE = (draw, draw_in_python, build_with, leaf_of)
 _DEFAULT = "inductor"
 
 
 COMPILED_WHOLE = (
     "torch.compile cannot compile a Pipeline, whose stages run on workers: build it with "
-    "Pipeline(..., inference=True, compile=True), and each worker compiles its own stage; to train, "
-    "compile submodules of the model before the pipeline is built"
+    "Pipeline(..., inference=True, compile=True), and each worker compiles its own stage; to "
+    "train, compile submodules of the model before the pipeline is built"
 )
 """The message for `torch.compile(pipe)`."""
 
@@ -101,6 +105,19 @@ def _check_compiler() -> None:
 
 
 def compiled(module: Callable[..., Values], options: Compile) -> Callable[..., Values]:
-    """What runs the module of a span, compiled when it is first called."""
+    """What runs the module of a span, compiled when it is first called.
+
+    Calls that draw random numbers run between the parts that are compiled, as each is seeded by
+    itself; and so does what takes apart or makes objects of the user's classes.
+    """
+    if isinstance(module, StageModule):
+        module = module.with_functions({function: _outside(function) for function in _OUTSIDE})
     made: Callable[..., Values] = torch.compile(module, **options)
     return made
+
+
+@cache
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which is not compiled."""
+    found: Callable[..., Any] = torch.compiler.disable(function)
+    return found
