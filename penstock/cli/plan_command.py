@@ -103,7 +103,7 @@ def command(
         click.echo(found.encode(), nl=False)
     else:
         about = {"winner": winner(found), "confidence": msgspec.to_builtins(costs.confidence)}
-        show({**msgspec.to_builtins(found), **about}, text, as_json)
+        show({**msgspec.to_builtins(found), **found.rates, **about}, text, as_json)
     if output != _STDOUT and not no_output:
         _write(found, costs, output)
     if figure is not None:

@@ -352,9 +352,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         alone = self.one_device_seconds
         return alone is None or self.predicted_step_seconds < alone
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """What a plan for inference says besides: how many batches there are in a second."""
+        if not self.inference:
+            return {}
+        return {
+            "batches_per_second": self.batches_per_second,
+            "microbatches_per_second": self.microbatches_per_second,
+        }
+
     def encode(self) -> bytes:
         """JSON with a line for everything that was decided, and for every candidate."""
-        return readable(msgspec.to_builtins(self))
+        return readable({**msgspec.to_builtins(self), **self.rates})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; an existing file is replaced in one move.
