@@ -6,14 +6,15 @@ after the other, so that a batch takes as long as the busiest of them does for i
 actions does not matter, and neither does the time of filling and draining. So stages are found by
 their number alone, one for each worker, whatever the number of micro-batches is:
 
-1. the least time of the busiest, over all cuts that fit the memory (a sweep over the places for
-   cuts, stage by stage);
-2. of all cuts whose busiest takes no longer, those with the shortest way of one batch through all
-   stages: what a single request waits for (a second sweep).
+1. the least time of the busiest, over all cuts: by bisection, as it is quickly known whether there
+   are cuts for a given time (`_Search.within`). If they do not fit the memory, by a sweep over the
+   places for cuts, stage by stage, which knows what each stage would hold;
+2. for the best plans: of all cuts whose busiest takes no longer, those with the shortest way of one
+   batch through all stages, which is what a single request waits for (another sweep).
 
-Both are exact. A worker is busy with the forwards of its stage, with what an action takes besides,
-and with sending, unless that goes on by itself; then the link is busy with it. The thread of the
-script is busy as well: it splits each batch, hands it out and puts its result together.
+All of it is exact. A worker is busy with the forwards of its stage, with what an action takes
+besides, and with sending, unless that goes on by itself; then the link is busy with it. The thread
+of the script is busy as well: it splits each batch, hands it out and puts its result together.
 
 Memory is weights, the states of all groups under way (see `docs/generation.md`), what is live
 within the stage at its worst call, and what waits to enter it. There are no gradients, no
@@ -23,13 +24,14 @@ optimizer, and nothing is saved for a backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from msgspec.structs import replace as replace_fields
+from numpy.typing import NDArray
 
 from penstock.errors import PlanError
 from penstock.plan.layout import Floats, Layout
@@ -47,7 +49,9 @@ SCHEDULE = "gpipe"
 
 _EQUAL = 1.002  # predictions closer than this say nothing
 _ROUNDING = 1 + 1e-9  # of sums
+_PRECISION = 1e-12  # of the least time of the busiest
 
+Places = NDArray[np.intp]
 Join = Callable[[Floats, Floats], Floats]
 
 
@@ -136,6 +140,9 @@ def _on_all(profile: Profile, request: Request, limits: Limits) -> Iterator[_Cas
     note = (limits.one_replica or profile.one_replica) if is_free else ""
     is_shared = limits.in_one_memory and set(profile.devices) == {"cpu"}
     counts = microbatch_counts(profile, request.num_microbatches)
+    orders = orders_of(profile, request) if request.any_order else [profile.devices]
+    ordered = [replace_fields(profile, devices=order) for order in orders]
+    layouts = [{count: Layout(own, count) for count in counts} for own in ordered]
     for replicas in request.replica_numbers(number, bool(note)):
         able = [count for count in counts if count >= replicas]
         if not able:
@@ -144,18 +151,14 @@ def _on_all(profile: Profile, request: Request, limits: Limits) -> Iterator[_Cas
                     f"{replicas} replicas cannot share {max(counts)} micro-batches; give more"
                 )
             continue
-        orders = orders_of(profile, request) if request.any_order else [profile.devices]
-        for order in orders:
-            ordered = replace_fields(profile, devices=order)
-            layouts = [Layout(ordered, count) for count in able]
+        for own, by_count in zip(ordered, layouts, strict=True):
             try:
-                every = divisions(ordered, replicas)
+                every = [_places(own, parts) for parts in divisions(own, replicas)]
             except PlanError as error:
                 yield error
                 continue
-            for parts in every:
-                for layout in layouts:
-                    yield _Case(layout, _places(ordered, parts), is_shared, note)
+            for parts, count in product(every, able):
+                yield _Case(by_count[count], parts, is_shared, note)
 
 
 def _alone(profile: Profile, request: Request) -> Iterator[_Case]:
@@ -175,17 +178,30 @@ def _places(profile: Profile, parts: Sequence[Devices]) -> tuple[tuple[int, ...]
 
 
 def _flows(
-    cases: Iterator[_Case | PlanError] | Iterator[_Case],
+    cases: Iterable[_Case | PlanError],
     request: Request,
     errors: list[PlanError],
 ) -> list[Flow]:
-    """The best stages of every case that has some; to `errors` comes why others have none."""
-    found: list[Flow] = []
+    """The best stages of every case that has some; to `errors` comes why others have none.
+
+    Cases of several stages that memory would have to be looked at for are left out if even without
+    any limit they are slower than what was found.
+    """
+    searches: list[_Search] = []
     for case in cases:
         try:
             if isinstance(case, PlanError):
                 raise case
-            found.append(_Search(case, request).flow())
+            searches.append(_Search(case, request))
+        except PlanError as error:
+            errors.append(error)
+    found: list[Flow] = []
+    for search in sorted(searches, key=lambda search: search.free.seconds):
+        best = min((flow.seconds for flow in found), default=math.inf)
+        if not search.fits(search.free) and search.free.seconds > best * _EQUAL:
+            continue
+        try:
+            found.append(search.flow())
         except PlanError as error:
             errors.append(error)
     return found
@@ -201,17 +217,20 @@ def _ordered(found: Sequence[Flow], fewer: Sequence[Flow]) -> list[Flow]:
 
     def ranked(flows: Sequence[Flow]) -> list[Flow]:
         best = min((flow.seconds for flow in flows), default=0.0)
-        equal = [flow for flow in flows if flow.seconds <= best * _EQUAL]
+        equal = [flow.shortest() for flow in flows if flow.seconds <= best * _EQUAL]
         rest = [flow for flow in flows if flow.seconds > best * _EQUAL]
         return [
             *sorted(equal, key=lambda flow: (flow.way_seconds, flow.seconds)),
             *sorted(rest, key=lambda flow: flow.seconds),
         ]
 
+    if not found or not fewer:
+        return ranked(found or fewer)
     all_devices, alone = ranked(found), ranked(fewer)
-    if alone and (not found or all_devices[0].seconds >= WORTH_FEWER * alone[0].seconds):
-        return [alone[0], *ranked([*found, *alone[1:]])]
-    return ranked(found) if not fewer else [all_devices[0], *ranked([*all_devices[1:], *alone])]
+    first, others = all_devices[0], [*all_devices[1:], *alone]
+    if first.seconds >= WORTH_FEWER * alone[0].seconds:
+        first, others = alone[0], [*all_devices, *alone[1:]]
+    return [first, *sorted(others, key=lambda flow: flow.seconds)]
 
 
 def _considered(
@@ -231,9 +250,9 @@ def _considered(
             continue
         parts = tuple((place,) for place in range(len(profile.devices)))
         counts = microbatch_counts(profile, free.num_microbatches)
-        cases: dict[Way, Iterator[_Case]] = {
+        cases: dict[Way, Iterable[_Case]] = {
             "one device": _alone(profile, free),
-            "data parallel": (_Case(Layout(profile, c), parts) for c in counts if c >= len(parts)),
+            "data parallel": [_Case(Layout(profile, c), parts) for c in counts if c >= len(parts)],
         }
         for way in cases.keys() - ways:
             if others := _flows(cases[way], free, []):
@@ -324,13 +343,17 @@ class _Search:
             stage: which; it begins at every place before `end`.
             end: the place where it ends.
         """
-        work = np.max([until[end] - until[:end] for until in self._works[stage]], axis=0)
+        return self._busy(stage, np.arange(end), np.array(end))
+
+    def _busy(self, stage: int, starts: Places, ends: Places) -> Floats:
+        """The same between these places."""
+        work = np.max([until[ends] - until[starts] for until in self._works[stage]], axis=0)
         work = work + len(self.share) * self.profile.overhead_seconds
-        sending = self._sends[stage][end]
+        sending = self._sends[stage][ends]
         both: Floats = np.maximum(work, sending) if self.profile.overlap else work + sending
         return both
 
-    def _passing(self, stage: int, end: int) -> Floats:
+    def passing(self, stage: int, end: int) -> Floats:
         """(end,): seconds that the largest micro-batch takes for a stage, and to the next."""
         part = max(self.share) / sum(self.share)
         work = np.max([until[end] - until[:end] for until in self._works[stage]], axis=0)
@@ -397,44 +420,85 @@ class _Search:
 
     # -- the best -----------------------------------------------------------------------------
 
+    def within(self, limit: float) -> list[int] | None:
+        """The edges of stages of which none is busy for longer than this; `None` if there are none.
+
+        A stage that begins later is busy for less, so of all places where the one before may end,
+        the last one before an end is the best.
+        """
+        count = len(self.places)
+        numbers = np.arange(count)
+        able = numbers == 0  # where the stages so far may end
+        came = []
+        for stage in range(self.stages):
+            latest = np.maximum.accumulate(np.where(able, numbers, -1))
+            starts = np.concatenate([[-1], latest[:-1]])
+            able = (starts >= 0) & (self._busy(stage, starts, numbers) <= limit)
+            came.append(starts)
+        if not able[-1]:
+            return None
+        edges = [count - 1]
+        for starts in reversed(came):
+            edges.append(int(starts[edges[-1]]))
+        return edges[::-1]
+
+    @cached_property
+    def free(self) -> Flow:
+        """The stages whose busiest takes the least time, whatever they hold."""
+        best, least = Flow(self, self.within(math.inf) or []), 0.0
+        while best.busiest - least > _PRECISION * best.busiest:
+            middle = (best.busiest + least) / 2
+            found = self.within(middle)
+            if found is None:
+                least = middle
+            else:
+                best = Flow(self, found)
+        return best
+
+    def fits(self, flow: Flow) -> bool:
+        """Whether every stage fits the memory."""
+        return all(peak <= cap for peak, cap in zip(flow.peaks, self.caps, strict=True))
+
     def flow(self) -> Flow:
-        """The best stages.
+        """The stages whose busiest takes the least time, of those that fit the memory.
 
         Raises:
-            PlanError: none fit the memory.
+            PlanError: none do.
         """
-        fitting = self._busiest(self._fits)
-        if fitting is None:
+        if self.fits(self.free):
+            return self.free
+
+        def busy(stage: int, end: int) -> Floats:
+            return self.busy(stage, end) + self._over(stage, end)
+
+        found = _sweep(self.stages, len(self.places), busy, np.maximum)
+        if found is None:
             raise self._too_little()
-        least = fitting[0] * _ROUNDING
+        return Flow(self, found)
+
+    def shortest(self, flow: Flow) -> Flow:
+        """Of the stages whose busiest takes no longer, those with the shortest way."""
+        least = flow.busiest * _ROUNDING
 
         def passing(stage: int, end: int) -> Floats:
             is_short = self.busy(stage, end) <= least
-            found: Floats = np.where(is_short, self._passing(stage, end), np.inf)
-            return found + self._fits(stage, end)
+            found: Floats = np.where(is_short, self.passing(stage, end), np.inf)
+            return found + self._over(stage, end)
 
         found = _sweep(self.stages, len(self.places), passing, np.add)
-        way, edges = found if found is not None else fitting
-        return Flow(self, edges, way)
+        return flow if found is None else Flow(self, found)
 
-    def _fits(self, stage: int, end: int) -> Floats:
+    def _over(self, stage: int, end: int) -> Floats:
         """(end,): zero where the stage fits the memory, else infinite."""
         if math.isinf(self.caps[stage]):
             return np.zeros(end)
         found: Floats = np.where(self.needed(end) <= self.caps[stage], 0.0, np.inf)
         return found
 
-    def _busiest(self, also: Callable[[int, int], Floats]) -> tuple[float, list[int]] | None:
-        def busy(stage: int, end: int) -> Floats:
-            return self.busy(stage, end) + also(stage, end)
-
-        return _sweep(self.stages, len(self.places), busy, np.maximum)
-
-    @cached_property
+    @property
     def bound(self) -> float:
-        """The time of the busiest with the best cuts of these, if memory were no matter."""
-        found = self._busiest(lambda stage, end: np.zeros(end))
-        return max(found[0] if found else 0.0, self.profile.pass_seconds)
+        """Seconds of a batch with the best cuts of these, if memory were no matter."""
+        return self.free.seconds
 
     def _too_little(self) -> ShortError:
         """The error that says how close it is, and of what there is too much."""
@@ -443,7 +507,7 @@ class _Search:
             return self.needed(end) - self.caps[stage]
 
         found = _sweep(self.stages, len(self.places), missing, np.maximum)
-        edges = found[1] if found else [0, len(self.places) - 1]
+        edges = found or [0, len(self.places) - 1]
         short = [float(missing(s, end)[start]) for s, (start, end) in enumerate(pairwise(edges))]
         stage = short.index(max(short))
         start, end = edges[stage : stage + 2]
@@ -469,7 +533,7 @@ def _until(numbers: Floats) -> Floats:
 
 def _sweep(
     stages: int, places: int, cost: Callable[[int, int], Floats], join: Join
-) -> tuple[float, list[int]] | None:
+) -> list[int] | None:
     """The cuts with the least sum, or the least maximum, of the costs of all stages.
 
     Args:
@@ -479,8 +543,8 @@ def _sweep(
         join: `np.add` or `np.maximum`.
 
     Returns:
-        the least, and the place where every stage begins, with the last one's end; `None` if it
-        is infinite.
+        the place where every stage begins, with the last one's end; `None` if it costs an infinite
+        amount.
     """
     value = np.full(places, np.inf)
     value[0] = 0.0 if join is np.add else -np.inf
@@ -499,7 +563,7 @@ def _sweep(
     edges = [places - 1]
     for before in reversed(came):
         edges.append(before[edges[-1]])
-    return float(value[-1]), edges[::-1]
+    return edges[::-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -509,12 +573,14 @@ class Flow:
     Attributes:
         search: what found them.
         edges: where each begins and the last one ends, as places of the search.
-        through: seconds of the largest micro-batch through all stages.
     """
 
     search: _Search
     edges: Sequence[int]
-    through: float
+
+    def shortest(self) -> Flow:
+        """As fast a flow with the shortest way."""
+        return self.search.shortest(self)
 
     @cached_property
     def busiest(self) -> float:
@@ -527,12 +593,13 @@ class Flow:
         """Seconds from batch to batch."""
         return max(self.busiest, self.search.profile.pass_seconds)
 
-    @property
+    @cached_property
     def way_seconds(self) -> float:
         """Seconds of one batch alone: through all stages, its micro-batches one after another."""
-        share = self.search.share
+        share, spans = self.search.share, enumerate(pairwise(self.edges))
+        through = sum(float(self.search.passing(s, end)[start]) for s, (start, end) in spans)
         more = self.busiest * (1 - max(share) / sum(share))
-        return self.through + more + self.search.profile.pass_seconds
+        return through + more + self.search.profile.pass_seconds
 
     @property
     def way(self) -> Way:
