@@ -21,7 +21,7 @@ from penstock.plan import Plan
 from penstock.plan.plan import advice
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans_on_any
-from penstock.planning.pass_overhead import pass_overhead
+from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profiles
@@ -348,7 +348,8 @@ def with_overheads(profile: Profile, devices: Sequence[torch.device], where: Lin
         WorkerTimeout: a worker does not answer.
     """
     measured = with_links(profile, devices, where)
-    return replace_fields(measured, pass_seconds=pass_overhead(len(devices)))
+    overhead = flow_overhead if profile.inference else pass_overhead
+    return replace_fields(measured, pass_seconds=overhead(len(devices)))
 
 
 def check_possible(

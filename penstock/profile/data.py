@@ -214,7 +214,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         adding_seconds: what a parameter takes longer in every backward of one of several replicas,
             which add up its gradients in the order of micro-batches.
         pass_seconds: what a pass takes besides its actions: a batch is split, handed to the workers
-            and put together again, and there is a loss.
+            and put together again, and there is a loss. For inference, the least time from one
+            batch of `map` to the next.
         overlap: whether a worker goes on while what it sends is under way, and need not copy it.
         threads: intra-op threads of each CPU worker; 0 where it is not known.
         one_replica: why the model can have one replica only; empty if it can have several.
