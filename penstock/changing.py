@@ -19,6 +19,7 @@ from torch import nn
 from penstock.audit.pace import Setting
 from penstock.devices.choice import Devices
 from penstock.engine.batchnorm import BatchNormMode
+from penstock.engine.compiled import Compile
 from penstock.engine.microbatch import Merge
 from penstock.errors import InputError, PlanError, closed
 from penstock.plan import Plan
@@ -48,6 +49,7 @@ class Given:
         example: the example arguments, positional and keyword.
         weights: where parameters that are on `meta` come from; `None` when they have come.
         batchnorm, merge, audit: as in `Pipeline`.
+        compile: arguments of `torch.compile`, if stages are compiled.
     """
 
     request: Request
@@ -57,6 +59,7 @@ class Given:
     batchnorm: BatchNormMode
     merge: Merge
     audit: Setting
+    compile: Compile | None = None
 
     def on(self, devices: Devices, now: Workers, threads: int) -> WorkerOptions:
         """The same workers on these devices; those on CPUs with as many threads as now.
@@ -90,7 +93,13 @@ def completed(request: Request, plan: Plan) -> Request:
         recomputed = "all" if pieces == 1 else "boundaries"
     limit = plan.memory_limit if request.memory_limit is None else request.memory_limit
     dtype = request.boundary_dtype or plan.boundary_dtype
-    return replace(request, recompute=recomputed, memory_limit=limit, boundary_dtype=dtype)
+    return replace(
+        request,
+        recompute=recomputed,
+        memory_limit=limit,
+        boundary_dtype=dtype,
+        inference=plan.inference,
+    )
 
 
 def _is_recomputed(stage: StagePlan) -> bool:
@@ -253,7 +262,7 @@ def _asked(plan: Plan, request: Request) -> str:
     free = Request()
     names = (
         *("schedule", "cuts", "recompute", "memory_limit", "boundary_dtype"),
-        *("stages_per_worker", "replicas"),
+        *("stages_per_worker", "replicas", "inference"),
     )
     asked = {name: getattr(request, name) for name in names}
     said = [f"{name}={value!r}" for name, value in asked.items() if value != getattr(free, name)]

@@ -147,7 +147,8 @@ class Passes:
         Raises:
             InputError: `ahead` is less than 1.
         """
-        enough = 1 + -(-len(self._runner.plan.stages) // self.num_microbatches)
+        plan = self._runner.plan
+        enough = 1 + -(-len(plan.stages) * plan.replicas // self.num_microbatches)
         most = enough if ahead is None else ahead
         if most < 1:
             raise InputError(f"ahead={ahead} must be at least 1")

@@ -38,6 +38,7 @@ from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
+from penstock.engine.compiled import COMPILED_WHOLE, check_compiles, compile_options
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
@@ -51,6 +52,7 @@ from penstock.planning.planner import better_plan, decide_plan
 from penstock.running import Running
 from penstock.sessions.session import Session, Sessions
 from penstock.steps import Loading, StepHook
+from penstock.torch_internals import ASKED_BY_COMPILE
 from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
@@ -64,6 +66,9 @@ from penstock.workers.members import Membership
 from penstock.workers.ray.options import Ray
 
 T = TypeVar("T")
+
+_COMPILING = 600.0
+"""Seconds that a pass may take by default where stages are compiled in it."""
 
 
 class Pipeline:
@@ -144,8 +149,8 @@ class Pipeline:
         weights: the source of parameters on the `meta` device: a state dict, the path of a file
             with one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
         timeout: seconds that a step may take. `None` means fifty times the predicted step, but at
-            least a minute, as first steps are slower. Under torchrun this includes the wait for
-            other ranks, and `None` means at least ten minutes.
+            least a minute, as first steps are slower; with `compile`, at least ten. Under torchrun
+            this includes the wait for other ranks, and `None` means at least ten minutes.
         threads_per_worker: intra-op threads of each CPU worker, on which bits depend; by default
             its share of the cores. Give a number where workers are to come and go.
         allocator: `"keep"` makes the process keep freed memory for the next step, which is faster
@@ -168,6 +173,17 @@ class Pipeline:
             kilobytes for an hour. Under torchrun, rank 0 writes it. What an earlier run has left
             there is moved to a folder in it, `earlier-1` and so on. By default it is kept in
             memory, for `report`.
+        inference: whether the plan is for a steady flow of forwards: `map`, `generate`, `session`
+            and calls without gradients, with as many batches or groups under way as keep all
+            stages busy. Stages are cut so that the busiest takes as little time as possible, for
+            any number of micro-batches; memory has no gradients, optimizer or activations for a
+            backward, but the states of sessions (docs/generation.md). `train_step` and whatever
+            else needs gradients is an error. A `plan` that is given has to be such a plan.
+        compile: whether each stage is run by `torch.compile` on its worker, or the arguments of
+            `torch.compile` as a dict, such as `{"mode": "max-autotune"}` or `{"dynamic": True}`.
+            It needs `inference=True`. The first passes of every kind are slow, as they compile.
+            Results are those of the compiled stages, which are not bit for bit those of the model,
+            so there is no audit.
         progress: called while the pipeline is built, with the number of steps done, the number of
             all steps, and a description. `"auto"` shows a progress line after two seconds, in a
             terminal or a notebook.
@@ -220,6 +236,8 @@ class Pipeline:
         allocator: Allocator = "keep",
         on_failure: OnFailure = "raise",
         audit: Setting = "auto",
+        inference: bool = False,
+        compile: bool | Mapping[str, Any] = False,
         progress: Progress | Literal["auto"] | None = "auto",
         metrics: int | str | None = None,
         run: str | os.PathLike[str] | None = None,
@@ -233,10 +251,15 @@ class Pipeline:
             stages_per_worker=stages_per_worker,
             boundary_dtype=name_of(boundary_dtype),
             replicas=replicas,
+            inference=inference,
         )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
         check_merge(merge)
+        compiling = compile_options(compile)
+        if compiling is not None:
+            check_compiles(inference)
+            timeout = _COMPILING if timeout is None else timeout
         served = address(metrics)
         threads = 0 if threads_per_worker is None else threads_per_worker
         chosen = WorkerOptions(
@@ -257,7 +280,9 @@ class Pipeline:
                     program = recording.capture(model, args, kwargs)
             self.program = program
             source = source_of(model, weights)
-            given = Given(request, chosen, (args, kwargs), source, batchnorm, merge, audit)
+            given = Given(
+                *(request, chosen, (args, kwargs), source, batchnorm, merge, audit), compiling
+            )
             is_given = plan is not None
             with with_autograd():
                 plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
@@ -430,6 +455,7 @@ class Pipeline:
                 Gradients and buffers are as before the step, and the pipeline can be used again.
             ClosedError: the pipeline is closed.
         """
+        self._check_trains("train_step", torch.is_grad_enabled())
         self._between_steps()
         scale = scale_of(scaler)
         objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs, scale)
@@ -469,6 +495,7 @@ class Pipeline:
         Raises:
             InputError, AuditError, WorkerError, ClosedError: as `train_step` does.
         """
+        self._check_trains("train_microbatches", torch.is_grad_enabled())
         self._between_steps()
         scale, by_hand = scale_of(scaler), True
         objective = Objective(
@@ -520,11 +547,12 @@ class Pipeline:
 
         Raises:
             InputError: the batch does not fit, or the result cannot be put together from those of
-                micro-batches.
+                micro-batches; or gradients are enabled, and the plan is for inference.
             AuditError: the stages no longer compute what the model's own forward computes.
             WorkerError: a stage failed; the original error is its cause.
             ClosedError: the pipeline is closed.
         """
+        self._check_trains("a call with gradients enabled", torch.is_grad_enabled())
         if self.model.training and torch.is_grad_enabled():
             self._between_steps()
         return self._passes.call(args, kwargs)
@@ -644,6 +672,7 @@ class Pipeline:
         Raises:
             InputError: the class cannot be divided among workers, or a group matches no parameter.
         """
+        self._check_trains("optimizer()")
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
         optimizer = PipelineOptimizer(
@@ -661,6 +690,7 @@ class Pipeline:
         Args:
             **options: arguments of `torch.amp.GradScaler`, such as `init_scale`.
         """
+        self._check_trains("scaler()")
         scaler = PipelineScaler(self._runner.loss_device, self._workers, **options)
         self._running.add(scaler)
         return scaler
@@ -713,6 +743,7 @@ class Pipeline:
         Returns:
             the norm before clipping, a scalar tensor.
         """
+        self._check_trains("clip_grad_norm_")
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
         with self._runner.steps.during("clipping"):
             return self._workers.clip(self._clipped(parameters), clipping)
@@ -726,6 +757,7 @@ class Pipeline:
             clip_value, foreach: as in torch.
             parameters: as in `clip_grad_norm_`. A rank has only the gradients of its own stages.
         """
+        self._check_trains("clip_grad_value_")
         with self._runner.steps.during("clipping"):
             self._workers.clip_value(self._clipped(parameters), clip_value, foreach)
 
@@ -924,6 +956,7 @@ class Pipeline:
         Raises:
             InputError: `every` is no number of steps, or `grace` no number of seconds.
         """
+        self._check_trains("autosave()")
         autosave = Autosave(Path(path), every, things, self._runner.counts.completed)
         if self._autosave is not None:
             self._autosave.remove()
@@ -939,6 +972,19 @@ class Pipeline:
 
             autosave.on_sigterm(ask, grace)
         return autosave
+
+    def _check_trains(self, what: str, needs_gradients: bool = True) -> None:
+        """Raise if this needs gradients, and the plan is for inference.
+
+        Raises:
+            InputError: it is.
+        """
+        if needs_gradients and self.plan.inference:
+            raise InputError(
+                f"{what} is for training, and the plan of this pipeline is for inference, without "
+                "room or order for backwards: use map, generate, session, eval_step, or a call "
+                "under torch.no_grad(); to train, build the pipeline without inference=True"
+            )
 
     def _between_steps(self) -> None:
         """Before a pass that trains: save, or change the workers, if that was asked for."""
@@ -997,6 +1043,8 @@ class Pipeline:
     # -- what the model offers, by its own names --------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
+        if name == ASKED_BY_COMPILE:
+            raise InputError(COMPILED_WHOLE)
         raise no_attribute(self, vars(self).get("model"), name)
 
     def __iter__(self) -> NoReturn:

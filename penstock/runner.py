@@ -21,6 +21,7 @@ from penstock.capture.cuts import Apart
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
+from penstock.engine.compiled import Compile
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.residents import GONE, States
@@ -107,8 +108,10 @@ class Runner:
         plan: how.
         workers: who does it.
         deferred: whether BatchNorms are moved once per batch.
+        compile: arguments of `torch.compile`, if forwards without gradients are compiled.
 
     Attributes:
+        compile: as given.
         recover: called if workers have died, with the error and how often that has happened to the
             same work; `use` is called by it, or it raises.
         relieve: called between two passes if workers leave.
@@ -129,9 +132,11 @@ class Runner:
         plan: Plan,
         workers: Workers,
         deferred: bool = False,
+        compile: Compile | None = None,
     ) -> None:
         self._program = program
         self._deferred = deferred
+        self.compile = compile
         self._ways: dict[bool, Ways] = {}
         self.counts = Counts()
         self._passes = 0
@@ -177,7 +182,9 @@ class Runner:
     def _ways_of(self, plan: Plan, workers: Workers, training: bool) -> Ways:
         before, devices = self._ways.get(training), workers.devices
         return Ways(
-            *(self._program, plan, devices, training, workers.add, self._deferred), before=before
+            *(self._program, plan, devices, training, workers.add, self._deferred),
+            before=before,
+            compile=self.compile,
         )
 
     def changes_buffers(self) -> bool:

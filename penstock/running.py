@@ -109,7 +109,8 @@ class Running:
         of = Replanning(plan, program, *given.example, backend, request, None)
         self._fallbacks = self._planned_ahead(of)
         workers = self._begun(backend, plan, stack)
-        self.runner = Runner(program, plan, workers, deferred=given.batchnorm == "deferred")
+        deferred = given.batchnorm == "deferred"
+        self.runner = Runner(program, plan, workers, deferred, given.compile)
         if given.workers.survives:
             self.runner.recover = _recovering(weakref.WeakMethod(self.recover))
             self.runner.relieve = _recovering(weakref.WeakMethod(self.relieve))

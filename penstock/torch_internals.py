@@ -36,12 +36,17 @@ if TYPE_CHECKING:
 #   without_function_mode
 # - norms and copies in the bits of torch's own: group_by_device_and_dtype, foreach_...
 # - a tensor with a shape and without memory: wrapper_subclass
+# - torch.compile: what it asks of a callable (ASKED_BY_COMPILE), the names of its backends, and
+#   whether inductor finds a C++ compiler
 # - tensors of the user's own classes, read without their __torch_function__: without_...functions
 __all__ = [
+    "ASKED_BY_COMPILE",
     "BatchNorm",
     "InstanceNorm",
     "NormBase",
     "TorchDispatchMode",
+    "backends_of_compile",
+    "check_cxx_compiler",
     "current_function_mode",
     "foreach_copy_",
     "foreach_norms",
@@ -61,6 +66,7 @@ __all__ = [
     "wrapper_subclass",
 ]
 
+ASKED_BY_COMPILE = "_torchdynamo_orig_callable"
 foreach_copy_ = torch._foreach_copy_
 foreach_norms = torch._foreach_norm
 foreach_zero = torch.ops.aten._foreach_zero_.default
@@ -96,6 +102,24 @@ def will_run(node: Node) -> bool:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let autograd take a tensor for one that was changed so often."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def backends_of_compile() -> list[str]:
+    """The names of the backends of torch.compile, those for debugging among them."""
+    from torch._dynamo.backends.registry import list_backends
+
+    return list_backends(exclude_tags=())
+
+
+def check_cxx_compiler() -> None:
+    """Raise unless inductor finds a C++ compiler.
+
+    Raises:
+        RuntimeError: it does not, and where it has looked.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    get_cpp_compiler()
 
 
 def is_profiling() -> bool:

@@ -118,6 +118,8 @@ class Auditor:
             return "no rank has all weights under torchrun, so none can run the whole model"
         if self._runner.plan.boundary_dtype is not None:
             return f"what crosses a cut is rounded to {self._runner.plan.boundary_dtype}, by design"
+        if self._runner.compile is not None:
+            return "the stages are compiled, and may round differently than the model's own forward"
         if self._program.written:
             name = min(self._program.written)
             return f"the forward writes parameters ({name}), so it cannot be run once more"

@@ -96,24 +96,20 @@ class Settings:
         return [count for count in self.counts if rows % count == 0]
 
 
-def balanced(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Planner:
-    """Plans whose stages take as long as each other, as far as that goes.
-
-    The planner minimises the time of one batch, and where that is a single micro-batch any cut is
-    as good as another; so the cut is one for several of them.
+def planner(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planner:
+    """Plans for inference with a stage on each device, for any number of micro-batches.
 
     Args:
         model, args, kwargs: with an example.
-        count: of micro-batches of the example for which the cut is chosen.
     """
     program = ps.capture(model, args, kwargs)
     devices = [torch.device(device) for device in DEVICES]
+    request = Request(inference=True)
     with callback("profiling") as progress:
         (found,) = profiles_for(
-            program, choices=[devices], request=Request(), fresh=True, progress=progress
+            program, choices=[devices], request=request, fresh=True, progress=progress
         )
-    one_stage_each = partial(ps.plan, found, schedule="1f1b", replicas=1)
-    return partial(one_stage_each, cuts=one_stage_each(num_microbatches=count).cuts)
+    return partial(ps.plan, found, replicas=1, inference=True)
 
 
 Planner = Callable[..., ps.Plan]
@@ -395,8 +391,8 @@ class PeerMapping:
 def inference(work: Inference, settings: Settings) -> dict[str, Any]:
     """`pipe.map`, `prepare_pippy` and one device."""
     counts = settings.divisors(work.rows)
-    planner = balanced(work.build(), (work.batches[0],), {}, counts[-1])
-    plans = [planner(num_microbatches=count) for count in counts]
+    planned = planner(work.build(), (work.batches[0],), {})
+    plans = [planned(num_microbatches=count) for count in counts]
     chosen = {kind: _best_plan(work, kind, plans, settings.scout) for kind in KINDS}
     makes = pippy_makes(work, counts, settings.further)
     with callback("finding the best configuration of prepare_pippy") as progress:
@@ -462,7 +458,7 @@ def _expected_logits(work: Inference) -> torch.Tensor:
 def measure(writing: Writing, work: Inference, settings: Settings) -> dict[str, Any]:
     """Everything that is measured of a model."""
     count = settings.divisors(writing.rows)[-1]
-    plan = balanced(writing.build(), (), writing.example, count)(num_microbatches=count)
+    plan = planner(writing.build(), (), writing.example)(num_microbatches=count)
     with ExitStack() as stack:
         found, refused = all_writers(writing, plan, stack)
         expected = Expected(writing)

@@ -353,6 +353,18 @@ class StageModule(fx.GraphModule):
         )
         return made
 
+    def with_functions(
+        self, others: Mapping[Callable[..., Any], Callable[..., Any]]
+    ) -> StageModule:
+        """The same stretch, with other functions called in the places of these."""
+        restored, (leaves, nodes, training) = self.__reduce__()
+        replaced = [
+            (op, name, others.get(target, target) if op == "call_function" else target, *rest)
+            for op, name, target, *rest in nodes
+        ]
+        made: StageModule = restored(leaves, replaced, training)
+        return made
+
     def leaves(self) -> list[Any]:
         """What its nodes refer to by name, each once: modules, parameters and others."""
         names = (node.target for node in self.graph.nodes if node.op in ("get_attr", "call_module"))

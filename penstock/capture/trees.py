@@ -312,3 +312,23 @@ def leaf_paths(structure: Structure | None) -> list[tuple[tuple[str, Any] | None
         for key, child in zip(structure.keys, structure.children, strict=True)
         for rest in leaf_paths(child)
     ]
+
+
+def leaves_in_objects(structure: Structure | None) -> list[int]:
+    """The leaves of a result that are in objects of plain classes."""
+    found: list[int] = []
+    count = 0
+
+    def look(structure: Structure | None, inside: bool) -> None:
+        nonlocal count
+        if structure is None:
+            if inside:
+                found.append(count)
+            count += 1
+            return
+        inside = inside or structure.is_object
+        for child in structure.children:
+            look(child, inside)
+
+    look(structure, False)
+    return found

@@ -37,6 +37,7 @@ _STDOUT = Path("-")
 @pipeline_options
 @workers_option
 @optimizer_option
+@click.option("--inference", is_flag=True, help="Plan for a steady flow of forwards.")
 @click.option("--any-order", is_flag=True, help="Allow the devices to be reordered.")
 @click.option("--tune", is_flag=True, help="Measure the best few plans and keep the fastest.")
 @click.option("--fresh", is_flag=True, help="Profile again even if there is a cached profile.")
@@ -60,6 +61,7 @@ def command(
     devices: str | None,
     workers: str,
     optimizer_state: float,
+    inference: bool,
     any_order: bool,
     tune: bool,
     fresh: bool,
@@ -84,8 +86,12 @@ def command(
     from penstock.plan.request import Request
 
     request = Request(
-        **pipeline_arguments(**pipeline), optimizer_state=optimizer_state, any_order=any_order
+        **pipeline_arguments(**pipeline),
+        optimizer_state=optimizer_state,
+        any_order=any_order,
+        inference=inference,
     )
+    _check_inference(inference, tune, show_schedule)
     if figure is not None:
         require_figure(figure)
     _check(output, as_json, figure, no_output)
@@ -97,11 +103,21 @@ def command(
         click.echo(found.encode(), nl=False)
     else:
         about = {"winner": winner(found), "confidence": msgspec.to_builtins(costs.confidence)}
-        show({**msgspec.to_builtins(found), **about}, text, as_json)
+        show({**msgspec.to_builtins(found), **found.rates, **about}, text, as_json)
     if output != _STDOUT and not no_output:
         _write(found, costs, output)
     if figure is not None:
         _draw(found, model, figure)
+
+
+def _check_inference(inference: bool, tune: bool, show_schedule: bool) -> None:
+    """Raise if something is asked for that a plan for inference does not have."""
+    for option, is_given in (("--tune", tune), ("--show-schedule", show_schedule)):
+        if inference and is_given:
+            raise InputError(
+                f"{option} is about training steps, and --inference plans forwards only: give one "
+                "of the two"
+            )
 
 
 def _check(output: Path, as_json: bool, figure: Path | None, no_output: bool) -> None:

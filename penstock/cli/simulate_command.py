@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.profile.data import Profile
 
 D = TypeVar("D")
+Made = TypeVar("Made", "Plan", "Profile")
 T = TypeVar("T")
 
 _HEADING = (
@@ -152,8 +153,8 @@ def _loaded(source: Path, profile_path: Path | None) -> tuple[Plan | None, Profi
     if what == "profile":
         if profile_path is not None:
             raise InputError(f"{source} is a profile itself: give a plan, or leave out --profile")
-        return None, Profile.load(source)
-    plan, beside = Plan.load(source), profile_beside(source)
+        return None, _for_training(Profile.load(source), source)
+    plan, beside = _for_training(Plan.load(source), source), profile_beside(source)
     if profile_path is None and not beside.exists():
         talk(f"no profile beside {source} ({beside.name}): taking the plan's own stages")
         return plan, None
@@ -164,6 +165,21 @@ def _loaded(source: Path, profile_path: Path | None) -> tuple[Plan | None, Profi
             f"{profile.fingerprint}, not {plan.fingerprint}"
         )
     return plan, profile
+
+
+def _for_training(found: Made, source: Path) -> Made:
+    """The same, unless it says nothing of training steps.
+
+    Raises:
+        InputError: it is for inference.
+    """
+    if found.inference:
+        raise InputError(
+            f"{source} is for inference, and penstock simulate predicts training steps: give one "
+            "that penstock plan makes without --inference; print(plan) says what is predicted of a "
+            "steady flow of forwards"
+        )
+    return found
 
 
 def _cases(

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from penstock.capture.lowering import StageModule
 from penstock.capture.meta import NoSavedTensors
 from penstock.capture.one_replica import NORMS, may_have_a_twin
 from penstock.capture.randomness import Key
+from penstock.engine.compiled import Compile, compiled
 from penstock.engine.residents import Residents, States
 from penstock.engine.state import State, plain_attributes, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
@@ -62,6 +64,7 @@ class Span:
             again, as other replicas may be using them; none before `keep_apart`.
         taken: the leaves of the inputs that the module takes last, of the worker's residents.
         kept: the leaves of the result that it gives last, which become residents.
+        compile: arguments of `torch.compile`, if forwards without gradients are compiled.
     """
 
     module: Callable[..., Values]
@@ -72,6 +75,7 @@ class Span:
     saves: bool = False
     taken: Sequence[int] = ()
     kept: Sequence[int] = ()
+    compile: Compile | None = None
 
     def __post_init__(self) -> None:
         stage = self.module
@@ -97,6 +101,11 @@ class Span:
         self._modules = [module for module in self._modules if module not in self.apart]
         self._changing = [tensor for tensor in self.changing if id(tensor) not in theirs]
 
+    @cached_property
+    def without_gradients(self) -> Callable[..., Values]:
+        """What runs forwards without gradients: the module, or what it is compiled to here."""
+        return self.module if self.compile is None else compiled(self.module, self.compile)
+
     def run(self, sizes: Sizes, key: Key, values: Values) -> Values:
         """Run the forward; autograd saves what changes as it is at that moment."""
         with values_saved(self._used):
@@ -106,9 +115,9 @@ class Span:
         """Run the forward without gradients, on residents as well."""
         sizes, key, states = microbatch.sizes, microbatch.key, microbatch.states
         if states is None:
-            return self.module(sizes, key, *values)
+            return self.without_gradients(sizes, key, *values)
         taken = [residents.take(leaf, states) for leaf in self.taken]
-        results = self.module(sizes, key, *values, *taken)
+        results = self.without_gradients(sizes, key, *values, *taken)
         count = len(results) - len(self.kept)
         for leaf, value in zip(self.kept, results[count:], strict=True):
             residents.keep(leaf, value, states)

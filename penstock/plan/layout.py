@@ -122,6 +122,10 @@ class Layout:
         """(workers, calls); the forward of the largest micro-batch."""
         return self._by_rows[self.most_rows][0]
 
+    def forward_of(self, rows: int) -> Floats:
+        """(workers, calls); the forward of a micro-batch of so many rows, one of `rows`."""
+        return self._by_rows[rows][0]
+
     @cached_property
     def saved(self) -> Floats:
         """(calls,); bytes that a micro-batch's backward needs of every call."""

@@ -13,7 +13,17 @@ from penstock.display.tables import aligned
 from penstock.errors import PlanError
 from penstock.files import read_whole, readable, save_whole, version_of, what_is
 from penstock.plan.shares import dealt
-from penstock.schedule import SCHEDULES, Costs, Event, Rules, Schedule, Timeline, build, check
+from penstock.schedule import (
+    SCHEDULES,
+    Costs,
+    Event,
+    Kind,
+    Rules,
+    Schedule,
+    Timeline,
+    build,
+    check,
+)
 from penstock.simulate import Network, simulate
 from penstock.units import show_bytes, show_seconds
 
@@ -26,6 +36,9 @@ _STAGE_HEADING = (
     *("stage", "worker", "modules", "weights", "enters", "forward", "backward", "memory", ""),
 )
 _STAGE_TEXTS = (1, 2, 8)
+_FORWARD_HEADING = (
+    *("stage", "worker", "modules", "weights", "states", "enters", "forward", "memory"),
+)
 _CONSIDERED_HEADING = (
     *("considered", "replicas", "stages", "micro-batches", "predicted", "memory", ""),
 )
@@ -60,7 +73,10 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         latency_seconds: one way from the previous stage, for the smallest message.
         transfer_seconds: how long the input of one micro-batch occupies the link.
         held_bytes: bytes held for every micro-batch in flight.
-        memory_bytes: the most it holds: weights, gradients, optimizer state, activations.
+        memory_bytes: the most it holds: weights, gradients, optimizer state, activations; in a plan
+            for inference weights, states, activations.
+        state_bytes: the part of it that is states of sessions, such as keys and values, of all
+            groups of sequences that keep the stages busy; in plans for inference.
         recompute: spans of its calls, each `(first, one after the last)`, whose activations are
             recomputed in the backward instead of held.
     """
@@ -80,6 +96,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     transfer_seconds: float = 0.0
     held_bytes: int = 0
     memory_bytes: int = 0
+    state_bytes: int = 0
     recompute: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -139,7 +156,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         schedule: the name of the schedule.
         stages: the stages, in order.
         predicted_step_seconds: of one `train_step`, without the optimizer: simulated, and what a
-            pass takes besides its actions.
+            pass takes besides its actions. In a plan for inference from one batch to the next, in a
+            steady flow.
         bound_seconds: a lower bound for every schedule with this number of micro-batches on these
             devices (`penstock.plan.bound`); with one stage per device for any cuts, otherwise for
             the cuts of this plan.
@@ -161,6 +179,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             where it is not known.
         note: why there is one replica, if several were not possible.
         considered: the other candidates, fastest first.
+        inference: whether it is for a steady flow of forwards (`penstock.plan.flow`), and cannot
+            train.
+        way_seconds: of a plan for inference: how long one batch takes alone, from the first stage
+            to the last.
         version: of the file format.
     """
 
@@ -185,6 +207,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     note: str = ""
     considered: tuple[Candidate, ...] = ()
+    inference: bool = False
+    way_seconds: float = 0.0
     version: int = _VERSION
 
     @property
@@ -218,6 +242,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def microbatch_size(self) -> int:
         """The rows of the largest micro-batch."""
         return -(-self.batch_size // self.num_microbatches)
+
+    @property
+    def batches_per_second(self) -> float:
+        """Batches in a second: steps of training, or of a plan for inference in a steady flow."""
+        return 1 / self.predicted_step_seconds
+
+    @property
+    def microbatches_per_second(self) -> float:
+        """Micro-batches in a second, likewise."""
+        return self.num_microbatches * self.batches_per_second
 
     @property
     def splits_backward(self) -> bool:
@@ -282,9 +316,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The predicted step, if all micro-batches were as large as the largest.
 
         Replicas with shares of their own have the schedules of so many micro-batches; where they
-        are dealt evenly, all have that of the largest share.
+        are dealt evenly, all have that of the largest share. A plan for inference has the forwards
+        of the first batches of a flow, two for every stage.
         """
-        shares = dealt(self.num_microbatches, self.weights)
+        batches = 2 * len(self.stages) if self.inference else 1
+        shares = dealt(batches * self.num_microbatches, self.weights)
         most = max(map(len, shares))
         alike: dict[tuple[tuple[StagePlan, ...], int], Timeline] = {}
         events = []
@@ -299,6 +335,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 Event(before + worker, action._replace(microbatch=share[action.microbatch]), *times)
                 for worker, action, *times in alike[kind].events
                 if action.microbatch < len(share)
+                and not (self.inference and action.kind is not Kind.FORWARD)
             ]
         return Timeline(len(self.devices), events)
 
@@ -315,9 +352,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         alone = self.one_device_seconds
         return alone is None or self.predicted_step_seconds < alone
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """What a plan for inference says besides: how many batches there are in a second."""
+        if not self.inference:
+            return {}
+        return {
+            "batches_per_second": self.batches_per_second,
+            "microbatches_per_second": self.microbatches_per_second,
+        }
+
     def encode(self) -> bytes:
         """JSON with a line for everything that was decided, and for every candidate."""
-        return readable(msgspec.to_builtins(self))
+        return readable({**msgspec.to_builtins(self), **self.rates})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; an existing file is replaced in one move.
@@ -374,6 +421,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if self.stages and (self.other_replicas or self.other_stages or self.shares):
             yield from self._mistakes_of_replicas()
         begin = 0
+        yield from self._mistakes_of_inference()
         for number, stage in enumerate(self.stages):
             first, end = stage.calls
             if first != begin or end <= first:
@@ -382,6 +430,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             edges = [first, *(edge for span in stage.recompute for edge in span), end]
             if edges != sorted(edges) or any(a == b for a, b in stage.recompute):
                 yield f"stage {number}: recompute={stage.recompute} are no spans of {first, end}"
+
+    def _mistakes_of_inference(self) -> Iterator[str]:
+        if self.inference and any(stage.recompute for stage in self.stages):
+            yield "a plan for inference recomputes nothing, as it has no backwards"
+        if self.inference and len(self.stages) != len({*self.placement}):
+            yield "a plan for inference has one stage on each worker"
 
     def _mistakes_of_replicas(self) -> Iterator[str]:
         each = self.workers_per_replica
@@ -484,6 +538,10 @@ def _beaten_by(plan: Plan) -> Way | None:
     if len(plan.devices) == 1:
         return None
     chosen_from = any(c.way == "one device" and not c.only_compared for c in plan.considered)
+    if plan.inference and here <= min(
+        alone, parallel
+    ):  # as fast as what the script can keep up with
+        return None
     if alone <= here and not chosen_from:  # else it is too little faster
         return "one device" if alone <= parallel or plan.replicas > 1 else "data parallel"
     return "data parallel" if parallel <= here and plan.replicas == 1 else None
@@ -493,6 +551,11 @@ def verdict(plan: Plan) -> str:
     """What is the fastest thing to do with these devices."""
     alone, parallel, here = _predicted(plan)
     beaten_by = _beaten_by(plan)
+    if plan.inference and beaten_by == "data parallel":
+        return (
+            f"Replicas of the whole model are predicted to be faster ({show_seconds(parallel)} a "
+            f"batch): replicas={len(plan.devices)} runs one on every device."
+        )
     if beaten_by == "one device":
         return (
             f"One device alone is predicted to be faster ({show_seconds(alone)}): splitting is not "
@@ -509,17 +572,26 @@ def verdict(plan: Plan) -> str:
         return _of_one_worker(plan)
     if plan.replicas == 1:
         what, other = "Splitting is", _against(here, parallel, "data parallelism")
+        if plan.inference and plan.data_parallel_seconds is None:
+            other = ""  # a micro-batch is on one replica, so one of them has no data parallelism
     else:
         split = fastest_of(c for c in plan.considered if c.replicas == 1 and c.way == "pipeline")
         what = f"{plan.replicas} replicas are"
         other = "" if split is None else _against(here, split, "one replica")
     compared = ", ".join(filter(None, (_against(here, alone, "one device"), other)))
-    return f"{what} predicted to be the fastest: {show_seconds(here)} a step, {compared}."
+    return f"{what} predicted to be the fastest: {_each(plan)}, {compared}."
+
+
+def _each(plan: Plan) -> str:
+    """The seconds of a step, or of a batch in a steady flow."""
+    return f"{show_seconds(plan.predicted_step_seconds)} a {'batch' if plan.inference else 'step'}"
 
 
 def _of_one_worker(plan: Plan) -> str:
     """What is said of a plan of one worker: whether it is the best of several."""
     here = plan.predicted_step_seconds
+    if plan.inference and len(plan.considered) == 1:
+        return f"There is one device: nothing to split. {_each(plan)} in a steady flow."
     others = [c for c in plan.considered if c.way != "one device" and not c.only_compared]
     best = fastest_of(others)
     if not others:
@@ -528,9 +600,9 @@ def _of_one_worker(plan: Plan) -> str:
     if not _left_out(plan):
         which = f"One worker with {plan.threads} intra-op threads"
     if best is None:
-        return f"{which} is all that fits the memory: {show_seconds(here)} a step."
+        return f"{which} is all that fits the memory: {_each(plan)}."
     return (
-        f"{which} is predicted to be the fastest: {show_seconds(here)} a step, "
+        f"{which} is predicted to be the fastest: {_each(plan)}, "
         f"{_against(here, best, 'the best plan of several workers')}."
     )
 
@@ -555,11 +627,10 @@ def fastest_of(candidates: Iterable[Candidate]) -> float | None:
 
 
 def advice(plan: Plan) -> list[str]:
-    """What somebody should know before he trains by this plan: a sentence for each, if any."""
+    """What somebody should know before he runs this plan: a sentence for each, if any."""
     found = []
     if _beaten_by(plan) is not None:
-        here = show_seconds(plan.predicted_step_seconds)
-        found.append(f"{verdict(plan)} The pipeline is predicted to take {here} a step.")
+        found.append(f"{verdict(plan)} The pipeline is predicted to take {_each(plan)}.")
     if left_out := _left_out(plan):
         numbers = {candidate.replicas for candidate in left_out}
         ways = ["replicas=1 splits the model over all of them"] if 1 in numbers else []
@@ -571,8 +642,9 @@ def advice(plan: Plan) -> list[str]:
     timeline = plan.timeline()
     for worker, busy in enumerate(timeline.busy()):
         if busy < _IDLE * timeline.seconds:
+            share = f"{busy / timeline.seconds:.0%} of {'the time' if plan.inference else 'a step'}"
             found.append(
-                f"Worker {worker} is predicted to work for {busy / timeline.seconds:.0%} of a step "
+                f"Worker {worker} is predicted to work for {share} "
                 "only: the model has too little that can be given to it. Fewer devices would do."
             )
     return found
@@ -581,6 +653,8 @@ def advice(plan: Plan) -> list[str]:
 def prediction(plan: Plan) -> str:
     """The configuration, and what is predicted of it."""
     replicas = f"{plan.replicas} replicas, " if plan.replicas > 1 else ""
+    if plan.inference:
+        return _prediction_of_flow(plan)
     return (
         f"{replicas}{plan.schedule}, {_counted(plan)}{_boundaries(plan)}: "
         f"{show_seconds(plan.predicted_step_seconds)} "
@@ -588,8 +662,27 @@ def prediction(plan: Plan) -> str:
     )
 
 
+def _prediction_of_flow(plan: Plan) -> str:
+    """The configuration of a plan for inference, and what is predicted of a steady flow."""
+    counted = [f"{plan.replicas} replicas"] if plan.replicas > 1 else []
+    number = len(plan.stages)
+    counted.append(f"{number} stage{'s' * (number > 1)}")
+    rate = f"{plan.batches_per_second:.3g} batches a second"
+    if plan.num_microbatches > 1:
+        rate += f" ({plan.microbatches_per_second:.3g} micro-batches)"
+    return (
+        f"inference, {', '.join(counted)}, {_counted(plan)}{_boundaries(plan)}: "
+        f"{show_seconds(plan.predicted_step_seconds)} a batch predicted in a steady flow, {rate}, "
+        f"{_share(plan)} of the bound ({show_seconds(plan.bound_seconds)}); "
+        f"one batch alone takes {show_seconds(plan.way_seconds)}"
+    )
+
+
 def stages(plan: Plan, width: int | None = None) -> list[str]:
     """A line for every stage, and what the columns do not say; no longer than `width`."""
+    if plan.inference:
+        forwards = [_row_of_flow(number, stage) for number, stage in enumerate(plan.stages)]
+        return aligned([_FORWARD_HEADING, *forwards], _STAGE_TEXTS[:2], width)
     rows = [_row(number, stage) for number, stage in enumerate(plan.stages)]
     return aligned([_STAGE_HEADING, *rows], _STAGE_TEXTS, width)
 
@@ -687,10 +780,24 @@ def _row(number: int, stage: StagePlan) -> tuple[str, ...]:
     )
 
 
+def _row_of_flow(number: int, stage: StagePlan) -> tuple[str, ...]:
+    """A line for a stage of a plan for inference."""
+    return (
+        str(number),
+        f"{stage.worker} {stage.device}",
+        stage.first if stage.first == stage.last else f"{stage.first} … {stage.last}",
+        show_bytes(stage.weight_bytes),
+        show_bytes(stage.state_bytes),
+        show_bytes(stage.input_bytes),
+        show_seconds(stage.forward_seconds),
+        show_bytes(stage.memory_bytes),
+    )
+
+
 def _considered(found: Candidate) -> tuple[str, ...]:
     seconds = found.predicted_step_seconds
     if found.way == "pipeline":
-        name = found.schedule
+        name = found.schedule or "stages"  # of a plan for inference
     else:
         name = f"{found.way}, {found.schedule}" if found.stages > 1 else found.way
     return (

@@ -142,7 +142,7 @@ class Terms:
         if usable.shape != (calls + 1,):
             raise InputError(f"allowed has the shape {usable.shape}, expected ({calls + 1},)")
         usable[[0, -1]] = False
-        _check_feasible(stages, calls, int(usable.sum()))
+        check_feasible(stages, calls, int(usable.sum()))
         crossing = _inner(latency)
         if crossing is None or crossing.ndim != 2:
             crossing = np.broadcast_to(
@@ -170,7 +170,12 @@ def _inner(numbers: Floats | None) -> Floats | None:
     return array
 
 
-def _check_feasible(stages: int, calls: int, cuts: int) -> None:
+def check_feasible(stages: int, calls: int, cuts: int) -> None:
+    """Raise unless there are enough calls, and enough places to cut, for so many stages.
+
+    Raises:
+        PlanError: there are not.
+    """
     if stages > calls:
         raise PlanError(
             f"{stages} stages need at least {stages} calls, but the program has {calls}; "

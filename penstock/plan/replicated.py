@@ -67,9 +67,9 @@ def plans_of_replicas(
     request = _possible(profile, request, sharing.replicas)
     found: list[_Tried] = []
     errors: list[PlanError] = []
-    divisions = _divisions(profile, sharing.replicas)
-    sharing = replace(sharing, effort=sharing.effort / len(divisions))
-    for parts in divisions:
+    possible = divisions(profile, sharing.replicas)
+    sharing = replace(sharing, effort=sharing.effort / len(possible))
+    for parts in possible:
         division = _Division(profile, request, sharing, parts)
         for lead in division.leads:
             beat = min(sharing.beat, nth_smallest([tried.seconds for tried in found], most))
@@ -109,7 +109,7 @@ def _possible(profile: Profile, request: Request, replicas: int) -> Request:
     return request
 
 
-def _divisions(profile: Profile, replicas: int) -> list[list[Devices]]:
+def divisions(profile: Profile, replicas: int) -> list[list[Devices]]:
     """The devices in as many parts of one size: neighbours together, and neighbours apart.
 
     Raises:

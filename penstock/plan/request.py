@@ -50,9 +50,12 @@ class Request:
         replicas: the number of replicas of all stages. `"auto"` takes the fastest plan of all
             kinds: stages, replicas, replicas of stages, or one device alone. A schedule, cuts or
             stages per worker that are asked for leave out the plans without stages.
+        inference: whether the plan is for a steady flow of forwards, see `penstock.plan.flow`.
+            There is one stage per worker, nothing is recomputed, and there is no optimizer.
 
     Raises:
-        InputError: there is no such schedule, recomputation or limit.
+        InputError: there is no such schedule, recomputation or limit; or the plan is for inference,
+            and what is asked for is about training.
     """
 
     num_microbatches: int | Auto = "auto"
@@ -65,6 +68,7 @@ class Request:
     any_order: bool = False
     boundary_dtype: str | None = None
     replicas: int | Auto = "auto"
+    inference: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule != "auto" and self.schedule not in SCHEDULES:
@@ -97,6 +101,22 @@ class Request:
             )
         if self.memory.limit is not None and self.memory.limit <= 0:
             raise InputError(f"memory_limit={self.memory_limit!r} must be greater than 0")
+        if self.inference:
+            self._check_inference()
+
+    def _check_inference(self) -> None:
+        """Raise if something is asked for that only training has."""
+        asked = {
+            "schedule": (self.schedule, ("auto",)),
+            "recompute": (self.recompute, ("auto", "none")),
+            "stages_per_worker": (self.stages_per_worker, ("auto", 1)),
+        }
+        for name, (value, possible) in asked.items():
+            if value not in possible:
+                raise InputError(
+                    f"{name}={value!r} is about backwards or their order, and a plan for inference "
+                    f"has forwards only, one stage per worker: leave out {name}=, or inference="
+                )
 
     @property
     def asks_for_stages(self) -> bool:

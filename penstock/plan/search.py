@@ -7,8 +7,9 @@ from contextlib import suppress
 
 from msgspec.structs import replace as replace_fields
 
-from penstock.errors import PlanError
+from penstock.errors import InputError, PlanError
 from penstock.plan.alternatives import alternatives
+from penstock.plan.flow import plans_of_flow
 from penstock.plan.plan import WORTH_FEWER, Candidate, Plan, fastest_of
 from penstock.plan.replicated import Sharing, plans_of_replicas
 from penstock.plan.request import Auto, Cut, Limits, Recompute, Request
@@ -29,14 +30,18 @@ def plan(
     stages_per_worker: int | Auto = "auto",
     any_order: bool = False,
     replicas: int | Auto = "auto",
+    inference: bool = False,
 ) -> Plan:
     """Find the fastest plan of all kinds for the profile's devices.
+
+    With `inference=True` that is the plan with the most forwards in a second, when as many batches
+    are under way as keep all stages busy: see `penstock.plan.flow`.
 
     Args:
         profile: measured costs.
         num_microbatches, schedule, cuts, recompute, memory_limit: as in
             `penstock.plan.request.Request`.
-        optimizer_state, stages_per_worker, any_order, replicas: likewise.
+        optimizer_state, stages_per_worker, any_order, replicas, inference: likewise.
 
     Returns:
         the plan, with its predicted step time and the bound.
@@ -44,7 +49,8 @@ def plan(
     Raises:
         PlanError: there are too few calls or places to cut for the devices; a cut is not possible;
             or nothing fits the memory (the message says what would).
-        InputError: an unknown schedule, or more micro-batches than rows.
+        InputError: an unknown schedule, or more micro-batches than rows; or the profile has no
+            backwards, and the plan is for training.
     """
     request = Request(
         num_microbatches=num_microbatches,
@@ -56,6 +62,7 @@ def plan(
         stages_per_worker=stages_per_worker,
         any_order=any_order,
         replicas=replicas,
+        inference=inference,
     )
     return plans(profile, request)[0]
 
@@ -91,6 +98,13 @@ def plans_on_any(
         PlanError, InputError: as `plan` does.
     """
     request.check_count(profiles[0].batch_size)
+    if request.inference:
+        return plans_of_flow(profiles, request, most, limits or Limits())
+    if any(profile.inference for profile in profiles):
+        raise InputError(
+            "the profile was measured for inference and has no backwards: plan with "
+            "inference=True, or measure the model again without it"
+        )
     try:
         return _on_any(profiles, request, most, limits or Limits())
     except NothingFitsError as error:

@@ -76,7 +76,7 @@ def plans_of_stages(
         return StageSearch(profile, request, effort=effort, beat=beat).plans(most, others)
     found: list[Plan] = []
     errors: list[PlanError] = []
-    orders = _orders(profile, request)
+    orders = orders_of(profile, request)
     for order in orders:
         try:
             ordered = replace_fields(profile, devices=order)
@@ -89,7 +89,7 @@ def plans_of_stages(
     return sorted(found, key=lambda plan: plan.predicted_step_seconds)[:most]
 
 
-def _orders(profile: Profile, request: Request) -> list[tuple[str, ...]]:
+def orders_of(profile: Profile, request: Request) -> list[tuple[str, ...]]:
     """Orders of the devices, the given one first: all if they are few, or else those that the
     exact partition over orders finds best for some number of micro-batches, memory apart.
     """
@@ -100,7 +100,7 @@ def _orders(profile: Profile, request: Request) -> list[tuple[str, ...]]:
     counts = [profile.devices.count(kind) for kind in kinds]
     one_each = replace_fields(profile, devices=tuple(kinds))
     orders = [profile.devices]
-    for count in _counts(profile, request.num_microbatches):
+    for count in microbatch_counts(profile, request.num_microbatches):
         layout = Layout(one_each, count)
         found = partition(
             layout.seconds, counts=counts, num_microbatches=count, allowed=layout.allowed
@@ -248,7 +248,7 @@ class StageSearch:
         Args:
             most: how many of them matter.
         """
-        counts = _counts(self.profile, self.request.num_microbatches)
+        counts = microbatch_counts(self.profile, self.request.num_microbatches)
         cases = [
             _Case(layout, name, stages)
             for layout in (Layout(self.profile, count) for count in counts)
@@ -434,7 +434,8 @@ def _neighbours(option: Option) -> Iterator[tuple[int, ...]]:
                 yield (*edges[1:s], k, *edges[s + 1 : -1])
 
 
-def _counts(profile: Profile, wanted: int | Auto) -> list[int]:
+def microbatch_counts(profile: Profile, wanted: int | Auto) -> list[int]:
+    """The numbers of micro-batches that are considered: as wanted, or those of measured sizes."""
     batch_size = profile.batch_size
     if wanted == "auto":
         least = max(profile.on(device).rows[0] for device in profile.devices)

@@ -3,7 +3,8 @@
 A batch is looked at, split and handed to the workers; they wake up; a loss is computed for every
 micro-batch; and what comes back is put together. That does not depend on how the model is cut, and
 hardly on the model, but on the machine and on how many workers there are. A step of 20 ms is a
-tenth longer by it.
+tenth longer by it. In a steady flow of forwards these things are done for one batch while the
+workers have others, so there it is the least time from one batch to the next.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from penstock.workers.kinds import WorkerOptions
 _CPU = "cpu"
 _TIMEOUT = 60.0
 _WARM_UPS, _PASSES = 3, 11
+_FLOWS, _BATCHES = 5, 20
 _PAUSE = 0.01  # seconds between two: as when others work, what is needed is not in the caches
 
 
@@ -66,6 +68,24 @@ def pass_overhead(workers: int) -> float:
             start = time.perf_counter()
             passes.step("train", "a pass without work", inputs, objective)
             taken.append(time.perf_counter() - start)
+    return statistics.median(taken[_WARM_UPS:])
+
+
+@cache
+def flow_overhead(workers: int) -> float:
+    """The seconds from one batch of `map` to the next without work, measured once in a process.
+
+    Args:
+        workers: as of `pass_overhead`.
+    """
+    with _passes(workers) as passes:
+        batches = [(_ones(workers, 1),)] * _BATCHES
+        taken = []
+        for _ in range(_WARM_UPS + _FLOWS):
+            start = time.perf_counter()
+            for _ in passes.map(batches, None):
+                pass
+            taken.append((time.perf_counter() - start) / _BATCHES)
     return statistics.median(taken[_WARM_UPS:])
 
 

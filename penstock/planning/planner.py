@@ -21,7 +21,7 @@ from penstock.plan import Plan
 from penstock.plan.plan import advice
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans_on_any
-from penstock.planning.pass_overhead import pass_overhead
+from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profiles
@@ -75,6 +75,12 @@ def decide_plan(
         made = None
         if backend.leads and plan is not None:
             made = plan if isinstance(plan, Plan) else Plan.load(plan)
+            if request.inference and not made.inference:
+                raise InputError(
+                    "inference=True, and the plan that was given is for training: make one by "
+                    "penstock plan --inference or ps.plan(..., inference=True), or leave out "
+                    "inference="
+                )
             backend.take(made, is_given=True)
             backend.check_replicas(made.replicas)
             if request.boundary_dtype is not None:
@@ -193,7 +199,7 @@ def _now(plan: Plan, best: Plan, costs: Sequence[Profile], request: Request) -> 
         return best.one_device_seconds or best.predicted_step_seconds
     as_it_is = replace(
         request,
-        schedule=plan.schedule if len(plan.stages) > 1 else "auto",
+        schedule=plan.schedule if len(plan.stages) > 1 and not plan.inference else "auto",
         cuts=plan.cuts or None,
         stages_per_worker="auto",
         replicas=plan.replicas,
@@ -244,7 +250,8 @@ def plan_for(
 
     Raises:
         PlanError: the program cannot be cut so.
-        InputError: more micro-batches than rows.
+        InputError: more micro-batches than rows; or training steps were to be measured, and the
+            plan is for inference.
     """
     costs = profiles_for(
         program,
@@ -259,6 +266,11 @@ def plan_for(
         where=where,
         progress=progress,
     )
+    if tune and request.inference:
+        raise InputError(
+            "tune=True measures training steps of the best few plans, and this one is for "
+            "inference: leave out tune=, or inference="
+        )
     if not tune:
         return plans_on_any(costs, request, limits=limits)[0]
     best = plans_on_any(costs, request, TUNED, limits)
@@ -313,12 +325,13 @@ def profiles_for(
         num_microbatches=request.num_microbatches,
         seconds=each * seconds,
         longer=each * SECONDS,
+        inference=request.inference,
         progress=progress,
         fresh=fresh,
     )
     if request.boundary_dtype is not None:
         dtype: torch.dtype = getattr(torch, request.boundary_dtype)
-        travelling = bytes_across(program, dtype)
+        travelling = bytes_across(program, dtype, request.inference)
         costs = [replace_fields(own, travelling=travelling) for own in costs]
     measured_with = where or ThreadProbe()
     pairs = zip(costs, possible, strict=True)
@@ -335,7 +348,8 @@ def with_overheads(profile: Profile, devices: Sequence[torch.device], where: Lin
         WorkerTimeout: a worker does not answer.
     """
     measured = with_links(profile, devices, where)
-    return replace_fields(measured, pass_seconds=pass_overhead(len(devices)))
+    overhead = flow_overhead if profile.inference else pass_overhead
+    return replace_fields(measured, pass_seconds=overhead(len(devices)))
 
 
 def check_possible(

@@ -95,6 +95,7 @@ def cached_profiles(
     num_microbatches: int | Literal["auto"] = "auto",
     seconds: float = SECONDS,
     longer: float = 0.0,
+    inference: bool = False,
     progress: Progress | None = None,
     cache: ProfileCache | None = None,
     fresh: bool = False,
@@ -102,7 +103,7 @@ def cached_profiles(
     """Like `profiles`, unless all of them were measured before, in turns.
 
     Args:
-        program, args, kwargs, choices, num_microbatches, seconds: as of `profiles`.
+        program, args, kwargs, choices, num_microbatches, seconds, inference: as of `profiles`.
         longer: those that were measured so long do as well, if it is longer.
         progress: called as the measurement goes on, or once if there is none.
         cache: where profiles are kept; the user's by default.
@@ -116,7 +117,8 @@ def cached_profiles(
     """
     kept = cache or ProfileCache()
     leaves = program.flatten_inputs(args, kwargs or {}) if args or kwargs else program.example
-    others = list(choices) if len(choices) > 1 else []
+    others: list[Any] = list(choices) if len(choices) > 1 else []
+    others += ["inference"] if inference else []
 
     def keys(seconds: float) -> list[str]:
         return [
@@ -142,6 +144,7 @@ def cached_profiles(
         choices=choices,
         num_microbatches=num_microbatches,
         seconds=seconds,
+        inference=inference,
         progress=progress,
     )
     for key, costs in zip(keys(seconds), found, strict=True):

@@ -214,11 +214,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         adding_seconds: what a parameter takes longer in every backward of one of several replicas,
             which add up its gradients in the order of micro-batches.
         pass_seconds: what a pass takes besides its actions: a batch is split, handed to the workers
-            and put together again, and there is a loss.
+            and put together again, and there is a loss. For inference, the least time from one
+            batch of `map` to the next.
         overlap: whether a worker goes on while what it sends is under way, and need not copy it.
         threads: intra-op threads of each CPU worker; 0 where it is not known.
         one_replica: why the model can have one replica only; empty if it can have several.
         no_recomputing: why several replicas cannot recompute; empty if they can.
+        states: bytes per row of the states that each call makes, such as keys and values: tensors
+            in objects of plain classes in the model's result, which sessions leave with the stage.
+            Empty means not known.
+        inference: whether forwards alone were measured, in evaluation mode; states do not cross
+            cuts then.
         version: of the file format.
     """
 
@@ -243,6 +249,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     threads: int = 0
     one_replica: str = ""
     no_recomputing: str = ""
+    states: tuple[float, ...] = ()
+    inference: bool = False
     version: int = VERSION
 
     @property

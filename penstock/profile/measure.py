@@ -11,12 +11,15 @@ from typing import Any, Literal, TypedDict, TypeVar
 import numpy as np
 import torch
 
-from penstock.capture import ROWS, Program, Sizes, TensorInfo
+from penstock.capture import ROWS, Program, Ref, Sizes, TensorInfo
 from penstock.capture.blame import lone_row
+from penstock.capture.calls import INPUTS
+from penstock.capture.cuts import Apart, Cuts
 from penstock.capture.explain import first_used
 from penstock.capture.one_replica import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
+from penstock.capture.trees import leaves_in_objects
 from penstock.devices.kinds import kind_of
 from penstock.display.terminal import Progress
 from penstock.profile.agenda import Agenda
@@ -55,6 +58,7 @@ def profile(
     num_microbatches: int | Literal["auto"] = "auto",
     threads: int = 1,
     seconds: float = SECONDS,
+    inference: bool = False,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure every call of `program` at several micro-batch sizes.
@@ -75,6 +79,7 @@ def profile(
         num_microbatches: measure the micro-batches of just this many, if it is decided already.
         threads: intra-op threads of each CPU worker.
         seconds: about how long to measure. A slow model is measured at fewer sizes, but at two.
+        inference: measure forwards alone, in evaluation mode, as a plan for inference needs them.
         progress: called as the measurement goes on.
 
     Returns:
@@ -90,6 +95,7 @@ def profile(
         choices=[(devices, threads)],
         num_microbatches=num_microbatches,
         seconds=seconds,
+        inference=inference,
         progress=progress,
     )
     return found
@@ -103,6 +109,7 @@ def profiles(
     choices: Sequence[tuple[Sequence[str], int]],
     num_microbatches: int | Literal["auto"] = "auto",
     seconds: float = SECONDS,
+    inference: bool = False,
     progress: Progress | None = None,
 ) -> list[Profile]:
     """Profiles for several lists of devices, which are to be compared.
@@ -113,7 +120,7 @@ def profiles(
     Args:
         choices: devices, and intra-op threads of each CPU worker.
         seconds: about how long to measure each.
-        program, args, kwargs, num_microbatches, progress: as of `profile`.
+        program, args, kwargs, num_microbatches, inference, progress: as of `profile`.
 
     Raises:
         InputError: more micro-batches than rows.
@@ -125,7 +132,7 @@ def profiles(
     if count is not None:
         check_count(count, program.varying.sizes(leaves)[ROWS])
     works = [
-        _profiled(program, leaves, devices, count, threads, seconds, progress)
+        _profiled(program, leaves, devices, count, threads, seconds, inference, progress)
         for devices, threads in choices
     ]
     kinds = dict.fromkeys(kind for devices, _ in choices for kind in devices)
@@ -153,16 +160,19 @@ def _profiled(
     count: int | None,
     threads: int,
     seconds: float,
+    inference: bool,
     progress: Progress | None,
 ) -> Generator[None, None, Profile]:
     """Measure a profile; yields after each size."""
     given = program.varying.sizes(leaves)
     batch_size = given[ROWS]
-    on_sizes = (1 - _ON_HALVES) * seconds
+    on_sizes = seconds if inference else (1 - _ON_HALVES) * seconds
     agenda = Agenda(batch_size, len(devices), on_sizes, count, _LONG * seconds)
     of_a_size = min(_A_SIZE * seconds, A_SIZE)
     teams = {
-        kind: Team(program, torch.device(kind), _copies(kind, devices), threads, of_a_size)
+        kind: Team(
+            program, torch.device(kind), _copies(kind, devices), threads, of_a_size, inference
+        )
         for kind in dict.fromkeys(devices)
     }
 
@@ -183,9 +193,13 @@ def _profiled(
     halving = {k: _halving(teams[k], found, batch_of, on_halves) for k, found in timings.items()}
     if progress:
         progress(agenda.expected, agenda.expected, "profiled")
-    least, most = min(timings[devices[0]]), max(timings[devices[0]])
-    nests = teams[devices[0]].nests(*batch_of(least))
-    saved = teams[devices[0]].saved_bytes(*batch_of(most))
+    nests = False
+    saved: tuple[float, ...] = ()
+    if not inference:
+        least, most = min(timings[devices[0]]), max(timings[devices[0]])
+        nests = teams[devices[0]].nests(*batch_of(least))
+        held = teams[devices[0]].saved_bytes(*batch_of(most))
+        saved = tuple(count / most for count in held)
     parameters = first_used(program.model, program.train)
     return Profile(
         fingerprint=program.fingerprint,
@@ -198,10 +212,12 @@ def _profiled(
         labels=program.labels,
         weights=tuple(sum(p.nbytes for p in used) for used in parameters),
         parameters=tuple(map(len, parameters)),
-        boundary=bytes_across(program),
+        boundary=bytes_across(program, inference=inference),
         forbidden=dict(program.cuts.reasons),
-        saved=tuple(count / most for count in saved),
+        saved=saved,
         outputs=_outputs(program),
+        states=_states(program),
+        inference=inference,
         capacity=_capacity(teams),
         **not_measured(program, devices, threads, _NESTS if nests else ""),
     )
@@ -333,7 +349,8 @@ def device_profile(
         calls = of_calls[min(of_calls, key=lambda known: abs(known - rows))]
         forward.append(_scaled([t.forward for t in calls], whole_forward))
         backward.append(_scaled([t.backward for t in calls], whole_backward))
-        shares = _medians([t.shares for t in calls if t.shares is not None])
+        measured = [t.shares for t in calls if t.shares is not None]
+        shares = _medians(measured) if measured else [0.0] * len(backward[-1])
         halves = [b * share for b, share in zip(backward[-1], shares, strict=True)]
         weight.append(tuple(half if half > least else 0.0 for half in halves))
     return DeviceProfile(
@@ -419,10 +436,53 @@ def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(call) for call in zip(*passes, strict=True)]
 
 
-def bytes_across(program: Program, boundary_dtype: torch.dtype | None = None) -> tuple[float, ...]:
-    """Bytes per row across every cut, where wider values travel in `boundary_dtype`, if given."""
-    sizes, cuts = program.sizes(_MANY), range(len(program) + 1)
-    return tuple(program.cuts.num_bytes(k, sizes, boundary_dtype) / _MANY for k in cuts)
+def bytes_across(
+    program: Program, boundary_dtype: torch.dtype | None = None, inference: bool = False
+) -> tuple[float, ...]:
+    """Bytes per row across every cut.
+
+    Args:
+        program: what is cut.
+        boundary_dtype: the dtype in which wider values travel, if they do.
+        inference: whether the states in its result stay where they are made, as in a session.
+    """
+    sizes, places = program.sizes(_MANY), range(len(program) + 1)
+    cuts = program.cuts
+    if inference and (kept := _kept(program)):
+        cuts = Cuts(program.train, apart=Apart(outputs=frozenset(kept)))
+    return tuple(cuts.num_bytes(k, sizes, boundary_dtype) / _MANY for k in places)
+
+
+def _kept(program: Program) -> dict[int, Ref]:
+    """The states in the result, by leaf: tensors in objects of plain classes that calls make."""
+    trace = program.train
+    leaves = {k: trace.outputs[k] for k in leaves_in_objects(trace.output_structure)}
+    return {
+        k: leaf
+        for k, leaf in leaves.items()
+        if isinstance(leaf, Ref)
+        and leaf.call != INPUTS
+        and isinstance(trace.info(leaf), TensorInfo)
+    }
+
+
+def _states(program: Program) -> tuple[float, ...]:
+    """Bytes per row of the memory that the states occupy which every call makes.
+
+    A state that is a view keeps all of what it is a view of.
+    """
+    trace, sizes = program.train, program.sizes(_MANY)
+    known = [*trace.inputs, *(output for call in trace.calls for output in call.outputs)]
+    memory: dict[int, int] = {}
+    for info in known:
+        if isinstance(info, TensorInfo):
+            memory[info.storage] = max(memory.get(info.storage, 0), info.num_bytes(sizes))
+    found = [0.0] * len(trace.calls)
+    for leaf in _kept(program).values():
+        info = trace.info(leaf)
+        if isinstance(info, TensorInfo):
+            found[leaf.call] += memory.pop(info.storage, 0) / _MANY
+    return tuple(found)
 
 
 def _outputs(program: Program) -> tuple[float, ...]:

@@ -65,20 +65,22 @@ class Sampler:
     Args:
         program: what to measure.
         device: where.
+        inference: whether forwards alone are measured, in evaluation mode.
     """
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: Program, device: torch.device, inference: bool = False) -> None:
         self.program = program
+        self.inference = inference
         self.device = device
         self.model = shadow(program.model, device, program.written)
         self._halved = halved_calls(program)
-        if not self.model.training:
-            self.model.train()
+        if self.model.training is inference:
+            self.model.train(not inference)
 
     def passes(self, leaves: Sequence[Any], sizes: Sizes, brief: bool) -> Generator[Timing]:
         """Time every kind of call, again and again; there is nothing else to be timed."""
         moved, is_first = self._moved(leaves), True
-        with torch.enable_grad():
+        with torch.set_grad_enabled(not self.inference):
             while True:
                 known: dict[Any, _Sample] = {}
                 for number, call in enumerate(self.program.train.calls):
@@ -139,6 +141,7 @@ class Sampler:
     def _measured(self, number: int, leaves: Sequence[Any], sizes: Sizes, halves: bool) -> _Sample:
         """Times one call; nothing for one of unknown objects."""
         found: list[_Sample] = []
+        halves = halves and not self.inference
         with self._alone(number) as single:
             if single is None:
                 return _Sample(0.0, 0.0, 0.0)
@@ -149,7 +152,9 @@ class Sampler:
                 results = single.module(sizes, KEY, *values)
                 forward = now(self.device) - start
                 divides = halves and self._halved[number] and not found
-                backward = timed_backward(results, self.device, again=divides)
+                backward = 0.0
+                if not self.inference:
+                    backward = timed_backward(results, self.device, again=divides)
                 if divides:
                     weights = trained_weights(self.program.train.calls[number], self.model)
                     share = weight_share(results, values, weights, self.device)

@@ -10,9 +10,10 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.capture import Program, Sizes
+from penstock.capture import Program, Sizes, Trace
 from penstock.capture.attributes import named_tensors
 from penstock.capture.calls import input_leaves
+from penstock.capture.cuts import Cuts
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
@@ -24,8 +25,20 @@ KEY = Key(0, 0, 0)
 """Where everything that is measured draws its random numbers."""
 
 
+def trace_of_forwards(program: Program) -> Trace:
+    """The trace that is measured for inference: that of evaluation, if it makes the same calls."""
+    same = [call.label for call in program.eval.calls] == list(program.labels)
+    return program.eval if same else program.train
+
+
 class Steps:
     """A program on modules of its own, whole and as the nodes of every call.
+
+    Args:
+        program: what is run.
+        model: the modules.
+        device: where they are.
+        inference: whether there are forwards only.
 
     Attributes:
         module: the whole program.
@@ -38,18 +51,23 @@ class Steps:
         weights: the parameters of every call whose backward can be halved.
     """
 
-    def __init__(self, program: Program, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, program: Program, model: nn.Module, device: torch.device, inference: bool = False
+    ) -> None:
         self.device = device
         self.model = model
-        self.inputs = program.cuts.boundary(0)
-        everything, outputs = range(len(program)), program.cuts.results
-        parts = model, program.train, everything, self.inputs, outputs, device
+        self.inference = inference
+        trace = trace_of_forwards(program) if inference else program.train
+        cuts = program.cuts if trace is program.train else Cuts(trace)
+        self.inputs = cuts.boundary(0)
+        everything, outputs = range(len(program)), cuts.results
+        parts = model, trace, everything, self.inputs, outputs, device
         self.module = lower(*parts)
         self.deferral = Deferral()
         self.halving = lower(*parts, self.deferral)
         self.calls = _by_call(self.module, len(program))
         self.last_used = _last_used(self.calls)
-        self.mutating = {i for i, c in enumerate(program.train.calls) if c.mutates}
+        self.mutating = {i for i, c in enumerate(trace.calls) if c.mutates}
         halved = halved_calls(program)
         self.weights = {
             i: trained_weights(c, model) for i, c in enumerate(program.train.calls) if halved[i]
@@ -102,7 +120,8 @@ class Steps:
         timing.forward.append(now(self.device) - start)
         made = [scope[n] for n in nodes]
         halves = timing.shares is not None and index in self.weights
-        timing.backward.append(timed_backward(made, self.device, again=halves))
+        backward = 0.0 if self.inference else timed_backward(made, self.device, again=halves)
+        timing.backward.append(backward)
         if timing.shares is not None:
             weights = self.weights.get(index, ())
             timing.shares.append(weight_share(made, given, weights, self.device))

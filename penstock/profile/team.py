@@ -22,7 +22,7 @@ from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.streams import on
 from penstock.profile.sampling import Sampler
 from penstock.profile.shadow import shadow
-from penstock.profile.stepping import KEY, Steps
+from penstock.profile.stepping import KEY, Steps, trace_of_forwards
 from penstock.profile.timing import Timing, now, spread, timed_backward
 
 SECONDS = 1.0
@@ -48,6 +48,7 @@ class Team:
         copies: how many threads.
         threads: intra-op threads of each.
         seconds: after which no further pass over a size begins.
+        inference: whether forwards alone are measured, in evaluation mode.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class Team:
         copies: int,
         threads: int,
         seconds: float = SECONDS,
+        inference: bool = False,
     ) -> None:
         self.program = program
         self.threads = threads
         self._seconds = seconds
         copies = 1 if is_on_meta(program.model) else copies  # made-up weights are large
-        self.members = [_member(program, device) for _ in range(copies)]
+        self.members = [_member(program, device, inference) for _ in range(copies)]
 
     def measure(self, leaves: Sequence[Any], sizes: Sizes, brief: bool = False) -> list[Timing]:
         """The passes of all members over one micro-batch.
@@ -186,10 +188,10 @@ class Team:
         return self.members[0].saved_bytes(leaves, sizes)
 
 
-def _member(program: Program, device: torch.device) -> _Member | Sampler:
+def _member(program: Program, device: torch.device, inference: bool) -> _Member | Sampler:
     if is_on_meta(program.model):
-        return Sampler(program, device)
-    return _Member(program, shadow(program.model, device, program.written), device)
+        return Sampler(program, device, inference)
+    return _Member(program, shadow(program.model, device, program.written), device, inference)
 
 
 class _Pace:
@@ -232,12 +234,16 @@ def _is_steady(results: Sequence[Sequence[Timing]]) -> bool:
 class _Member:
     """Runs the whole program, and its calls one by one, on modules of its own."""
 
-    def __init__(self, program: Program, model: nn.Module, device: torch.device) -> None:
-        if not model.training:
-            model.train()
+    def __init__(
+        self, program: Program, model: nn.Module, device: torch.device, inference: bool
+    ) -> None:
+        is_evaluated = inference and trace_of_forwards(program) is program.eval
+        if model.training is is_evaluated:
+            model.train(not is_evaluated)
         self.device = device
         self.model = model
-        self.steps = Steps(program, model, device)
+        self.inference = inference
+        self.steps = Steps(program, model, device, inference)
 
     def passes(self, leaves: Sequence[Any], sizes: Sizes, brief: bool) -> Generator[Timing]:
         """Time the whole, then every call, again and again; results are thrown away.
@@ -245,14 +251,15 @@ class _Member:
         With `brief` there is one pass, without the calls.
         """
         values = self.steps.values(leaves)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(not self.inference):
             if brief:
                 self._whole(values, sizes)  # memory settles
                 yield Timing([], [], [self._whole(values, sizes)])
                 return
             wholes, is_first = self._warmed_up(values, sizes), True
             while True:
-                yield self.steps.timed(values, sizes, wholes, halves=is_first)
+                halves = is_first and not self.inference
+                yield self.steps.timed(values, sizes, wholes, halves)
                 wholes, is_first = [self._whole(values, sizes) for _ in range(_WHOLES)], False
 
     def halvings(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> Generator[float]:
@@ -268,7 +275,7 @@ class _Member:
     def alternate(self, leaves: Sequence[Any], sizes: Sizes, is_first: bool) -> Generator[float]:
         """The seconds of a pass beside others, then of one alone if this is the first member."""
         values = self.steps.values(leaves)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(not self.inference):
             self._whole(values, sizes)  # memory settles
             while True:
                 yield sum(self._whole(values, sizes))
@@ -292,7 +299,8 @@ class _Member:
     def _whole(self, values: Sequence[Any], sizes: Sizes) -> tuple[float, float]:
         start = now(self.device)
         outputs = self.steps.module(sizes, KEY, *values)
-        return now(self.device) - start, timed_backward(outputs, self.device)
+        forward = now(self.device) - start
+        return forward, 0.0 if self.inference else timed_backward(outputs, self.device)
 
     def _halved(self, values: Sequence[Any], sizes: Sizes) -> float:
         start = now(self.device)

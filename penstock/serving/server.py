@@ -29,7 +29,7 @@ from penstock.serving.served import Served
 
 Kind = Literal["auto", "threads", "processes"]
 
-_ROWS = 8  # of an example, each a micro-batch, so that the plan is for stages that are all busy
+_ROWS = 8  # of an example that is made here, each a group, as sequences are served one by one
 _LEAVING = 10.0  # seconds that the connections may take to close when everything is answered
 _WARM = (1, 3, 5, 8)  # lengths of prompts that are generated before requests are taken
 _WARM_TOKENS = 4
@@ -192,7 +192,7 @@ def _pipeline(served: Served, settings: Settings) -> Pipeline:
         "audit": None,
     }
     if settings.plan is None:
-        options |= {"replicas": settings.replicas, "schedule": "1f1b"}
+        options |= {"replicas": settings.replicas, "inference": True}
         options |= {"num_microbatches": _ROWS} if is_own else {}
     return Pipeline(served.model, args, kwargs, **{**options, **served.pipeline})
 

@@ -18,10 +18,10 @@ from penstock.capture.dims import BatchDim, Dynamic
 from penstock.capture.numbers import Number
 from penstock.capture.signatures import Inputs
 from penstock.capture.trees import (
-    Structure,
     flatten_result,
     is_plain_object,
     leaf_paths,
+    leaves_in_objects,
     unflatten,
 )
 from penstock.engine.batch import Batch
@@ -274,7 +274,7 @@ class Sessions:
     def _apart(self, leaves: Sequence[Any], parts: Collection[int | str], trace: Trace) -> Apart:
         """The states among the inputs and the results of a way."""
         inputs = frozenset(k for k, leaf in enumerate(leaves) if isinstance(leaf, Resident))
-        states = set(_in_objects(trace.output_structure))
+        states = set(leaves_in_objects(trace.output_structure))
         if parts:
             paths = enumerate(leaf_paths(trace.output_structure))
             states |= {k for k, path in paths if path and path[0] and path[0][1] in parts}
@@ -413,26 +413,6 @@ class Session:
         """A copy of a state with its elements; containers and objects of states likewise."""
         leaves, structure = flatten_result(state, is_plain_object)
         return unflatten(structure, self._sessions.fetch(leaves))
-
-
-def _in_objects(structure: Structure | None) -> list[int]:
-    """The leaves of a result that are in objects of plain classes."""
-    found: list[int] = []
-    count = 0
-
-    def look(structure: Structure | None, inside: bool) -> None:
-        nonlocal count
-        if structure is None:
-            if inside:
-                found.append(count)
-            count += 1
-            return
-        inside = inside or structure.is_object
-        for child in structure.children:
-            look(child, inside)
-
-    look(structure, False)
-    return found
 
 
 def _into_given(result: Any, given: tuple[Any, ...]) -> Any:

@@ -21,7 +21,8 @@ _INSTEAD = {
     "step": "optimizer = pipe.optimizer(torch.optim.AdamW, lr=...) has it, and pipe.train_step "
     "runs forward and backward",
     "no_sync": "gradients add up over several train_step without it",
-    "compile": "compile submodules of the model before the pipeline is built; each stays whole",
+    "compile": "Pipeline(model, ..., inference=True, compile=True) compiles its stages; to train, "
+    "compile submodules of the model before the pipeline is built, and each stays whole",
     **dict.fromkeys(
         ("to", "cuda", "cpu", "xpu", "to_empty"),
         "where the stages run is said when it is built, Pipeline(model, ..., devices=[...]), and "

@@ -17,6 +17,7 @@ from penstock.capture.lowering import assemble
 from penstock.capture.numbers import PASSED
 from penstock.capture.preserve import own_generators
 from penstock.engine.batchnorm import check_closed, running_statistics
+from penstock.engine.compiled import Compile
 from penstock.engine.ends import Ending
 from penstock.engine.microbatch import check_mergeable
 from penstock.engine.span import MicroBatch, Span
@@ -119,6 +120,7 @@ class Ways:
         announce: tells the workers of a way.
         deferred: whether BatchNorms are moved once per batch.
         before: those of other workers, if there were some: ways keep their numbers.
+        compile: arguments of `torch.compile`, if forwards without gradients are compiled.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Ways:
         announce: Callable[[NewWay], None],
         deferred: bool = False,
         before: Ways | None = None,
+        compile: Compile | None = None,
     ) -> None:
         self.training = training
         self._program = program
@@ -137,6 +140,7 @@ class Ways:
         self._homes = [devices[worker] for worker in plan.placement]
         self._announce = announce
         self._deferred = deferred
+        self._compile = compile
         self._deferrals = [Deferral() for _ in plan.stages]
         self.traces: list[Trace] = [] if before is None else list(before.traces)
         self._apart: list[Apart] = [] if before is None else list(before._apart)
@@ -297,6 +301,7 @@ class Ways:
             mine_too = [memory for memory in memories if not memory.isdisjoint(here)]
             span = Span(module, recompute, changing, part.overwritten, mine_too)
             span.taken, span.kept = part.taken, part.kept
+            span.compile = self._compile
             stages[number].spans.append(span)
         _check_generators(program.model, stages)
         if self._deferred:

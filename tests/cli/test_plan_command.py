@@ -75,6 +75,35 @@ def test_what_is_printed() -> None:
     assert schedule == "worker 0 | F0 F1 .. .. B0 B1\nworker 1 | .. F0 F1 B0 B1 ..\n"
 
 
+def test_a_plan_for_inference() -> None:
+    asked = (*TWO, *IN_STAGES, "--microbatches", "2", "--inference")
+    result = run("plan", *SMALL, *asked)
+    assert result.exit_code == 0, result.output
+    _, stages, timeline, prediction, considered = result.stdout.split("\n\n")
+    heading = stages.splitlines()[0]
+    assert heading.split() == "stage worker modules weights states enters forward memory".split()
+    drawing = "".join(line for line in timeline.splitlines() if line.startswith("worker"))
+    assert "0" in drawing
+    assert "a" not in drawing.replace("worker", "")
+    assert prediction.startswith("inference, 2 stages, 2 micro-batches of 3 rows: ")
+    assert "batches a second" in prediction
+    assert "data parallel" in considered
+    plan, profile = ps.Plan.load("plan.json"), ps.Profile.load("plan.profile.json")
+    assert plan.inference
+    assert profile.inference
+    written = json.loads(Path("plan.json").read_text())
+    assert written["batches_per_second"] == pytest.approx(1 / plan.predicted_step_seconds)
+    data = json.loads(run("plan", *SMALL, *asked, "--json").stdout)
+    assert data["microbatches_per_second"] == pytest.approx(2 / data["predicted_step_seconds"])
+    for path in ("plan.json", "plan.profile.json"):
+        refused = run("simulate", path, "--microbatches", "2", "--microbatch-size", "1")
+        assert refused.exit_code != 0
+        assert f"{path} is for inference" in refused.stderr
+    for option in ("--tune", "--show-schedule"):
+        refused = run("plan", *SMALL, *asked, option)
+        assert f"{option} is about training steps" in refused.stderr
+
+
 def test_plan_and_profile_are_written_and_named() -> None:
     result = run("plan", *SMALL, *TWO, *IN_STAGES)
     assert "wrote plan.json, and the profile that it was made from, plan.profile.json" in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,19 +13,20 @@ import penstock as ps
 from penstock.plan.request import Request
 from penstock.plan.whatif import WhatIf, what_if_planned
 from penstock.planning import planner
-from penstock.planning.pass_overhead import pass_overhead
+from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from tests.plan.test_replicated import profile
 from tests.support.models import mlp
 
 X = torch.randn(8, 8)
 
 
-def test_it_is_measured_once_and_leaves_nothing_behind() -> None:
-    pass_overhead.cache_clear()
+@pytest.mark.parametrize("overhead", [pass_overhead, flow_overhead])
+def test_it_is_measured_once_and_leaves_nothing_behind(overhead: Any) -> None:
+    overhead.cache_clear()
     state, threads = torch.random.get_rng_state(), threading.active_count()
-    first = pass_overhead(2)
+    first = overhead(2)
     assert first > 0
-    assert pass_overhead(2) == first
+    assert overhead(2) == first
     assert torch.equal(torch.random.get_rng_state(), state)
     assert threading.active_count() == threads
 

@@ -101,6 +101,25 @@ def mapped(rank: int) -> Any:
     return whole, results, left, again
 
 
+def compiled(rank: int) -> Any:
+    """Batches by stages that are compiled; how many parts were; and that none is trained."""
+    parts = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        parts.append(module)
+        return module.forward
+
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).eval()
+    with ps.Pipeline(
+        *(model, (X,)), num_microbatches=1, inference=True, compile={"backend": backend}
+    ) as pipe:
+        feeds = pipe._runner.workers.role.has_inputs
+        results = list(pipe.map([(X,) if feeds else ()] * 3))
+        refused = raised(lambda: pipe.train_step(X, target=Y, loss_fn=torch.sum))
+        inference = pipe.plan.inference
+    return results, model(X).detach(), len(parts), inference, refused
+
+
 def divides(output: Any, target: Any) -> float:
     """Metrics that fail."""
     return 1 / 0

@@ -97,6 +97,13 @@ def test_batches_of_map_do_not_wait_for_those_before(launcher: Launcher, tmp_pat
         assert all(map(torch.equal, again, results))
 
 
+def test_every_rank_compiles_its_stage(launcher: Launcher, tmp_path: Path) -> None:
+    for results, wanted, parts, inference, refused in launcher.run("compiled", tmp_path):
+        assert all(torch.equal(result, wanted) for result in results)
+        assert (parts, inference) == (1, True)
+        assert refused[0] == "InputError"
+
+
 def test_losses_metrics_hooks_and_clipping(launcher: Launcher, tmp_path: Path) -> None:
     """The bits of plain PyTorch; every rank has the same, and the gradients of its own stages."""
     (found, partial, alone, failed), others = launcher.run("training", tmp_path)
