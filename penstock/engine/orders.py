@@ -47,6 +47,8 @@ class Order:
         before: what came before it, for replicas.
         tokens: of the batch, see `penstock.engine.batch.tokens_of`.
         replica: which one runs it; `None` if its micro-batches are dealt to all of them.
+        to_all: whether all processes that run the script get the results, or only the one that
+            gives the first stage its batches.
         flushes_denormal: whether the user's thread takes denormal numbers for 0, which is a setting
             of each thread.
     """
@@ -67,6 +69,7 @@ class Order:
     before: Before = field(default_factory=Before)
     tokens: int = 0
     replica: int | None = None
+    to_all: bool = True
     flushes_denormal: bool = field(default_factory=flushes_denormal)
 
     @property

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator as Iterated
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +18,11 @@ from penstock.errors import ClosedError, InputError, StatesLost
 from penstock.generation.script import Ended, Script
 from penstock.generation.stand_in import lengths_in, named, stand_in
 from penstock.sessions.session import Pass, Session, Sessions
+from penstock.sessions.together import Followed
+
+_CALL = "generate"
+
+T = TypeVar("T")
 
 
 class Tokens(NamedTuple):
@@ -307,13 +313,42 @@ def generate(
     most = options.in_flight or sessions.width + (len(groups) > sessions.width)
     seed = _drawn() if options.seed is None else options.seed
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
-    tokens = run(Generator(model, sessions, most, threads), jobs)
-    if options.stream:
-        return tokens
-    for _ in tokens:
-        pass
+    if sessions.together.follows:
+        tokens = sessions.together.followed(_CALL, Followed())
+    else:
+        generator = Generator(model, sessions, most, threads)
+        padding = None if listed else _padding(model, kwargs)
+        tokens = sessions.together.led(_CALL, _generated(generator, jobs, padding))
+    return tokens if options.stream else _returned(tokens)
+
+
+def _generated(
+    generator: Generator, jobs: Sequence[Job], padding: int | None
+) -> Iterated[Tokens, None, Any]:
+    """Generate these; yields tokens as `run` does.
+
+    Args:
+        generator: does it.
+        jobs: the groups.
+        padding: the token that groups are padded with; `None` if they stay apart.
+
+    Returns:
+        what they have returned, together or in a list; nothing if their tokens were wanted.
+    """
+    yield from run(generator, jobs)
     results = [job.result for job in jobs]
-    return results if listed else merged(results, _padding(model, kwargs))
+    if any(job.streams for job in jobs):
+        return None
+    return results if padding is None else merged(results, padding)
+
+
+def _returned(tokens: Iterated[Tokens, None, T]) -> T:
+    """What a generator function returns."""
+    while True:
+        try:
+            next(tokens)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 def run(generator: Generator, jobs: Sequence[Job]) -> Iterator[Tokens]:

@@ -26,13 +26,17 @@ from penstock.capture.trees import (
 )
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import Opened
+from penstock.engine.orders import Outcome
 from penstock.engine.residents import GONE, States
 from penstock.errors import ClosedError, StatesLost, WorkerError
 from penstock.runner import Runner, Started
 from penstock.sessions.familiar import Familiar, FamiliarResult
 from penstock.sessions.growing import Growing
 from penstock.sessions.resident import Living, Resident, Seen, Value
+from penstock.sessions.together import Drop, Fetch, Finish, Followed, Together
 from penstock.workers.ways import Way
+
+_CALL = "a call of a session"
 
 
 @dataclass
@@ -71,6 +75,9 @@ class Sessions:
     Args:
         runner: runs their passes.
         program: the captured program.
+
+    Attributes:
+        together: has all processes that run the script make calls together.
     """
 
     def __init__(self, runner: Runner, program: Program) -> None:
@@ -80,6 +87,7 @@ class Sessions:
         self._opened = 0
         self._living = Living()
         self._opened_modules = Opened(program)
+        self.together = Together(runner, program)
 
     @property
     def width(self) -> int:
@@ -131,6 +139,7 @@ class Sessions:
             states = self._states(way, leaves, first)
             microbatches = [m._replace(states=states) for m in order.microbatches]
             order = replace(order, microbatches=microbatches, replica=session.replica)
+            order = self.together.tell_start(order, routed, way)
             started = runner.start(order)
             sizes = order.microbatches[0].sizes
             return Pass(
@@ -233,12 +242,28 @@ class Sessions:
     def finish(self, done: Pass) -> Any:
         """Wait for a pass; returns the model's result, with its states as `Resident`s."""
         try:
-            with self._runner.steps.failing():
+            told = self.together.telling(Finish(done.started.order.number))
+            with self._runner.steps.failing(), told:
                 outcome = self._runner.finish(done.started)
         except BaseException:  # some stages may have kept values, or not have heard of others
             made = range(done.states.first, done.states.first + len(done.way.trace.outputs))
             self._living.gone.extend((*made, *done.states.dropped))
             raise
+        trace, session = done.way.trace, done.session
+        leaves = self._leaves_of(done, outcome)
+        if done.familiar and session.result is not None:
+            return session.result.put(leaves)
+        result = _into_given(unflatten(trace.output_structure, leaves), (done.args, done.kwargs))
+        session.result = FamiliarResult.of(result, trace)
+        session.familiar = None
+        if session.result is not None:
+            session.familiar = Familiar(
+                *(done.args, done.kwargs, done.leaves, trace, done.number), done.training
+            )
+        return result
+
+    def _leaves_of(self, done: Pass, outcome: Outcome) -> list[Any]:
+        """The leaves of the model's result, of which states are `Resident`s."""
         way, trace, session = done.way, done.way.trace, done.session
         values = dict(zip(way.outputs, outcome.parts[0], strict=True))
         homes = [self._runner.workers.devices[k] for k in self._runner.plan.placement]
@@ -256,23 +281,43 @@ class Sessions:
             else:
                 known = isinstance(leaf, (Size, Number))
                 leaves.append(leaf.at(done.sizes) if known else leaf)
-        if done.familiar and session.result is not None:
-            return session.result.put(leaves)
-        result = _into_given(unflatten(trace.output_structure, leaves), (done.args, done.kwargs))
-        session.result = FamiliarResult.of(result, trace)
-        session.familiar = None
-        if session.result is not None:
-            session.familiar = Familiar(
-                *(done.args, done.kwargs, done.leaves, trace, done.number), done.training
-            )
-        return result
+        return leaves
+
+    def call(self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One pass, on all processes that run the script; all get the result."""
+        self._runner.workers.check_states()
+        if self.together.follows:
+            return self._followed(session, args, kwargs)
+        with self.together.leading(_CALL):
+            return self.finish(self.start(session, args, kwargs))
+
+    def _followed(self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The same in a process that does its part of what another one does."""
+        found = Followed()
+        for _ in self.together.followed(_CALL, found):
+            pass
+        self._living.gone.clear()  # the one that leads says what the workers let go
+        if found.last is None:
+            raise StatesLost(GONE)
+        start, started, outcome = found.last
+        session.replica = start.replica
+        way = self._runner.ways(start.training)[start.batch.ways[0]]
+        leaves: Any = flatten_result((tuple(args), dict(kwargs)), is_plain_object)[0]
+        done = Pass(
+            *(session, started, way, leaves, start.batch.sizes[0], start.states),
+            *(args, kwargs, start.batch.ways[0], start.training, False),
+        )
+        result = unflatten(way.trace.output_structure, self._leaves_of(done, outcome))
+        return _into_given(result, (args, kwargs))
 
     def fetch(self, leaves: Sequence[Any]) -> list[Any]:
         """The same, copies of residents with their elements."""
         residents = [leaf for leaf in leaves if isinstance(leaf, Resident)]
         if not residents:
             return list(leaves)
-        found = self._runner.workers.fetch_states([r.seen.value.number for r in residents])
+        numbers = [r.seen.value.number for r in residents]
+        with self.together.telling(Fetch(numbers)):
+            found = self._runner.workers.fetch_states(numbers)
         result = []
         for leaf in leaves:
             if isinstance(leaf, Resident):
@@ -288,7 +333,8 @@ class Sessions:
     def drop(self) -> None:
         """Let the workers let go of what nobody has any more; no pass is under way."""
         if gone := self._living.taken():
-            with suppress(ClosedError, WorkerError):  # who is gone has let go of everything
+            # who is gone has let go of everything
+            with suppress(ClosedError, WorkerError), self.together.telling(Drop(gone)):
                 self._runner.surviving(lambda: self._runner.workers.drop_states(gone))
 
     def held(self) -> Mapping[int, int]:
@@ -339,7 +385,7 @@ class Session:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for these arguments; states in it are `Resident`s."""
-        return self._sessions.finish(self._sessions.start(self, args, kwargs))
+        return self._sessions.call(self, args, kwargs)
 
     def fetch(self, state: Any) -> Any:
         """A copy of a state with its elements; containers and objects of states likewise."""

@@ -171,14 +171,14 @@ class Ways:
                 return number
         return self._add(trace, apart)
 
-    def follow(self, number: int, leaves: Sequence[Any]) -> None:
+    def follow(self, number: int, leaves: Sequence[Any], apart: Apart = NOTHING) -> None:
         """Have under this number the way that another process takes with these input leaves.
 
         If the model here takes another way, or has missed some, these numbers are void.
         """
         while len(self) < number:
             self._add_void()
-        if number == len(self) and self.taken(leaves) != number:
+        if number == len(self) and self.taken(leaves, lambda trace: apart) != number:
             self._add_void()
 
     def agree(self, taken: Iterable[int]) -> None:

@@ -29,6 +29,7 @@ from penstock.engine.batch import digest
 from penstock.engine.batchnorm import move, replay
 from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.residents import Residents
 from penstock.engine.span import MicroBatch
 from penstock.engine.state import Backups
 from penstock.errors import InputError
@@ -94,6 +95,8 @@ class RankWorkers(Workers):
         timeout: seconds that an operation may take.
     """
 
+    keeps_states = True
+
     def __init__(
         self,
         launch: Launch,
@@ -158,8 +161,10 @@ class RankWorkers(Workers):
         self._total = ChainedSum(self._ring, self._own_parameters) if self._ring else None
         first = self._me - self._place
         self._here = replica = RankReplica(self._replica, plan.weights, first, total=self._total)
+        self._residents = Residents()
+        residents = {self._place: self._residents}
         self._assemblies = {
-            training: Assembly(plan, self.devices, self._ends, [self._place], replica)
+            training: Assembly(plan, self.devices, self._ends, [self._place], replica, residents)
             for training in (True, False)
         }
         self._model = model
@@ -312,14 +317,20 @@ class RankWorkers(Workers):
             with self.operation(ticket.order.name):
                 own = self._own(ticket.dispatch)
                 ahead = self._ranks.clock.ahead
-                parts = self._ranks.end(self._for_others(own, ahead))
-                _check_targets(parts)
-                self._check_weights(parts)
+                parts = self._ranks.end(self._for_others(own, ahead), self._only(ticket.order))
+                if None not in parts:
+                    _check_targets(parts)
+                    self._check_weights(parts)
         except BaseException as error:
             self.give_up(error)
             raise
         self._backups.drop(ticket.number)
         return self._whole(own, parts, ahead)
+
+    def _only(self, order: Order) -> int | None:
+        """The rank that gets what has come of a pass on the others; `None` for all."""
+        for_all = order.to_all or order.recorded
+        return None if for_all else self._order[self._plan.placement[0]]
 
     def _for_others(self, own: Outcome, ahead: int) -> Outcome:
         """What other ranks get of a pass; with times of rank 0's clock, which is ahead by so much.
@@ -329,9 +340,9 @@ class RankWorkers(Workers):
         gradients = own.gradients if self._ring is not None else {}
         return replace(own, gradients=gradients, logs=moved(own.logs, ahead))
 
-    def _whole(self, own: Outcome, parts: Sequence[Outcome], ahead: int) -> Outcome:
+    def _whole(self, own: Outcome, parts: Sequence[Outcome | None], ahead: int) -> Outcome:
         """What has come of a pass, from what every rank has found; with times of this clock."""
-        whole = Outcome.of([_moved(part, self._device) for part in parts])
+        whole = Outcome.of([_moved(part, self._device) for part in parts if part is not None])
         whole.logs = moved(whole.logs, -ahead)
         if self._ring is None:
             whole.gradients = own.gradients
@@ -397,7 +408,7 @@ class RankWorkers(Workers):
 
     def _mine(self, order: Order) -> Sequence[MicroBatch]:
         """The micro-batches of a pass that this rank's replica runs."""
-        share = self._here.share(len(order.microbatches))
+        share, _ = self._here.part_of(order.replica, len(order.microbatches))
         return [order.microbatches[k] for k in share]
 
     def _check_weights(self, parts: Sequence[Outcome]) -> None:
@@ -510,6 +521,15 @@ class RankWorkers(Workers):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""
         self._assemblies[training].forget(number)
+
+    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Values that stay with ranks, on all of them, which must ask for the same."""
+        parts = self.all_gather("the fetching of states", self._residents.fetch(numbers))
+        return {n: to_device(value, self._device) for part in parts for n, value in part.items()}
+
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of values that stay with this rank."""
+        self._residents.drop(numbers)
 
     # -- parameters -----------------------------------------------------------------------
 
