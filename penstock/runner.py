@@ -268,7 +268,7 @@ class Runner:
         received = self.workers.broadcast(description, "inputs")
         if routed is not None:
             return routed
-        self.follow(received, training)
+        self.follow(received, training, {})
         if batch is None:
             return received
         if received.digest != digest(list(map(list, batch.parts))):
@@ -280,20 +280,20 @@ class Runner:
             )
         return replace(received, parts=batch.parts)
 
-    def follow(self, batch: Batch, training: bool, apart: Apart = NOTHING) -> None:
+    def follow(self, batch: Batch, training: bool, apart: Mapping[int, Apart]) -> None:
         """Have the ways of a batch here as well that another process has routed.
 
         Args:
             batch: what that process says of it.
             training: in which mode of the model it is run.
-            apart: which inputs and results of new ways stay with their stages.
+            apart: which inputs and results of new ways stay with their stages, by number.
 
         Raises:
             InputError: the model here would take others.
         """
         ways = self._ways_now(training)
         for way in sorted(batch.news):  # recorded here as well, under the same number
-            ways.follow(way, batch.news[way], apart)
+            ways.follow(way, batch.news[way], apart.get(way, NOTHING))
         with self._program.recordings.looking():
             for way, sizes in zip(batch.ways, batch.sizes, strict=True):
                 ways.check(way, sizes)

@@ -139,7 +139,7 @@ class Sessions:
             states = self._states(way, leaves, first)
             microbatches = [m._replace(states=states) for m in order.microbatches]
             order = replace(order, microbatches=microbatches, replica=session.replica)
-            order = self.together.tell_start(order, routed, way)
+            order = self.together.tell_start(order, routed, states)
             started = runner.start(order)
             sizes = order.microbatches[0].sizes
             return Pass(
@@ -202,6 +202,7 @@ class Sessions:
             apart_of = partial(self._apart, leaves, session.states)
             route = partial(self._runner.route, batch, training, False, apart_of)
             routed = self._runner.surviving(route)
+            self.together.note(routed.news, training)
             way = self._runner.ways(training)[routed.ways[0]]
             moving = self._elsewhere(way, leaves, session.replica)
             if not moving or here.issuperset(moving):

@@ -9,7 +9,7 @@ that leads to decide, until it says that all is over.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -26,7 +26,6 @@ from penstock.engine.residents import States
 from penstock.errors import ClosedError
 from penstock.links.link import Values
 from penstock.runner import Runner, Started
-from penstock.workers.ways import Way
 
 T = TypeVar("T")
 
@@ -36,9 +35,9 @@ class Start:
     """A pass begins.
 
     Attributes:
-        batch: its only micro-batch, routed, without the inputs.
+        batch: its only micro-batch, routed, without the inputs; with all ways that are new.
         training: the mode of the model.
-        apart: which inputs and results of its way stay with their stages.
+        apart: which inputs and results of new ways stay with their stages, by number.
         states: that it takes and keeps.
         replica: that runs it.
         values: what enters the first stage, if that is with another process than the leading one.
@@ -47,7 +46,7 @@ class Start:
 
     batch: Batch
     training: bool
-    apart: Apart
+    apart: Mapping[int, Apart]
     states: States
     replica: int
     values: Sequence[Values]
@@ -120,6 +119,7 @@ class Together:
         self._program = program
         self._what = ""  # the call that this process leads
         self._to_all = True
+        self._news: dict[bool, dict[int, Inputs]] = {True: {}, False: {}}  # for the others, by mode
 
     @property
     def is_alone(self) -> bool:
@@ -208,29 +208,37 @@ class Together:
             workers.broadcast(step, "inputs")
             yield
 
-    def tell_start(self, order: Order, batch: Batch, way: Way) -> Order:
+    def note(self, news: Mapping[int, Inputs], training: bool) -> None:
+        """There are ways that the others do not know; they hear of them with the next pass.
+
+        Args:
+            news: the inputs that are the first to take a way, by its number.
+            training: the mode of the model.
+        """
+        if self._what and news:
+            self._news[training].update(news)
+
+    def tell_start(self, order: Order, batch: Batch, states: States) -> Order:
         """Let the others know of a pass before it is started.
 
         Args:
             order: the pass.
             batch: its only micro-batch, routed.
-            way: that it takes.
+            states: that it takes and keeps.
 
         Returns:
             the order for this process.
         """
         if not self._what:
             return order
-        parts = {
-            number: Inputs(part.with_values(part), part.signature)
-            for number, part in batch.news.items()
-        }
-        states, replica = order.microbatches[0].states, order.replica or 0
-        assert states is not None  # it is a pass of a session
+        news = self._news[order.training]
+        parts = {k: Inputs(part.with_values(part), part.signature) for k, part in news.items()}
+        news.clear()
+        replica, ways = order.replica or 0, self._runner.ways(order.training)
         start = Start(
             replace(batch, parts=[], news=parts),
             order.training,
-            way.apart,
+            {number: ways[number].apart for number in parts},
             states,
             replica,
             order.values if replica else (),
