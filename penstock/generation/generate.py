@@ -313,6 +313,8 @@ def generate(
     most = options.in_flight or sessions.width + (len(groups) > sessions.width)
     seed = _drawn() if options.seed is None else options.seed
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
+    if _runs_parts(model):
+        sessions.refresh()
     if sessions.together.follows:
         tokens = sessions.together.followed(_CALL, Followed())
     else:
@@ -399,6 +401,12 @@ class Options:
                 f"rowwise=True makes each sequence a group, and group_size={self.group_size} asks "
                 "for larger ones"
             )
+
+
+def _runs_parts(model: nn.Module) -> bool:
+    """Whether a model's `generate` may run parts of it without calling it as a whole."""
+    is_own = not type(model).generate.__module__.startswith("transformers.")  # type: ignore[attr-defined]
+    return is_own or bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _drawn() -> int:

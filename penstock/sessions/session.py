@@ -338,6 +338,10 @@ class Sessions:
             with suppress(ClosedError, WorkerError), self.together.telling(Drop(gone)):
                 self._runner.surviving(lambda: self._runner.workers.drop_states(gone))
 
+    def refresh(self) -> None:
+        """Have present weights in the model of this process, which runs parts of it itself."""
+        self._runner.workers.refresh(self._program.model)
+
     def held(self) -> Mapping[int, int]:
         """The bytes of the states that the script has, by stage."""
         return self._living.by_stage()

@@ -507,6 +507,13 @@ class Workers(ABC):
         """The state dict of `model`, or of a copy of it, wherever its tensors are."""
         return of.state_dict()
 
+    def refresh(self, model: nn.Module) -> None:
+        """Have the present weights of all stages in the models of all processes with the script.
+
+        For who runs parts of the model outside of the pipeline. Nothing is sent that is there.
+        """
+        return
+
     @abstractmethod
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint.

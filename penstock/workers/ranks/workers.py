@@ -578,6 +578,11 @@ class RankWorkers(Workers):
             self._copy.refreshed()
         return state
 
+    def refresh(self, model: nn.Module) -> None:
+        """Have the weights of all ranks in this rank's copy, if it may have older ones."""
+        if any(self.all_gather("looking at weights", self._copy.is_old())):
+            self.state(model, model)
+
     def save(self, save: SaveOrder) -> list[Part]:
         """Write this rank's part of a checkpoint."""
         save.check_remote()

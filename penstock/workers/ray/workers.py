@@ -492,6 +492,11 @@ class RayWorkers(Workers):
             self._fetch()
         return of.state_dict()
 
+    def refresh(self, model: nn.Module) -> None:
+        """Have the weights of the workers in the script's model, if it has older ones."""
+        if self._model.stale and self._pool.why_closed is None:
+            self._fetch()
+
     def _fetch(self) -> None:
         """Have the values that the workers have changed."""
         for values, _ in self._fetched(self._model.stale_at, lambda place: []):
