@@ -304,6 +304,33 @@ def generate(
             f"{type(model).__name__} has no method generate(). pipe.session() runs one pass after "
             "the other and keeps states with the workers: write the loop with it"
         )
+    seed = _drawn() if options.seed is None else options.seed
+    together = sessions.together
+    if _runs_parts(model):
+        sessions.refresh()
+    if together.follows:
+        tokens = together.followed(_CALL, Followed())
+    else:
+        with together.preparing(_CALL):
+            tokens = _tokens(model, sessions, threads, args, kwargs, options, seed)
+        tokens = together.led(_CALL, tokens)
+    return tokens if options.stream else _returned(tokens)
+
+
+def _tokens(
+    model: nn.Module,
+    sessions: Sessions,
+    threads: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    seed: int,
+) -> Iterated[Tokens, None, Any]:
+    """What yields the tokens of a batch, and returns the whole.
+
+    Raises:
+        InputError: the arguments have no rows.
+    """
     listed = bool(args) and isinstance(args[0], (list, tuple))
     if listed:
         groups = _prompts(args, kwargs)
@@ -311,17 +338,9 @@ def generate(
         size = 1 if options.rowwise else options.group_size
         groups = groups_of(args, kwargs, size, sessions.width)
     most = options.in_flight or sessions.width + (len(groups) > sessions.width)
-    seed = _drawn() if options.seed is None else options.seed
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
-    if _runs_parts(model):
-        sessions.refresh()
-    if sessions.together.follows:
-        tokens = sessions.together.followed(_CALL, Followed())
-    else:
-        generator = Generator(model, sessions, most, threads)
-        padding = None if listed else _padding(model, kwargs)
-        tokens = sessions.together.led(_CALL, _generated(generator, jobs, padding))
-    return tokens if options.stream else _returned(tokens)
+    generator = Generator(model, sessions, most, threads)
+    return _generated(generator, jobs, None if listed else _padding(model, kwargs))
 
 
 def _generated(

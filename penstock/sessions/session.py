@@ -28,7 +28,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.hooks import Opened
 from penstock.engine.orders import Outcome
 from penstock.engine.residents import GONE, States
-from penstock.errors import ClosedError, StatesLost, WorkerError
+from penstock.errors import ClosedError, InputError, StatesLost, WorkerError
 from penstock.runner import Runner, Started
 from penstock.sessions.familiar import Familiar, FamiliarResult
 from penstock.sessions.growing import Growing
@@ -124,7 +124,6 @@ class Sessions:
             InputError: the model does not take these arguments.
         """
         runner, training = self._runner, self._program.model.training
-        runner.workers.check_states()
         self._opened_modules.check()
         session.replica %= runner.plan.replicas  # there may have been more of them
         with self._operation(), torch.no_grad():
@@ -286,7 +285,6 @@ class Sessions:
 
     def call(self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, on all processes that run the script; all get the result."""
-        self._runner.workers.check_states()
         if self.together.follows:
             return self._followed(session, args, kwargs)
         with self.together.leading(_CALL):
@@ -304,6 +302,12 @@ class Sessions:
         session.replica = start.replica
         way = self._runner.ways(start.training)[start.batch.ways[0]]
         leaves: Any = flatten_result((tuple(args), dict(kwargs)), is_plain_object)[0]
+        if len(leaves) != start.leaves:
+            raise InputError(
+                f"the arguments of a session's call have {len(leaves)} tensors and other values on "
+                f"{self._runner.workers.role.name}, and {start.leaves} on the rank with the first "
+                "stage; give every rank the same arguments"
+            )
         done = Pass(
             *(session, started, way, leaves, start.batch.sizes[0], start.states),
             *(args, kwargs, start.batch.ways[0], start.training, False),

@@ -42,6 +42,7 @@ class Start:
         replica: that runs it.
         values: what enters the first stage, if that is with another process than the leading one.
         to_all: whether all processes get the results.
+        leaves: how many leaves the arguments of the call have.
     """
 
     batch: Batch
@@ -51,6 +52,7 @@ class Start:
     replica: int
     values: Sequence[Values]
     to_all: bool
+    leaves: int
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,14 @@ class Together:
             with self.telling(Over()):
                 pass
 
+    def preparing(self, what: str) -> AbstractContextManager[None]:
+        """While open, what is raised before `led` is raised by the others as well.
+
+        Args:
+            what: the name of the call.
+        """
+        return self._leading(what, to_all=False)
+
     @contextmanager
     def _leading(self, what: str, to_all: bool) -> Iterator[None]:
         """While open, steps are told; if it is left by an error, that is told last."""
@@ -243,6 +253,7 @@ class Together:
             replica,
             order.values if replica else (),
             self._to_all,
+            len(batch.parts[0]),
         )
         with self.telling(start):
             pass

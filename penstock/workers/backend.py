@@ -273,7 +273,6 @@ class Workers(ABC):
             its own.
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in this process, if they are its own.
-        keeps_states: whether values can stay with them between passes.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
         why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
@@ -281,7 +280,6 @@ class Workers(ABC):
 
     role: Role = Role()
     has_gradients: bool = True
-    keeps_states: bool = False
     job: str = ""
     why_not_profiled: str = ""
     _stops = False
@@ -396,25 +394,16 @@ class Workers(ABC):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""
 
-    def check_states(self) -> None:
-        """Raise unless these workers keep values between passes.
-
-        Raises:
-            InputError: they do not.
-        """
-        if not self.keeps_states:
-            raise InputError(
-                "sessions and generation need workers that this script drives: "
-                'workers="threads" or workers="processes"'
-            )
-
+    @abstractmethod
     def fetch_states(self, numbers: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Values that stay with the workers between passes, by number."""
-        return {}
+        """Values that stay with the workers between passes, by number.
 
+        All processes that run the script ask for the same, and get them.
+        """
+
+    @abstractmethod
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of values that stay with the workers; none of their passes is under way."""
-        return
 
     def left(self) -> Left:
         """What forwards, losses and hooks have left with these workers, before others come.

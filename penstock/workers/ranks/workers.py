@@ -93,9 +93,10 @@ class RankWorkers(Workers):
         order: the rank of every worker.
         threads: intra-op threads of each CPU worker.
         timeout: seconds that an operation may take.
-    """
 
-    keeps_states = True
+    Attributes:
+        residents: the values that stay with this rank between passes.
+    """
 
     def __init__(
         self,
@@ -161,8 +162,8 @@ class RankWorkers(Workers):
         self._total = ChainedSum(self._ring, self._own_parameters) if self._ring else None
         first = self._me - self._place
         self._here = replica = RankReplica(self._replica, plan.weights, first, total=self._total)
-        self._residents = Residents()
-        residents = {self._place: self._residents}
+        self.residents = Residents()
+        residents = {self._place: self.residents}
         self._assemblies = {
             training: Assembly(plan, self.devices, self._ends, [self._place], replica, residents)
             for training in (True, False)
@@ -524,12 +525,12 @@ class RankWorkers(Workers):
 
     def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
         """Values that stay with ranks, on all of them, which must ask for the same."""
-        parts = self.all_gather("the fetching of states", self._residents.fetch(numbers))
+        parts = self.all_gather("the fetching of states", self.residents.fetch(numbers))
         return {n: to_device(value, self._device) for part in parts for n, value in part.items()}
 
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of values that stay with this rank."""
-        self._residents.drop(numbers)
+        self.residents.drop(numbers)
 
     # -- parameters -----------------------------------------------------------------------
 

@@ -50,8 +50,6 @@ class ThreadWorkers(Workers):
         timeout: seconds that a pass may take.
     """
 
-    keeps_states = True
-
     def __init__(
         self, plan: Plan, devices: Sequence[torch.device], threads: int, timeout: float
     ) -> None:
