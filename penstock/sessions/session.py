@@ -337,6 +337,8 @@ class Sessions:
 
     def drop(self) -> None:
         """Let the workers let go of what nobody has any more; no pass is under way."""
+        if self.together.has_failed:
+            return
         if gone := self._living.taken():
             # who is gone has let go of everything
             with suppress(ClosedError, WorkerError), self.together.telling(Drop(gone)):

@@ -120,6 +120,7 @@ class Together:
         self._runner = runner
         self._program = program
         self._what = ""  # the call that this process leads
+        self._failure: Exception | None = None  # after which nothing is told in this call
         self._to_all = True
         self._news: dict[bool, dict[int, Inputs]] = {True: {}, False: {}}  # for the others, by mode
 
@@ -192,14 +193,14 @@ class Together:
         if self.is_alone:
             yield
             return
-        self._what, self._to_all = self._named(what), to_all
+        self._what, self._to_all, self._failure = self._named(what), to_all, None
         try:
             yield
         except BaseException as error:
             self._give_up(error)
             raise
         finally:
-            self._what = ""
+            self._what, self._failure = "", None
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the others that it is over, and why; who cannot hear it has an error already."""
@@ -207,16 +208,29 @@ class Together:
             if not isinstance(error, GeneratorExit):
                 raise error
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether others do not follow any more in the call that this process leads."""
+        return bool(self._what) and self._failure is not None
+
     def telling(self, step: Step) -> AbstractContextManager[None]:
         """While open, the others do their part of this step; nothing if none are led."""
         return self._telling(step) if self._what else nullcontext()
 
     @contextmanager
     def _telling(self, step: Step) -> Iterator[None]:
+        if self._failure is not None:
+            raise self._failure
         workers = self._runner.workers
-        with workers.operation(self._what):
-            workers.broadcast(step, "inputs")
-            yield
+        try:
+            with workers.operation(self._what):
+                workers.broadcast(step, "inputs")
+                yield
+        except Exception as error:
+            if not isinstance(step, Finish):  # the others have raised it, too, and left
+                self._failure = error
+                self._runner.give_up(error)
+            raise
 
     def note(self, news: Mapping[int, Inputs], training: bool) -> None:
         """There are ways that the others do not know; they hear of them with the next pass.
@@ -241,13 +255,14 @@ class Together:
         """
         if not self._what:
             return order
-        news = self._news[order.training]
+        training = self._program.model.training
+        news = self._news[training]
         parts = {k: Inputs(part.with_values(part), part.signature) for k, part in news.items()}
         news.clear()
-        replica, ways = order.replica or 0, self._runner.ways(order.training)
+        replica, ways = order.replica or 0, self._runner.ways(training)
         start = Start(
             replace(batch, parts=[], news=parts),
-            order.training,
+            training,
             {number: ways[number].apart for number in parts},
             states,
             replica,
@@ -286,12 +301,14 @@ class Together:
                 if isinstance(step, Start) and order is not None:
                     found.passes[step.batch.number] = step, self._started(order)
                 failure = None
-            except ClosedError as closed:
-                raise failure or closed from None
             except Exception as error:
-                if step is None or isinstance(step, Over):
-                    raise
-                failure = failure or error  # the one that leads decides what comes of it
+                if isinstance(step, Finish):  # the one that leads decides what comes of it
+                    failure = failure or error
+                    continue
+                self._runner.give_up(error)
+                if failure is not None and isinstance(error, ClosedError):
+                    raise failure from None
+                raise
             if isinstance(step, Over):
                 if found.passes:  # the one that leads could not start them
                     self._runner.give_up(RuntimeError(f"{what} is over"))

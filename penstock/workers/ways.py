@@ -210,7 +210,7 @@ class Ways:
                 "forward reads attributes that have other values here; change models on all ranks "
                 "in the same way"
             )
-        self._program.recordings.check_holds(self.traces[number], self.training)
+        self._program.recordings.check_holds(self.traces[number], self._program.model.training)
         for name, here in self.numbers(number).items():
             if here != sizes[name]:
                 raise InputError(

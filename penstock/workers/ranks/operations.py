@@ -233,7 +233,11 @@ class Ranks:
             self._send(Word(self.number, self._what, value), self._wires)
             return value  # type: ignore[return-value]
         while self._word is None:
-            self._listen(None, f"waiting for {of} of {self.names[source]}")
+            try:
+                self._listen(None, f"waiting for {of} of {self.names[source]}")
+            except Aborted:
+                if self._word is None:  # else that it has failed since is noticed later
+                    raise
         if self._word.what != self._what:
             raise self._disagreement(source, self._word.what)
         return self._word.value  # type: ignore[no-any-return]
