@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import penstock as ps
+from penstock.workers.ranks import backend
 from tests.generation import subjects
 from tests.generation.subjects import gpt2, pipeline, tokens
 
@@ -37,6 +38,17 @@ def modes(rank: int, name: str, stages: str, replicas: str) -> Any:
         if name in HAS_PROMPTS:
             found["prompts"] = pipe.generate(prompts, seed=3, do_sample=True, max_new_tokens=5)
     return found
+
+
+def from_another(rank: int) -> Any:
+    """The second rank has the first stage, and alone gives arguments."""
+    backend.order_of = lambda names, plan: [1, 2, 0]
+    with split(gpt2(), 3) as pipe:
+        leads = pipe._workers.all_gather("who leads", (rank, pipe._workers.role.routes))
+        given = (tokens(4),) if rank == 1 else ()
+        found = pipe.generate(*given, group_size=2, **LONG)
+        error = raised(lambda: pipe.generate(*([],) if rank == 1 else ()))
+    return [routes for _, routes in sorted(leads)], found, error
 
 
 def dictionaries(rank: int) -> Any:

@@ -32,11 +32,11 @@ def wanted(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "stages", "replicas"),
     [
-        ("gpt2", 3, 1),
-        ("gpt2", 1, 2),
         ("llama", 2, 2),
         ("t5", 2, 1),
-        ("mamba", 2, 1),
+        pytest.param("gpt2", 3, 1, marks=pytest.mark.slow),
+        pytest.param("gpt2", 1, 2, marks=pytest.mark.slow),
+        pytest.param("mamba", 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_of_every_mode(
@@ -50,6 +50,16 @@ def test_tokens_of_every_mode(
                 assert all(map(torch.equal, found[mode], those)), mode
             else:
                 assert torch.equal(found[mode], those), mode
+
+
+def test_another_rank_than_the_first_leads(launcher: Launcher, tmp_path: Path) -> None:
+    """The rank with the first stage does, and others need no arguments."""
+    ids = tokens(4)
+    wanted = padded(expected(gpt2(), [ids[:2], ids[2:]], **LONG))
+    for leads, found, error in launcher.run("generates:from_another", tmp_path, 3):
+        assert torch.equal(found, wanted)
+        assert error == ("InputError", "there are no prompts in the list")
+        assert leads == [False, True, False]
 
 
 def test_dictionaries(launcher: Launcher, tmp_path: Path) -> None:

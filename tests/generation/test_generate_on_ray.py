@@ -26,7 +26,13 @@ def _actors() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "replicas"), [("gpt2", 2, 1), ("llama", 3, 1), ("gpt2", 1, 2), ("t5", 2, 1)]
+    ("name", "stages", "replicas"),
+    [
+        ("gpt2", 1, 2),
+        pytest.param("gpt2", 2, 1, marks=pytest.mark.slow),
+        pytest.param("llama", 3, 1, marks=pytest.mark.slow),
+        pytest.param("t5", 2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_of_every_mode(name: str, stages: int, replicas: int) -> None:
     model, ids = getattr(subjects, name)(), tokens(6, 5)
