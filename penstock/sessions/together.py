@@ -23,7 +23,7 @@ from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.residents import States
-from penstock.errors import ClosedError
+from penstock.errors import ClosedError, InputError
 from penstock.links.link import Values
 from penstock.runner import Runner, Started
 
@@ -121,6 +121,7 @@ class Together:
         self._program = program
         self._what = ""  # the call that this process leads
         self._failure: Exception | None = None  # after which nothing is told in this call
+        self._calls = 0  # that this process leads: loops over tokens may be open at the same time
         self._to_all = True
         self._news: dict[bool, dict[int, Inputs]] = {True: {}, False: {}}  # for the others, by mode
 
@@ -160,7 +161,13 @@ class Together:
                         break
                     with self.telling(Say(said)):
                         pass
-                    yield said
+                    seen = self._runner.workers.operations
+                    try:
+                        yield said
+                    except GeneratorExit:
+                        if self._runner.workers.operations != seen:  # nobody follows any more
+                            self._fail(InputError(f"{what} was left after other calls"))
+                        raise
             finally:
                 work.close()  # of which the others hear
             with self.telling(Over(result)):
@@ -194,13 +201,16 @@ class Together:
             yield
             return
         self._what, self._to_all, self._failure = self._named(what), to_all, None
+        self._calls += 1
         try:
             yield
         except BaseException as error:
             self._give_up(error)
             raise
         finally:
-            self._what, self._failure = "", None
+            self._calls -= 1
+            if not self._calls:
+                self._what, self._failure = "", None
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the others that it is over, and why; who cannot hear it has an error already."""
@@ -227,10 +237,15 @@ class Together:
                 workers.broadcast(step, "inputs")
                 yield
         except Exception as error:
-            if not isinstance(step, Finish):  # the others have raised it, too, and left
-                self._failure = error
-                self._runner.give_up(error)
+            if _ends(step, error):  # the others have raised it, too, and left
+                self._fail(error)
             raise
+
+    def _fail(self, error: Exception) -> None:
+        """From now on nothing is told in this call; passes are given up, here as in the others."""
+        if self._what:
+            self._failure = error
+            self._runner.give_up(error)
 
     def note(self, news: Mapping[int, Inputs], training: bool) -> None:
         """There are ways that the others do not know; they hear of them with the next pass.
@@ -302,7 +317,7 @@ class Together:
                     found.passes[step.batch.number] = step, self._started(order)
                 failure = None
             except Exception as error:
-                if isinstance(step, Finish):  # the one that leads decides what comes of it
+                if not _ends(step, error):  # the one that leads decides what comes of it
                     failure = failure or error
                     continue
                 self._runner.give_up(error)
@@ -314,10 +329,14 @@ class Together:
                     self._runner.give_up(RuntimeError(f"{what} is over"))
                 return step.result
             if isinstance(step, Say) and listens:
+                seen = workers.operations
                 try:
                     yield step.what
-                except GeneratorExit:  # the others go on, and need this process
-                    listens = False
+                except GeneratorExit:
+                    if workers.operations != seen:
+                        self._runner.give_up(InputError(f"{what} was left after other calls"))
+                        raise
+                    listens = False  # the others go on, and need this process
 
     def _do(self, step: Step, found: Followed) -> Order | None:
         """This process's part of a step; the pass that begins, if one does."""
@@ -353,3 +372,11 @@ class Together:
         return replace(
             order, microbatches=microbatches, values=values, replica=replica, to_all=step.to_all
         )
+
+
+def _ends(step: Step | None, error: Exception) -> bool:
+    """Whether a call is over when this step has failed.
+
+    It may go on when a pass has failed; but not if a process does something else meanwhile.
+    """
+    return not isinstance(step, Finish) or isinstance(error, InputError)

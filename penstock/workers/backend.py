@@ -302,6 +302,11 @@ class Workers(ABC):
         """
         return nullcontext()
 
+    @property
+    def operations(self) -> int:
+        """How many there were, where several processes run the script; the same in all of them."""
+        return 0
+
     def broadcast(self, value: T | None, source: Literal["inputs", "leader"]) -> T:
         """What one process has made, for all; within an operation, and once in each.
 

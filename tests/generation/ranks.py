@@ -7,11 +7,13 @@ import signal
 from typing import Any
 
 import torch
+from torch import nn
 
 import penstock as ps
 from penstock.workers.ranks import backend
 from tests.generation import subjects
 from tests.generation.subjects import gpt2, pipeline, tokens
+from tests.workers.ranks import scenarios
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 9},
@@ -49,6 +51,36 @@ def from_another(rank: int) -> Any:
         found = pipe.generate(*given, group_size=2, **LONG)
         error = raised(lambda: pipe.generate(*([],) if rank == 1 else ()))
     return [routes for _, routes in sorted(leads)], found, error
+
+
+class Slowly(nn.Module):
+    """A model with a `generate` of its own, and two stages that take their time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = scenarios.Slow(), scenarios.Slow()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(ids))
+        return result
+
+    def generate(self, ids: torch.Tensor) -> torch.Tensor:
+        """Four times the result of the result."""
+        for _ in range(4):
+            ids = self(ids)
+        return ids
+
+
+def in_flight(rank: int) -> Any:
+    """When the stages worked on two groups; and what came of them."""
+    ids = tokens(2)
+    with ps.Pipeline(
+        Slowly(), (ids,), num_microbatches=1, schedule="gpipe", cuts=["second"], audit=None
+    ) as pipe:
+        pipe.generate(ids, group_size=1)
+        scenarios.WHEN.clear()
+        found = pipe.generate(ids, group_size=1)
+    return list(scenarios.WHEN), found
 
 
 def dictionaries(rank: int) -> Any:
@@ -124,6 +156,21 @@ def failing(rank: int) -> Any:
             found.append(raised(work))
             later.append(pipe.generate(ids, max_new_tokens=3))
     return found, later
+
+
+def left_apart(rank: int) -> Any:
+    """A rank calls another method between two tokens; and what is generated afterwards."""
+    model, ids = gpt2(), tokens(4)
+    with split(model) as pipe:
+
+        def work() -> None:
+            stream = pipe.generate(ids, stream=True, **LONG)
+            next(stream)
+            if rank:
+                pipe(input_ids=ids)
+            list(stream)
+
+        return raised(work), pipe.generate(ids, **LONG), pipe.generate(ids, **LONG)
 
 
 def language_loss(output: Any, target: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,17 @@ def test_another_rank_than_the_first_leads(launcher: Launcher, tmp_path: Path) -
         assert leads == [False, True, False]
 
 
+def test_groups_do_not_wait_for_each_other(launcher: Launcher, tmp_path: Path) -> None:
+    """The first stage begins with one group while the second is at the other one."""
+    (first, found), (second, other) = launcher.run("generates:in_flight", tmp_path)
+    assert len(first) == len(second) == 8
+    pairs = zip(first[1:], second, strict=False)
+    early = [begun < ended for (begun, _), (_, ended) in pairs]
+    assert sum(early) >= 5, early
+    assert torch.equal(found, 4**4 * tokens(2))
+    assert torch.equal(found, other)
+
+
 def test_dictionaries(launcher: Launcher, tmp_path: Path) -> None:
     """Other ranks get the shapes of a cache, whose elements stay where they are."""
     options = {"return_dict_in_generate": True, "output_scores": True, **LONG}
@@ -109,6 +120,17 @@ def test_errors_are_raised_by_all(launcher: Launcher, tmp_path: Path) -> None:
         assert apart[0] == "InputError"
         assert "all ranks must call the same methods" in apart[1]
         assert all(torch.equal(tokens, text) for tokens in later)
+
+
+def test_another_method_between_two_tokens(launcher: Launcher, tmp_path: Path) -> None:
+    """All ranks hear of it, and nothing of the loop that was left disturbs the next call."""
+    ids = tokens(4)
+    text = padded(expected(gpt2(), [ids[:2], ids[2:]], **LONG))
+    for (kind, why), first, second in launcher.run("generates:left_apart", tmp_path):
+        assert kind == "InputError"
+        assert "all ranks must call the same methods" in why
+        assert torch.equal(first, text)
+        assert torch.equal(second, text)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

@@ -291,6 +291,11 @@ class RankWorkers(Workers):
         """An operation of all ranks: if it fails on one, it fails on all."""
         return self._ranks.operation(what)
 
+    @property
+    def operations(self) -> int:
+        """How many operations of all ranks there were."""
+        return self._ranks.number
+
     def broadcast(self, value: T | None, source: Literal["inputs", "leader"]) -> T:
         """What one rank has made, for all."""
         if source == "leader":
