@@ -591,18 +591,16 @@ class Pipeline:
         result (tensors in an object of a plain class, such as a cache of keys and values) stay with
         the stage that made them. The script sees a tensor that has a shape and no elements: it can
         be given to the next call, rows of it can be chosen or cut off, and `session.fetch` brings a
-        copy. The workers let go of a state when the script has no reference to it any more.
+        copy. The workers let go of a state when the script has no reference to it any more. Under
+        torchrun every rank opens the session, calls it with the same arguments, and gets the
+        result.
 
         Args:
             states: parts of the result that are states as well: positions in a tuple, or names.
             batch_dim: as of `Pipeline`.
             dynamic: dimensions of the arguments that vary from call to call, as of `Pipeline`.
                 Those of states need not be named.
-
-        Raises:
-            InputError: the workers are ranks of torchrun or actors of Ray.
         """
-        self._workers.check_states()
         return self._sessions.open(batch_dim, dynamic, states)
 
     def generate(
@@ -627,6 +625,9 @@ class Pipeline:
         with `threads_per_worker` threads, whichever other groups there are. For sampling, that is
         after `torch.manual_seed(seed + r)`, where `r` is the group's first row.
 
+        Under torchrun every rank calls it and gets the result. The model's own `generate` runs on
+        the rank with the first stage alone, whose arguments count.
+
         Args:
             args, kwargs: as of the model's `generate`. Tensors with one row for each sequence are
                 split into groups. The first may also be a list of prompts of any lengths, each a
@@ -637,7 +638,7 @@ class Pipeline:
             in_flight: how many groups are under way at a time; by default as many as keep all
                 stages busy.
             stream: whether to return an iterator of new `Tokens` as they come. Leaving the loop
-                cancels what is left.
+                cancels what is left; under torchrun, if the rank with the first stage leaves it.
             seed: of random numbers; by default drawn from torch's default generator.
 
         Returns:
@@ -645,12 +646,10 @@ class Pipeline:
             are padded on the right.
 
         Raises:
-            InputError: the model has no `generate`, the arguments do not fit, or the workers are
-                ranks of torchrun or actors of Ray.
+            InputError: the model has no `generate`, or the arguments do not fit.
             WorkerError: a stage failed; the original error is its cause.
         """
         options = Options(group_size, rowwise, in_flight, stream, seed)
-        self._workers.check_states()
         threads = self._running.threads
         return generate(self.model, self._sessions, threads, args, kwargs, options)
 

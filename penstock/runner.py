@@ -17,7 +17,7 @@ from penstock.board.phases import timeline_of
 from penstock.capture import Key, Program, Ref, Sizes, Trace
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
-from penstock.capture.cuts import Apart
+from penstock.capture.cuts import NOTHING, Apart
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
@@ -270,12 +270,7 @@ class Runner:
         received = self.workers.broadcast(description, "inputs")
         if routed is not None:
             return routed
-        ways = self._ways_now(training)
-        for way in sorted(received.news):  # recorded here as well, under the same number
-            ways.follow(way, received.news[way])
-        with self._program.recordings.looking():
-            for way, sizes in zip(received.ways, received.sizes, strict=True):
-                ways.check(way, sizes)
+        self.follow(received, training, {})
         if batch is None:
             return received
         if received.digest != digest(list(map(list, batch.parts))):
@@ -286,6 +281,24 @@ class Runner:
                 "random augmentation everywhere)"
             )
         return replace(received, parts=batch.parts)
+
+    def follow(self, batch: Batch, training: bool, apart: Mapping[int, Apart]) -> None:
+        """Have the ways of a batch here as well that another process has routed.
+
+        Args:
+            batch: what that process says of it.
+            training: in which mode of the model it is run.
+            apart: which inputs and results of new ways stay with their stages, by number.
+
+        Raises:
+            InputError: the model here would take others.
+        """
+        ways = self._ways_now(training)
+        for way in sorted(batch.news):  # recorded here as well, under the same number
+            ways.follow(way, batch.news[way], apart.get(way, NOTHING))
+        with self._program.recordings.looking():
+            for way, sizes in zip(batch.ways, batch.sizes, strict=True):
+                ways.check(way, sizes)
 
     def _ways_now(self, training: bool) -> Ways:
         """The ways of this mode; those of a pass that failed may be unknown to other processes."""
@@ -404,11 +417,15 @@ class Runner:
             raise
         except BaseException as interruption:
             if self._user.is_here():
-                self.workers.give_up(interruption)
-                self._under_way.clear()
-                self._user.drop()
-                self.steps.drop()
+                self.give_up(interruption)
             raise
+
+    def give_up(self, why: BaseException) -> None:
+        """Give up all passes that are under way; nobody waits for them any more."""
+        self.workers.give_up(why)
+        self._under_way.clear()
+        self._user.drop()
+        self.steps.drop()
 
     def start(self, order: Order) -> Started:
         """Tell all workers to run a pass; returns what `finish` needs.

@@ -212,7 +212,10 @@ class Signatures:
         signature = leaves.signature if isinstance(leaves, Inputs) else self._known[0]
         if any(known is signature for known in self._known):
             return signature
-        known = self._of(leaves, signature.structure)
+        if signature.in_session:  # others with its structure may have sizes that grow otherwise
+            known = next((known for known in self._known if known == signature), None)
+        else:
+            known = self._of(leaves, signature.structure)
         return known or self.add(signature)  # it comes from another rank
 
     def inputs(self, leaves: Sequence[Any]) -> Inputs:

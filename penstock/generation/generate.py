@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator as Iterated
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +18,11 @@ from penstock.errors import ClosedError, InputError, StatesLost
 from penstock.generation.script import Ended, Script
 from penstock.generation.stand_in import lengths_in, named, stand_in
 from penstock.sessions.session import Pass, Session, Sessions
+from penstock.sessions.together import Followed
+
+_CALL = "generate"
+
+T = TypeVar("T")
 
 
 class Tokens(NamedTuple):
@@ -298,6 +304,33 @@ def generate(
             f"{type(model).__name__} has no method generate(). pipe.session() runs one pass after "
             "the other and keeps states with the workers: write the loop with it"
         )
+    seed = _drawn() if options.seed is None else options.seed
+    together = sessions.together
+    if _runs_parts(model):
+        sessions.refresh()
+    if together.follows:
+        tokens = together.followed(_CALL, Followed())
+    else:
+        with together.preparing(_CALL):
+            tokens = _tokens(model, sessions, threads, args, kwargs, options, seed)
+        tokens = together.led(_CALL, tokens)
+    return tokens if options.stream else _returned(tokens)
+
+
+def _tokens(
+    model: nn.Module,
+    sessions: Sessions,
+    threads: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    seed: int,
+) -> Iterated[Tokens, None, Any]:
+    """What yields the tokens of a batch, and returns the whole.
+
+    Raises:
+        InputError: the arguments have no rows.
+    """
     listed = bool(args) and isinstance(args[0], (list, tuple))
     if listed:
         groups = _prompts(args, kwargs)
@@ -305,15 +338,38 @@ def generate(
         size = 1 if options.rowwise else options.group_size
         groups = groups_of(args, kwargs, size, sessions.width)
     most = options.in_flight or sessions.width + (len(groups) > sessions.width)
-    seed = _drawn() if options.seed is None else options.seed
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
-    tokens = run(Generator(model, sessions, most, threads), jobs)
-    if options.stream:
-        return tokens
-    for _ in tokens:
-        pass
+    generator = Generator(model, sessions, most, threads)
+    return _generated(generator, jobs, None if listed else _padding(model, kwargs))
+
+
+def _generated(
+    generator: Generator, jobs: Sequence[Job], padding: int | None
+) -> Iterated[Tokens, None, Any]:
+    """Generate these; yields tokens as `run` does.
+
+    Args:
+        generator: does it.
+        jobs: the groups.
+        padding: the token that groups are padded with; `None` if they stay apart.
+
+    Returns:
+        what they have returned, together or in a list; nothing if their tokens were wanted.
+    """
+    yield from run(generator, jobs)
     results = [job.result for job in jobs]
-    return results if listed else merged(results, _padding(model, kwargs))
+    if any(job.streams for job in jobs):
+        return None
+    return results if padding is None else merged(results, padding)
+
+
+def _returned(tokens: Iterated[Tokens, None, T]) -> T:
+    """What a generator function returns."""
+    while True:
+        try:
+            next(tokens)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 def run(generator: Generator, jobs: Sequence[Job]) -> Iterator[Tokens]:
@@ -364,6 +420,12 @@ class Options:
                 f"rowwise=True makes each sequence a group, and group_size={self.group_size} asks "
                 "for larger ones"
             )
+
+
+def _runs_parts(model: nn.Module) -> bool:
+    """Whether a model's `generate` may run parts of it without calling it as a whole."""
+    is_own = not type(model).generate.__module__.startswith("transformers.")  # type: ignore[attr-defined]
+    return is_own or bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _drawn() -> int:

@@ -26,13 +26,17 @@ from penstock.capture.trees import (
 )
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import Opened
+from penstock.engine.orders import Outcome
 from penstock.engine.residents import GONE, States
-from penstock.errors import ClosedError, StatesLost, WorkerError
+from penstock.errors import ClosedError, InputError, StatesLost, WorkerError
 from penstock.runner import Runner, Started
 from penstock.sessions.familiar import Familiar, FamiliarResult
 from penstock.sessions.growing import Growing
 from penstock.sessions.resident import Living, Resident, Seen, Value
+from penstock.sessions.together import Drop, Fetch, Finish, Followed, Together
 from penstock.workers.ways import Way
+
+_CALL = "a call of a session"
 
 
 @dataclass
@@ -66,10 +70,10 @@ class Pass:
     kwargs: Mapping[str, Any]
     number: int
     training: bool
-    familiar: bool
-    assumed: bool
-    count: int
-    lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None
+    familiar: bool = False
+    assumed: bool = False
+    count: int = 0
+    lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None = None
 
 
 class Sessions:
@@ -78,6 +82,9 @@ class Sessions:
     Args:
         runner: runs their passes.
         program: the captured program.
+
+    Attributes:
+        together: has all processes that run the script make calls together.
     """
 
     def __init__(self, runner: Runner, program: Program) -> None:
@@ -89,6 +96,7 @@ class Sessions:
         self._opened_modules = Opened(program)
         self._passes = 0
         self._looked: dict[tuple[bool, int], int] = {}  # at the model, for a way: after which pass
+        self.together = Together(runner, program)
 
     @property
     def width(self) -> int:
@@ -125,7 +133,6 @@ class Sessions:
             InputError: the model does not take these arguments.
         """
         runner, training = self._runner, self._program.model.training
-        runner.workers.check_states()
         session.replica %= runner.plan.replicas  # there may have been more of them
         with self._operation(), torch.no_grad():
             familiar = self._familiar(session, args, kwargs, training)
@@ -146,6 +153,7 @@ class Sessions:
             order = runner.order(
                 "infer", routed, training, None, states, session.replica, assumed=assumed
             )
+            order = self.together.tell_start(order, routed, states)
             self._passes += 1
             started = runner.start(order)
             sizes = order.microbatches[0].sizes
@@ -260,6 +268,7 @@ class Sessions:
             apart_of = partial(self._apart, leaves, session.states)
             route = partial(self._runner.route, batch, training, False, apart_of)
             routed = self._runner.surviving(route)
+            self.together.note(routed.news, training)
             way = self._runner.ways(training)[routed.ways[0]]
             moving = self._elsewhere(way, leaves, session.replica)
             if not moving or here.issuperset(moving):
@@ -302,11 +311,27 @@ class Sessions:
         if done.assumed:
             done = self._confirmed(done)
         try:
-            with self._runner.steps.failing():
+            told = self.together.telling(Finish(done.started.order.number))
+            with self._runner.steps.failing(), told:
                 outcome = self._runner.finish(done.started)
         except BaseException:
             self._lose(done)
             raise
+        trace, session = done.way.trace, done.session
+        leaves = self._leaves_of(done, outcome)
+        if done.familiar and session.result is not None:
+            return session.result.put(leaves)
+        result = _into_given(unflatten(trace.output_structure, leaves), (done.args, done.kwargs))
+        session.result = FamiliarResult.of(result, trace)
+        session.familiar = None
+        if session.result is not None:
+            session.familiar = Familiar(
+                *(done.args, done.kwargs, done.leaves, trace, done.number), done.training
+            )
+        return result
+
+    def _leaves_of(self, done: Pass, outcome: Outcome) -> list[Any]:
+        """The leaves of the model's result, of which states are `Resident`s."""
         way, trace, session = done.way, done.way.trace, done.session
         values = dict(zip(way.outputs, outcome.parts[0], strict=True))
         homes = [self._runner.workers.devices[k] for k in self._runner.plan.placement]
@@ -324,23 +349,48 @@ class Sessions:
             else:
                 known = isinstance(leaf, (Size, Number))
                 leaves.append(leaf.at(done.sizes) if known else leaf)
-        if done.familiar and session.result is not None:
-            return session.result.put(leaves)
-        result = _into_given(unflatten(trace.output_structure, leaves), (done.args, done.kwargs))
-        session.result = FamiliarResult.of(result, trace)
-        session.familiar = None
-        if session.result is not None:
-            session.familiar = Familiar(
-                *(done.args, done.kwargs, done.leaves, trace, done.number), done.training
+        return leaves
+
+    def call(self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One pass, on all processes that run the script; all get the result."""
+        if self.together.follows:
+            return self._followed(session, args, kwargs)
+        with self.together.leading(_CALL):
+            return self.finish(self.start(session, args, kwargs))
+
+    def _followed(self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The same in a process that does its part of what another one does."""
+        found = Followed()
+        for _ in self.together.followed(_CALL, found):
+            pass
+        self._living.gone.clear()  # the one that leads says what the workers let go
+        if found.last is None:
+            raise StatesLost(GONE)
+        start, started, outcome = found.last
+        session.replica = start.replica
+        way = self._runner.ways(start.training)[start.batch.ways[0]]
+        leaves: Any = flatten_result((tuple(args), dict(kwargs)), is_plain_object)[0]
+        if len(leaves) != start.leaves:
+            raise InputError(
+                f"the arguments of a session's call have {len(leaves)} tensors and other values on "
+                f"{self._runner.workers.role.name}, and {start.leaves} on the rank with the first "
+                "stage; give every rank the same arguments"
             )
-        return result
+        done = Pass(
+            *(session, started, way, leaves, start.batch.sizes[0], start.states),
+            *(args, kwargs, start.batch.ways[0], start.training),
+        )
+        result = unflatten(way.trace.output_structure, self._leaves_of(done, outcome))
+        return _into_given(result, (args, kwargs))
 
     def fetch(self, leaves: Sequence[Any]) -> list[Any]:
         """The same, copies of residents with their elements."""
         residents = [leaf for leaf in leaves if isinstance(leaf, Resident)]
         if not residents:
             return list(leaves)
-        found = self._runner.workers.fetch_states([r.seen.value.number for r in residents])
+        numbers = [r.seen.value.number for r in residents]
+        with self.together.telling(Fetch(numbers)):
+            found = self._runner.workers.fetch_states(numbers)
         result = []
         for leaf in leaves:
             if isinstance(leaf, Resident):
@@ -355,9 +405,16 @@ class Sessions:
 
     def drop(self) -> None:
         """Let the workers let go of what nobody has any more; no pass is under way."""
+        if self.together.has_failed:
+            return
         if gone := self._living.taken():
-            with suppress(ClosedError, WorkerError):  # who is gone has let go of everything
+            # who is gone has let go of everything
+            with suppress(ClosedError, WorkerError), self.together.telling(Drop(gone)):
                 self._runner.surviving(lambda: self._runner.workers.drop_states(gone))
+
+    def refresh(self) -> None:
+        """Have present weights in the model of this process, which runs parts of it itself."""
+        self._runner.workers.refresh(self._program.model)
 
     def held(self) -> Mapping[int, int]:
         """The bytes of the states that the script has, by stage."""
@@ -407,7 +464,7 @@ class Session:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for these arguments; states in it are `Resident`s."""
-        return self._sessions.finish(self._sessions.start(self, args, kwargs))
+        return self._sessions.call(self, args, kwargs)
 
     def fetch(self, state: Any) -> Any:
         """A copy of a state with its elements; containers and objects of states likewise."""

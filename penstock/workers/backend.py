@@ -273,7 +273,6 @@ class Workers(ABC):
             its own.
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in this process, if they are its own.
-        keeps_states: whether values can stay with them between passes.
         assumes: whether they can begin a pass before it is known that the model is as it was.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
@@ -282,7 +281,6 @@ class Workers(ABC):
 
     role: Role = Role()
     has_gradients: bool = True
-    keeps_states: bool = False
     assumes: bool = False
     job: str = ""
     why_not_profiled: str = ""
@@ -305,6 +303,11 @@ class Workers(ABC):
             what: its name, the same in all of them.
         """
         return nullcontext()
+
+    @property
+    def operations(self) -> int:
+        """How many there were, where several processes run the script; the same in all of them."""
+        return 0
 
     def broadcast(self, value: T | None, source: Literal["inputs", "leader"]) -> T:
         """What one process has made, for all; within an operation, and once in each.
@@ -398,18 +401,6 @@ class Workers(ABC):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""
 
-    def check_states(self) -> None:
-        """Raise unless these workers keep values between passes.
-
-        Raises:
-            InputError: they do not.
-        """
-        if not self.keeps_states:
-            raise InputError(
-                "sessions and generation need workers that this script drives: "
-                'workers="threads" or workers="processes"'
-            )
-
     def is_as_told(self) -> bool:
         """Whether the workers know the model as it is now: whether passes that assume it are right.
 
@@ -418,13 +409,16 @@ class Workers(ABC):
         """
         return True
 
+    @abstractmethod
     def fetch_states(self, numbers: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Values that stay with the workers between passes, by number."""
-        return {}
+        """Values that stay with the workers between passes, by number.
 
+        All processes that run the script ask for the same, and get them.
+        """
+
+    @abstractmethod
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of values that stay with the workers; none of their passes is under way."""
-        return
 
     def left(self) -> Left:
         """What forwards, losses and hooks have left with these workers, before others come.
@@ -516,6 +510,13 @@ class Workers(ABC):
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of `model`, or of a copy of it, wherever its tensors are."""
         return of.state_dict()
+
+    def refresh(self, model: nn.Module) -> None:
+        """Have the present weights of all stages in the models of all processes with the script.
+
+        For who runs parts of the model outside of the pipeline. Nothing is sent that is there.
+        """
+        return
 
     @abstractmethod
     def save(self, save: SaveOrder) -> list[Part]:

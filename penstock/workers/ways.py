@@ -175,14 +175,14 @@ class Ways:
                 return number
         return self._add(trace, apart)
 
-    def follow(self, number: int, leaves: Sequence[Any]) -> None:
+    def follow(self, number: int, leaves: Sequence[Any], apart: Apart = NOTHING) -> None:
         """Have under this number the way that another process takes with these input leaves.
 
         If the model here takes another way, or has missed some, these numbers are void.
         """
         while len(self) < number:
             self._add_void()
-        if number == len(self) and self.taken(leaves) != number:
+        if number == len(self) and self.taken(leaves, lambda trace: apart) != number:
             self._add_void()
 
     def agree(self, taken: Iterable[int]) -> None:
@@ -214,7 +214,7 @@ class Ways:
                 "forward reads attributes that have other values here; change models on all ranks "
                 "in the same way"
             )
-        self._program.recordings.check_holds(self.traces[number], self.training)
+        self._program.recordings.check_holds(self.traces[number], self._program.model.training)
         for name, here in self.numbers(number).items():
             if here != sizes[name]:
                 raise InputError(

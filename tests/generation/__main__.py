@@ -2,6 +2,7 @@
 
     python -m tests.generation                 all of them, threads and processes, 2, 3, 4 stages
     python -m tests.generation GPT2LMHeadModel --workers threads --stages 2
+    python -m tests.generation GPT2LMHeadModel --workers ranks    under torchrun, on every rank
 
 Without names, the results go to docs/data/generated.json and docs/generated.md.
 """
@@ -10,9 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.bench import record
@@ -43,7 +48,11 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", default=["threads", "processes"])
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rank_of:
+        _leave(*options.rank_of)
+        return
     columns = [(workers, stages) for workers in options.workers for stages in options.stages]
     if options.alone:
         print(json.dumps(_all_of(options.alone, columns)))
@@ -70,7 +79,41 @@ def _all_of(name: str, columns: list[tuple[str, int]]) -> dict[str, dict[str, st
     tolerate_missing_torchvision_operators()
     from tests.generation.architectures import check
 
-    return {f"{workers}, {p}": check(name, workers, p) for workers, p in columns}
+    return {
+        f"{workers}, {p}": by_ranks(name, p) if workers == "ranks" else check(name, workers, p)
+        for workers, p in columns
+    }
+
+
+def by_ranks(name: str, ranks: int) -> dict[str, str]:
+    """The same under torchrun: what the first rank has found whose tokens are not exact."""
+    with TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), "-m", "tests.generation"]
+        done = subprocess.run(
+            [*command, "--rank-of", name, directory], capture_output=True, text=True, check=False
+        )
+        files = [Path(directory) / f"{rank}.json" for rank in range(ranks)]
+        found = [json.loads(file.read_text()) for file in files if file.exists()]
+    if len(found) < ranks:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        return dict.fromkeys(MODES, f"error: a rank has left nothing: {last[0][:300]}")
+    return {mode: _first_other([of[mode] for of in found]) for mode in MODES}
+
+
+def _first_other(verdicts: Sequence[str]) -> str:
+    return next((verdict for verdict in verdicts if verdict != "exact"), "exact")
+
+
+def _leave(name: str, directory: str) -> None:
+    """As a rank of torchrun, leave a file with what has come of it."""
+    from penstock.loading import tolerate_missing_torchvision_operators
+
+    tolerate_missing_torchvision_operators()
+    from tests.generation.architectures import check
+
+    found = check(name, "torchrun", int(os.environ["WORLD_SIZE"]))
+    (Path(directory) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 def _apart(name: str, options: Any) -> dict[str, dict[str, str]]:

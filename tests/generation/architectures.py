@@ -94,7 +94,7 @@ def check(name: str, workers: Any, stages: int) -> dict[str, str]:
         pipe = ps.Pipeline(
             model,
             kwargs=example,
-            devices=["cpu"] * stages,
+            devices=None if workers == "torchrun" else ["cpu"] * stages,
             workers=workers,
             num_microbatches=2,
             schedule="1f1b",

@@ -26,6 +26,13 @@ def sliding() -> Any:
     return _built("MistralConfig", "MistralForCausalLM", **sizes, **heads)
 
 
+def llama() -> Any:
+    """Rotary positions, and heads that share keys."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return _built("LlamaConfig", "LlamaForCausalLM", **sizes, **heads)
+
+
 def mamba() -> Any:
     """A model with recurrent states."""
     sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 3}

@@ -90,7 +90,7 @@ class ProcessWorkers(Workers):
     """
 
     role = Role(calls_loss=False)
-    keeps_states = assumes = True
+    assumes = True
     why_not_profiled = (
         "torch.profiler does not see other processes, so there is no profile of worker processes: "
         "leave out profile=, or record the same plan with workers='threads'"

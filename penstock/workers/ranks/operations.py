@@ -197,16 +197,23 @@ class Ranks:
                 self._conclude(Report(self.number, self._what, error=error))
             raise
 
-    def end(self, value: T) -> list[Any]:
+    def end(self, value: T, only: int | None = None) -> list[Any]:
         """End the operation on this rank, and gather what every rank has of something.
 
+        Args:
+            value: what this rank has.
+            only: the one rank that gets what the others have; `None` for all. The same on all.
+
         Returns:
-            what every rank has given here; tensors of others are on the CPU.
+            what every rank has given here; tensors of others are on the CPU. `None` for another
+            rank's, if that is not for this one.
 
         Raises:
             WorkerError, WorkerTimeout, InputError: it failed on some rank.
         """
-        values = self._conclude(Report(self.number, self._what, to_bytes(value)))
+        values = self._conclude(Report(self.number, self._what, to_bytes(value)), only)
+        if only is not None and only != self.rank:
+            return [value if rank == self.rank else None for rank in range(len(self))]
         return [
             value if rank == self.rank else from_bytes(found) for rank, found in enumerate(values)
         ]
@@ -226,7 +233,11 @@ class Ranks:
             self._send(Word(self.number, self._what, value), self._wires)
             return value  # type: ignore[return-value]
         while self._word is None:
-            self._listen(None, f"waiting for {of} of {self.names[source]}")
+            try:
+                self._listen(None, f"waiting for {of} of {self.names[source]}")
+            except Aborted:
+                if self._word is None:  # else that it has failed since is noticed later
+                    raise
         if self._word.what != self._what:
             raise self._disagreement(source, self._word.what)
         return self._word.value  # type: ignore[no-any-return]
@@ -374,14 +385,14 @@ class Ranks:
 
     # -- the end of an operation ----------------------------------------------------------
 
-    def _conclude(self, mine: Report) -> list[bytes]:
-        """Report, and do as the verdict says."""
+    def _conclude(self, mine: Report, only: int | None = None) -> list[bytes]:
+        """Report, and do as the verdict says; values of all are for the rank `only`, if given."""
         if mine.error is not None and any(wire.busy for wire in self._wires.values()):
             self._what = ""
             self.close("it was interrupted in the midst of a message")
             raise mine.error
         try:
-            verdict = self._judged(mine) if self.rank == 0 else self._asked(mine)
+            verdict = self._judged(mine, only) if self.rank == 0 else self._asked(mine)
         except BaseException as again:  # an impatient user
             self._what = ""
             self.close(f"{type(again).__name__} came while other ranks were waited for")
@@ -416,7 +427,7 @@ class Ranks:
                 return Verdict(self.number, [], why, closed="rank 0 did not answer")
         return self._verdict
 
-    def _judged(self, mine: Report) -> Verdict:
+    def _judged(self, mine: Report, only: int | None) -> Verdict:
         """What has come of it on all ranks; they are told."""
         if mine.error is not None:
             mine = mine._replace(error=self._as_others_see(mine.error))
@@ -436,7 +447,7 @@ class Ranks:
                 self._closed_because = f"rank {missing[0]} did not answer"
                 closed = self._closed_because
                 return self._broadcast(Verdict(self.number, [], why, closed=closed))
-        return self._broadcast(self._verdict_of(self._reports))
+        return self._broadcast(self._verdict_of(self._reports), only)
 
     def _as_others_see(self, error: BaseException) -> BaseException:
         """Ctrl-C, or `sys.exit`, is no error that other ranks could go on after."""
@@ -467,15 +478,19 @@ class Ranks:
             self._closed_because = self._closed_because or str(error)
         return Verdict(self.number, [], error, rank, self._closed_because)
 
-    def _broadcast(self, verdict: Verdict) -> Verdict:
-        """Send the verdict to all ranks; returns it as they get it."""
+    def _broadcast(self, verdict: Verdict, only: int | None = None) -> Verdict:
+        """Send the verdict to all ranks, its values perhaps to one; returns it as they get it."""
         stopping = {rank for rank, report in self._reports.items() if report.stops}
         verdict = verdict._replace(stopping=tuple(sorted(stopping | {*self.stopping})))
         took = tuple(apart.least for apart in self._apart_from)
         sent = verdict._replace(took=took, machine=machine(), sent=time.monotonic_ns())
         if verdict.error is not None and verdict.rank <= 0:  # others have come in bytes
             sent = sent._replace(error=portable(verdict.error, self.names[0]))
-        self._send(sent, self._wires)
+        if only is None:
+            self._send(sent, self._wires)
+        else:
+            self._send(sent, [only])
+            self._send(sent._replace(values=[]), self._wires.keys() - {only})
         return verdict
 
     def close(self, why: str = "close() was called") -> None:

@@ -65,15 +65,7 @@ class StaleCopy:
         Raises:
             InputError: it may.
         """
-        if module not in self._watched or not self._tensors:
-            return
-        now, own = self._versions(), {id(tensor) for tensor in self._own()}
-        places = [k for k, tensor in enumerate(self._tensors) if id(tensor) in own]
-        if not self._trained and all(now[k] == self._fresh[k] for k in places):
-            return
-        rest = set(range(len(now))).difference(places)
-        if all(now[k] != self._before[k] for k in rest):  # or there are none
-            self.refreshed()  # a state has been loaded since
+        if module not in self._watched or not self.is_old():
             return
         text = (
             "under torchrun this rank's copy of the model has current weights of its own stages "
@@ -83,6 +75,20 @@ class StaleCopy:
         if not self._closed:
             raise InputError(text)
         warnings.warn(f"{text}. The pipeline is closed: it had to be done before", stacklevel=2)
+
+    def is_old(self) -> bool:
+        """Whether what other ranks have may be newer."""
+        if not self._tensors:
+            return False
+        now, own = self._versions(), {id(tensor) for tensor in self._own()}
+        places = [k for k, tensor in enumerate(self._tensors) if id(tensor) in own]
+        if not self._trained and all(now[k] == self._fresh[k] for k in places):
+            return False
+        rest = set(range(len(now))).difference(places)
+        if all(now[k] != self._before[k] for k in rest):  # or there are none
+            self.refreshed()  # a state has been loaded since
+            return False
+        return True
 
     def _versions(self) -> list[int]:
         return [tensor._version for tensor in self._tensors]

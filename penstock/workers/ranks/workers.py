@@ -29,6 +29,7 @@ from penstock.engine.batch import digest
 from penstock.engine.batchnorm import move, replay
 from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.residents import Residents
 from penstock.engine.span import MicroBatch
 from penstock.engine.state import Backups
 from penstock.errors import InputError
@@ -92,6 +93,9 @@ class RankWorkers(Workers):
         order: the rank of every worker.
         threads: intra-op threads of each CPU worker.
         timeout: seconds that an operation may take.
+
+    Attributes:
+        residents: the values that stay with this rank between passes.
     """
 
     def __init__(
@@ -158,8 +162,10 @@ class RankWorkers(Workers):
         self._total = ChainedSum(self._ring, self._own_parameters) if self._ring else None
         first = self._me - self._place
         self._here = replica = RankReplica(self._replica, plan.weights, first, total=self._total)
+        self.residents = Residents()
+        residents = {self._place: self.residents}
         self._assemblies = {
-            training: Assembly(plan, self.devices, self._ends, [self._place], replica)
+            training: Assembly(plan, self.devices, self._ends, [self._place], replica, residents)
             for training in (True, False)
         }
         self._model = model
@@ -285,6 +291,11 @@ class RankWorkers(Workers):
         """An operation of all ranks: if it fails on one, it fails on all."""
         return self._ranks.operation(what)
 
+    @property
+    def operations(self) -> int:
+        """How many operations of all ranks there were."""
+        return self._ranks.number
+
     def broadcast(self, value: T | None, source: Literal["inputs", "leader"]) -> T:
         """What one rank has made, for all."""
         if source == "leader":
@@ -312,14 +323,20 @@ class RankWorkers(Workers):
             with self.operation(ticket.order.name):
                 own = self._own(ticket.dispatch)
                 ahead = self._ranks.clock.ahead
-                parts = self._ranks.end(self._for_others(own, ahead))
-                _check_targets(parts)
-                self._check_weights(parts)
+                parts = self._ranks.end(self._for_others(own, ahead), self._only(ticket.order))
+                if None not in parts:
+                    _check_targets(parts)
+                    self._check_weights(parts)
         except BaseException as error:
             self.give_up(error)
             raise
         self._backups.drop(ticket.number)
         return self._whole(own, parts, ahead)
+
+    def _only(self, order: Order) -> int | None:
+        """The rank that gets what has come of a pass on the others; `None` for all."""
+        for_all = order.to_all or order.recorded
+        return None if for_all else self._order[self._plan.placement[0]]
 
     def _for_others(self, own: Outcome, ahead: int) -> Outcome:
         """What other ranks get of a pass; with times of rank 0's clock, which is ahead by so much.
@@ -329,9 +346,9 @@ class RankWorkers(Workers):
         gradients = own.gradients if self._ring is not None else {}
         return replace(own, gradients=gradients, logs=moved(own.logs, ahead))
 
-    def _whole(self, own: Outcome, parts: Sequence[Outcome], ahead: int) -> Outcome:
+    def _whole(self, own: Outcome, parts: Sequence[Outcome | None], ahead: int) -> Outcome:
         """What has come of a pass, from what every rank has found; with times of this clock."""
-        whole = Outcome.of([_moved(part, self._device) for part in parts])
+        whole = Outcome.of([_moved(part, self._device) for part in parts if part is not None])
         whole.logs = moved(whole.logs, -ahead)
         if self._ring is None:
             whole.gradients = own.gradients
@@ -397,7 +414,7 @@ class RankWorkers(Workers):
 
     def _mine(self, order: Order) -> Sequence[MicroBatch]:
         """The micro-batches of a pass that this rank's replica runs."""
-        share = self._here.share(len(order.microbatches))
+        share, _ = self._here.part_of(order.replica, len(order.microbatches))
         return [order.microbatches[k] for k in share]
 
     def _check_weights(self, parts: Sequence[Outcome]) -> None:
@@ -511,6 +528,15 @@ class RankWorkers(Workers):
         """Let go of what stages hold of this batch."""
         self._assemblies[training].forget(number)
 
+    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Values that stay with ranks, on all of them, which must ask for the same."""
+        parts = self.all_gather("the fetching of states", self.residents.fetch(numbers))
+        return {n: to_device(value, self._device) for part in parts for n, value in part.items()}
+
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of values that stay with this rank."""
+        self.residents.drop(numbers)
+
     # -- parameters -----------------------------------------------------------------------
 
     def optimizer(
@@ -557,6 +583,11 @@ class RankWorkers(Workers):
         if of is model:
             self._copy.refreshed()
         return state
+
+    def refresh(self, model: nn.Module) -> None:
+        """Have the weights of all ranks in this rank's copy, if it may have older ones."""
+        if any(self.all_gather("looking at weights", self._copy.is_old())):
+            self.state(model, model)
 
     def save(self, save: SaveOrder) -> list[Part]:
         """Write this rank's part of a checkpoint."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.board.memory import Reading
+from penstock.engine.residents import Residents
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.handshake import Listener
 from penstock.links.local import Aborted
@@ -73,6 +74,11 @@ class ActorState:
         if self._rank is None:
             raise PenstockError("the actor has no plan yet")
         return self._rank
+
+    @property
+    def residents(self) -> Residents:
+        """The values that stay with it between passes."""
+        return self.rank.residents
 
     def begin(self, rank: ActorRank) -> None:
         """From now on it is this rank."""

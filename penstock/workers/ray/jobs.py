@@ -312,13 +312,21 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishPass:
-    """Wait for this worker's part of the oldest pass that is under way."""
+    """Wait for this worker's part of a pass that is under way.
+
+    Attributes:
+        number: of the pass.
+    """
+
+    number: int
 
     def __call__(self, own: ActorState) -> Done:
         """Give what has come of it."""
-        if not own.tickets:
+        places = [k for k, (order, _) in enumerate(own.tickets) if order.number == self.number]
+        if not places:
             raise Aborted
-        order, ticket = own.tickets.popleft()
+        order, ticket = own.tickets[places[0]]
+        del own.tickets[places[0]]
         outcome = own.rank.finish(ticket)
         if order.loss is not None:
             outcome.buffers = order.loss.buffers

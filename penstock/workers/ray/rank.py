@@ -135,7 +135,7 @@ class ActorRank(RankWorkers):
         """What has to be the same for several; the rest goes to the script alone."""
         return Outcome(targets=own.targets, weights_before=own.weights_before)
 
-    def _whole(self, own: Outcome, parts: Sequence[Outcome], ahead: int) -> Outcome:
+    def _whole(self, own: Outcome, parts: Sequence[Outcome | None], ahead: int) -> Outcome:
         """This rank's part, with times of rank 0's clock."""
         return replace(own, logs=moved(own.logs, ahead))
 

@@ -36,7 +36,7 @@ from penstock.workers.optimizer_parts import Groups, Parts, settings_of
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
 from penstock.workers.processes.following import Following, Unchanged
-from penstock.workers.processes.jobs import FetchMemory, Modes
+from penstock.workers.processes.jobs import DropStates, FetchMemory, FetchStates, Modes
 from penstock.workers.processes.remembering import (
     Finder,
     Found,
@@ -286,7 +286,7 @@ class RayWorkers(Workers):
         place, placement = member.place, self._plan.placement
         is_first, is_last = placement[0] == place, placement[-1] == place
         part = order.part(is_first, is_last)
-        share = blocks(len(order.microbatches), self._plan.weights)[member.replica]
+        share = self._share(member, order)
         if len(share) < len(order.microbatches):
             values = [v if k in share else () for k, v in enumerate(part.values)]
             part = replace(part, values=values)
@@ -304,6 +304,13 @@ class RayWorkers(Workers):
             wanted=None if wanted is None else self._model.numbers(wanted),
         )
 
+    def _share(self, member: Member, order: Order) -> Sequence[int]:
+        """The micro-batches of a pass that a worker's replica runs."""
+        count = len(order.microbatches)
+        if order.replica is None:
+            return blocks(count, self._plan.weights)[member.replica]
+        return range(count if order.replica == member.replica else 0)
+
     def _modes(self) -> tuple[bool, ...] | None:
         """Of every module whether it is in training mode, if workers do not know that yet."""
         now = tuple(module.training for module in self._modules)
@@ -318,7 +325,9 @@ class RayWorkers(Workers):
         self._pool.check_under_way(started)
         try:
             with self._starting():
-                current = self._pool.start([FinishPass()] * len(self.members), self._timeout)
+                current = self._pool.start(
+                    [FinishPass(order.number)] * len(self.members), self._timeout
+                )
             self._pool.finish(started, self._timeout + _MORE)
             found: list[Done] = self._pool.finish(current, self._timeout + _MORE)
         except BaseException as error:
@@ -350,6 +359,17 @@ class RayWorkers(Workers):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch, with the next pass."""
         self._forgotten.append((training, number))
+
+    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Copies of the values that are with the workers."""
+        found: list[dict[int, torch.Tensor]] = self._run(
+            [FetchStates(tuple(numbers))] * len(self.members)
+        )
+        return {number: value for each in found for number, value in each.items()}
+
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of values that stay with the workers."""
+        self._run([DropStates(tuple(numbers))] * len(self.members))
 
     def check(self) -> None:
         """Raise if tensors were changed here that the script had older values of."""
@@ -491,6 +511,11 @@ class RayWorkers(Workers):
         if of is model and self._pool.why_closed is None:
             self._fetch()
         return of.state_dict()
+
+    def refresh(self, model: nn.Module) -> None:
+        """Have the weights of the workers in the script's model, if it has older ones."""
+        if self._model.stale and self._pool.why_closed is None:
+            self._fetch()
 
     def _fetch(self) -> None:
         """Have the values that the workers have changed."""

@@ -50,7 +50,7 @@ class ThreadWorkers(Workers):
         timeout: seconds that a pass may take.
     """
 
-    keeps_states = assumes = True
+    assumes = True
 
     def __init__(
         self, plan: Plan, devices: Sequence[torch.device], threads: int, timeout: float

@@ -685,6 +685,21 @@ def autosaves(rank: int, what: str, *arguments: str) -> Any:
     return getattr(autosaving_ranks, what)(rank, *arguments)
 
 
+def generates(rank: int, what: str, *arguments: str) -> Any:
+    """One of `tests.generation.ranks`."""
+    tolerate_missing_torchvision_operators()
+    from tests.generation import ranks  # imports much
+
+    return getattr(ranks, what)(rank, *arguments)
+
+
+def has_sessions(rank: int, what: str, *arguments: str) -> Any:
+    """One of `tests.sessions.ranks`."""
+    from tests.sessions import ranks
+
+    return getattr(ranks, what)(rank, *arguments)
+
+
 def lightning(rank: int) -> Any:
     """What Lightning trains, and Fabric."""
     tolerate_missing_torchvision_operators()

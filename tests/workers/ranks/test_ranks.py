@@ -87,6 +87,42 @@ def test_one_tells_the_others(company: Company, teller: int) -> None:
     assert company.do(work) == [("said by", teller)] * 3
 
 
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_what_is_for_one_rank_goes_to_no_other(company: Company, receiver: int) -> None:
+    """Only that one reads what others have; all hear that it has gone well."""
+
+    def work(ranks: Ranks) -> Any:
+        with ranks.operation("a pass"):
+            found = ranks.end(torch.tensor([ranks.rank]), receiver)
+        return [None if value is None else int(value) for value in found]
+
+    wanted = [[value if rank == value else None for value in range(3)] for rank in range(3)]
+    wanted[receiver] = [0, 1, 2]
+    assert company.do(work) == wanted
+    assert company.do(settled) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("teller", [0, 1])
+def test_a_word_is_heard_though_its_teller_has_failed_since(company: Company, teller: int) -> None:
+    """A rank that comes late reads both at once; what was said says what it is about."""
+    heard: list[Any] = []
+
+    def work(ranks: Ranks) -> Any:
+        if ranks.rank == 2:
+            time.sleep(0.2)
+        with ranks.operation("a step"):
+            word = ranks.broadcast("said", teller, "a word")
+            if ranks.rank == 2:
+                heard.append(word)
+            if ranks.rank == teller:
+                raise ps.InputError("and failed")
+            return ranks.end(None)
+
+    for found in company.do(work):
+        assert type(found) is ps.InputError
+    assert heard == ["said"]
+
+
 @pytest.mark.parametrize("teller", [0, 2])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_is_raised_by_all(company: Company, teller: int, failing: int) -> None:
