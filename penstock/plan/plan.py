@@ -667,15 +667,20 @@ def _prediction_of_flow(plan: Plan) -> str:
     counted = [f"{plan.replicas} replicas"] if plan.replicas > 1 else []
     number = len(plan.stages)
     counted.append(f"{number} stage{'s' * (number > 1)}")
-    rate = f"{plan.batches_per_second:.3g} batches a second"
+    rate = f"{_rate(plan.batches_per_second)} batches a second"
     if plan.num_microbatches > 1:
-        rate += f" ({plan.microbatches_per_second:.3g} micro-batches)"
+        rate += f" ({_rate(plan.microbatches_per_second)} micro-batches)"
     return (
         f"inference, {', '.join(counted)}, {_counted(plan)}{_boundaries(plan)}: "
         f"{show_seconds(plan.predicted_step_seconds)} a batch predicted in a steady flow, {rate}, "
         f"{_share(plan)} of the bound ({show_seconds(plan.bound_seconds)}); "
         f"one batch alone takes {show_seconds(plan.way_seconds)}"
     )
+
+
+def _rate(number: float) -> str:
+    """How many there are in a second, with three digits at least."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def stages(plan: Plan, width: int | None = None) -> list[str]:
