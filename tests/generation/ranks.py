@@ -188,7 +188,7 @@ def trained(rank: int, name: str) -> Any:
     for generates in (False, True):
         model = getattr(subjects, name)().train()
         texts, plain = [], []
-        with split(model, 3 if name == "t5" else 2) as pipe:  # an encoder in two of them
+        with split(model, 4 if name == "t5" else 2) as pipe:  # an encoder in two of them
             optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
             given = {"input_ids": batch}
             if name == "t5":
