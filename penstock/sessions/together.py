@@ -3,8 +3,8 @@
 Under torchrun every rank calls `generate` or a session. The rank with the first stage does what the
 script's process does elsewhere: it runs the model's own `generate`, finds ways, starts passes and
 waits for them. It tells the others of each such step, and they do their part of it. Each step is an
-operation, so one that fails for a process fails for all; whether it goes on then is for the one
-that leads to decide, until it says that all is over.
+operation, so one that fails for a process fails for all. When a pass has failed, the process that
+leads decides what comes of it; when another step has, the call is over.
 """
 
 from __future__ import annotations

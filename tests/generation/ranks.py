@@ -53,6 +53,9 @@ def from_another(rank: int) -> Any:
     return [routes for _, routes in sorted(leads)], found, error
 
 
+SCORED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, **LONG}
+
+
 class Slowly(nn.Module):
     """A model with a `generate` of its own, and two stages that take their time."""
 
@@ -185,7 +188,7 @@ def trained(rank: int, name: str) -> Any:
     for generates in (False, True):
         model = getattr(subjects, name)().train()
         texts, plain = [], []
-        with split(model) as pipe:
+        with split(model, 4 if name == "t5" else 2) as pipe:  # an encoder in two of them
             optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
             given = {"input_ids": batch}
             if name == "t5":
@@ -197,7 +200,7 @@ def trained(rank: int, name: str) -> Any:
                 optimizer.zero_grad()
                 if generates:
                     model.eval()
-                    texts.append(pipe.generate(tokens(2), group_size=1, max_new_tokens=5))
+                    texts.append(pipe.generate(tokens(2), group_size=1, **SCORED))
                     plain.append({k: v.clone() for k, v in pipe.state_dict().items()})
                     model.train()
             found.append({k: v.clone() for k, v in pipe.state_dict().items()})

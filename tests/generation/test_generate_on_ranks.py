@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.generation import subjects
-from tests.generation.ranks import HAS_PROMPTS, LONG, MODES
+from tests.generation.ranks import HAS_PROMPTS, LONG, MODES, SCORED
 from tests.generation.subjects import expected, gpt2, padded, tokens
 from tests.workers.ranks.launching import Launcher
 
@@ -75,10 +75,9 @@ def test_groups_do_not_wait_for_each_other(launcher: Launcher, tmp_path: Path) -
 
 def test_dictionaries(launcher: Launcher, tmp_path: Path) -> None:
     """Other ranks get the shapes of a cache, whose elements stay where they are."""
-    options = {"return_dict_in_generate": True, "output_scores": True, **LONG}
     ids = tokens(4)
-    groups = expected(gpt2(), [ids[:2], ids[2:]], **options)
-    (single,) = expected(gpt2(), [tokens(1)], **options)
+    groups = expected(gpt2(), [ids[:2], ids[2:]], **SCORED)
+    (single,) = expected(gpt2(), [tokens(1)], **SCORED)
     for sequences, scores, alone, layers in launcher.run("generates:dictionaries", tmp_path):
         assert torch.equal(sequences, padded([each.sequences for each in groups]))  # type: ignore[attr-defined]
         steps = zip(*(each.scores for each in groups), strict=True)  # type: ignore[attr-defined]
@@ -135,14 +134,16 @@ def test_another_method_between_two_tokens(launcher: Launcher, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_training_goes_on(launcher: Launcher, tmp_path: Path, name: str) -> None:
-    """The bits of steps alone; and tokens of the weights that all ranks have by then."""
-    for alone, between, texts, plain in launcher.run(f"generates:trained:{name}", tmp_path):
+    """The bits of steps alone; and scores of the weights that all ranks have by then."""
+    ranks = launcher.run(f"generates:trained:{name}", tmp_path, 4 if name == "t5" else 2)
+    for alone, between, texts, plain in ranks:
         assert all(torch.equal(alone[key], between[key]) for key in alone)
         model = getattr(subjects, name)()
         for text, state in zip(texts, plain, strict=True):
             model.load_state_dict(state)
             groups = list(tokens(2).split(1))
-            assert torch.equal(text, padded(expected(model, groups, max_new_tokens=5)))
+            steps = zip(*(each.scores for each in expected(model, groups, **SCORED)), strict=True)  # type: ignore[attr-defined]
+            assert all(map(torch.equal, text.scores, map(torch.cat, steps)))
         assert len(texts) == 3
 
 
