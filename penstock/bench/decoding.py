@@ -182,15 +182,15 @@ def noting() -> Iterator[list[Call]]:
     infer = Span.infer
 
     def noted(span: Span, *given: Any) -> Values:
-        module = span.module
+        module, run = span.module, span.without_gradients
 
         def call(*args: Any) -> Values:
             if isinstance(module, StageModule):
                 calls.append((module, args))
-            return module(*args)
+            return run(*args)
 
         twin = copy.copy(span)
-        twin.module = call
+        twin.without_gradients = call  # type: ignore[misc]
         return infer(twin, *given)
 
     Span.infer = noted  # type: ignore[method-assign, assignment]
