@@ -227,7 +227,7 @@ class Runner:
         ways = self._ways_now(training)
         known = len(ways)
         try:
-            with self._program.recordings.looking():
+            with self._program.recordings.looking(self.workers.settle):
                 taken = [ways.taken(part, apart_of) for part in batch.parts]
         except Exception as error:
             self.workers.check()
@@ -294,9 +294,10 @@ class Runner:
             InputError: the model here would take others.
         """
         ways = self._ways_now(training)
-        for way in sorted(batch.news):  # recorded here as well, under the same number
-            ways.follow(way, batch.news[way], apart.get(way, NOTHING))
-        with self._program.recordings.looking():
+        with self._program.recordings.looking(self.workers.settle):
+            for way in sorted(batch.news):  # recorded here as well, under the same number
+                ways.follow(way, batch.news[way], apart.get(way, NOTHING))
+        with self._program.recordings.looking(self.workers.settle):
             for way, sizes in zip(batch.ways, batch.sizes, strict=True):
                 ways.check(way, sizes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -23,6 +23,10 @@ from penstock.capture.trees import flatten, unflatten
 from penstock.errors import CaptureError, InputError, PenstockError
 
 _FIRST = 4  # new sizes that are all compared with the model
+
+
+def _nothing() -> None:
+    """Nobody else runs the model."""
 
 
 class Source(Protocol):
@@ -86,6 +90,7 @@ class Recordings:
         }
         self._numbers: dict[Place, list[Numeric]] = {}  # in attributes, that change: some values
         self._looked: dict[int, bool] | None = None
+        self._settle: Callable[[], None] = _nothing
         self._leave_out_replaced()
 
     def _leave_out_replaced(self) -> None:
@@ -200,6 +205,7 @@ class Recordings:
     ) -> None:
         """Compare a recording with the model, and also at twice these sizes, if they are new."""
         trace = recording.trace
+        self._settle()
         self._source.check_at(trace, leaves, training)
         ahead = recording.ahead_of(sizes)
         recording.see(sizes)
@@ -216,6 +222,7 @@ class Recordings:
         Raises:
             InputError: the model takes no such arguments.
         """
+        self._settle()
         numbers = self._changed_numbers(training)
         recorded = (each.signature for mode in (True, False) for each in self._of[mode])
         if any(known is signature for known in recorded):
@@ -233,13 +240,18 @@ class Recordings:
             ) from error
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """While open, what the forward reads of the model stays as it is: it is looked at once."""
-        self._looked = {}
+    def looking(self, settle: Callable[[], None] = _nothing) -> Iterator[None]:
+        """While open, what the forward reads of the model stays as it is: it is looked at once.
+
+        Args:
+            settle: called before the model itself is run, with other tensors in its modules
+                perhaps; returns when nobody else runs them.
+        """
+        self._looked, self._settle = {}, settle
         try:
             yield
         finally:
-            self._looked = None
+            self._looked, self._settle = None, _nothing
 
     def _holds(self, guards: Guards) -> bool:
         """Whether what a recording has read is as it was."""

@@ -397,6 +397,17 @@ class Workers(ABC):
     def give_up(self, why: BaseException) -> None:
         """Give up the passes that are under way, and undo them, as nobody can `finish` them."""
 
+    def settle(self) -> None:
+        """Wait until none of those that run the modules of this process is amid a pass.
+
+        The script may do with the modules what it likes then. What has come of the passes is told
+        when they are finished.
+
+        Raises:
+            WorkerTimeout: one takes too long.
+        """
+        return
+
     @abstractmethod
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""

@@ -169,6 +169,22 @@ class Pool(ABC):
         self._open.remove(current)
         return [current.results[worker].value for worker in range(self._count)]
 
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait until nobody works on a job; what has come of them is told when each is finished.
+
+        Raises:
+            WorkerTimeout: one did not finish within `timeout` seconds.
+        """
+        try:
+            self._collect(self._open, timeout)
+        except Late:
+            error = self._late(self._open[0], timeout or 0.0)
+            self._give_up(error)
+            raise error from None
+        except BaseException as interruption:  # the user's Ctrl-C
+            self._give_up(interruption)
+            raise
+
     def _collect(
         self, dispatches: Sequence[Dispatch], timeout: float | None, hasty: bool = False
     ) -> None:

@@ -367,6 +367,14 @@ class RankWorkers(Workers):
             raise
         return found
 
+    def settle(self) -> None:
+        """Wait until this rank's thread is amid no pass."""
+        try:
+            self._thread.settle(self._ranks.timeout)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
     def give_up(self, why: BaseException) -> None:
         """Stop what is under way, and put back what passes have changed that did not end."""
         self._thread.give_up(why)

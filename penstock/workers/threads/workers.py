@@ -200,6 +200,14 @@ class ThreadWorkers(Workers):
         if not self._backups:
             torch.clear_autocast_cache()
 
+    def settle(self) -> None:
+        """Wait until no thread is amid a pass."""
+        try:
+            self._pool.settle(self._timeout)
+        except BaseException:
+            self._undo()
+            raise
+
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""
         for assembly in self._assemblies[training]:
