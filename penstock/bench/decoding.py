@@ -190,7 +190,7 @@ def noting() -> Iterator[list[Call]]:
             return run(*args)
 
         twin = copy.copy(span)
-        twin.without_gradients = call  # type: ignore[misc]
+        twin.without_gradients = call
         return infer(twin, *given)
 
     Span.infer = noted  # type: ignore[method-assign, assignment]
