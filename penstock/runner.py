@@ -67,7 +67,7 @@ class Counts:
         if step >= 0:
             self.trained = step + 1
         else:
-            self.others = -step
+            self.others = max(self.others, -step)
 
 
 @dataclass
@@ -187,6 +187,11 @@ class Runner:
             compile=self.compile,
         )
 
+    @property
+    def under_way(self) -> Sequence[Started]:
+        """The passes that were started, and neither finished nor given up."""
+        return self._under_way
+
     def changes_buffers(self) -> bool:
         """Whether forwards of the model in its mode of now change buffers, as far as is known."""
         ways = self._ways[self._program.model.training]
@@ -227,7 +232,7 @@ class Runner:
         ways = self._ways_now(training)
         known = len(ways)
         try:
-            with self._program.recordings.looking(self.workers.settle):
+            with self._program.recordings.looking(self.workers.alone):
                 taken = [ways.taken(part, apart_of) for part in batch.parts]
         except Exception as error:
             self.workers.check()
@@ -294,10 +299,10 @@ class Runner:
             InputError: the model here would take others.
         """
         ways = self._ways_now(training)
-        with self._program.recordings.looking(self.workers.settle):
+        with self._program.recordings.looking(self.workers.alone):
             for way in sorted(batch.news):  # recorded here as well, under the same number
                 ways.follow(way, batch.news[way], apart.get(way, NOTHING))
-        with self._program.recordings.looking(self.workers.settle):
+        with self._program.recordings.looking(self.workers.alone):
             for way, sizes in zip(batch.ways, batch.sizes, strict=True):
                 ways.check(way, sizes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +25,8 @@ from penstock.errors import CaptureError, InputError, PenstockError
 _FIRST = 4  # new sizes that are all compared with the model
 
 
-def _nothing() -> None:
-    """Nobody else runs the model."""
+Alone = Callable[[], AbstractContextManager[None]]
+"""What is open while nobody else runs the modules of a model."""
 
 
 class Source(Protocol):
@@ -90,7 +90,7 @@ class Recordings:
         }
         self._numbers: dict[Place, list[Numeric]] = {}  # in attributes, that change: some values
         self._looked: dict[int, bool] | None = None
-        self._settle: Callable[[], None] = _nothing
+        self._alone: Alone = nullcontext
         self._leave_out_replaced()
 
     def _leave_out_replaced(self) -> None:
@@ -205,12 +205,12 @@ class Recordings:
     ) -> None:
         """Compare a recording with the model, and also at twice these sizes, if they are new."""
         trace = recording.trace
-        self._settle()
-        self._source.check_at(trace, leaves, training)
-        ahead = recording.ahead_of(sizes)
-        recording.see(sizes)
-        if ahead and self._source.holds_at(trace, leaves, training, ahead):
-            recording.foresee(ahead)
+        with self._alone():
+            self._source.check_at(trace, leaves, training)
+            ahead = recording.ahead_of(sizes)
+            recording.see(sizes)
+            if ahead and self._source.holds_at(trace, leaves, training, ahead):
+                recording.foresee(ahead)
 
     def traces(self) -> Iterator[Trace]:
         """Every trace that was recorded, for training and for evaluation."""
@@ -222,7 +222,10 @@ class Recordings:
         Raises:
             InputError: the model takes no such arguments.
         """
-        self._settle()
+        with self._alone():
+            return self._recorded(signature, leaves, training)
+
+    def _recorded(self, signature: Signature, leaves: Sequence[Any], training: bool) -> Trace:
         numbers = self._changed_numbers(training)
         recorded = (each.signature for mode in (True, False) for each in self._of[mode])
         if any(known is signature for known in recorded):
@@ -240,18 +243,18 @@ class Recordings:
             ) from error
 
     @contextmanager
-    def looking(self, settle: Callable[[], None] = _nothing) -> Iterator[None]:
+    def looking(self, alone: Alone = nullcontext) -> Iterator[None]:
         """While open, what the forward reads of the model stays as it is: it is looked at once.
 
         Args:
-            settle: called before the model itself is run, with other tensors in its modules
-                perhaps; returns when nobody else runs them.
+            alone: what is open while the model itself is run, with other tensors in its modules
+                perhaps: nobody else runs them.
         """
-        self._looked, self._settle = {}, settle
+        self._looked, self._alone = {}, alone
         try:
             yield
         finally:
-            self._looked, self._settle = None, _nothing
+            self._looked, self._alone = None, nullcontext
 
     def _holds(self, guards: Guards) -> bool:
         """Whether what a recording has read is as it was."""

@@ -58,6 +58,7 @@ class Pass:
             result counts, while the workers are at it.
         count: of all passes, with this one.
         lengths_in: as of `Sessions.start`.
+        times_told: how often the workers had been told of changes of the model when it began.
     """
 
     session: Session
@@ -74,6 +75,7 @@ class Pass:
     assumed: bool = False
     count: int = 0
     lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None = None
+    times_told: int = 0
 
 
 class Sessions:
@@ -132,47 +134,70 @@ class Sessions:
         Raises:
             InputError: the model does not take these arguments.
         """
+        return self._begun(session, args, kwargs, lengths_in)
+
+    def _begun(
+        self,
+        session: Session,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None,
+        step: int | None = None,
+    ) -> Pass:
+        """Start a pass; with the random numbers of this step, if it is given."""
         runner, training = self._runner, self._program.model.training
         session.replica %= runner.plan.replicas  # there may have been more of them
         with self._operation(), torch.no_grad():
             familiar = self._familiar(session, args, kwargs, training)
             known = session.familiar
-            may_assume = runner.workers.assumes and not self._program.remembering
+            leaves_traces = self._program.remembering or self._program.written
+            may_assume = runner.workers.assumes and not leaves_traces
             assumed = may_assume and familiar is not None and bool(known and known.may_assume)
+            recordings = self._program.recordings
+            if (
+                familiar
+                and known
+                and not recordings.fits(known.trace, familiar.parts[0], familiar.sizes[0])
+            ):
+                familiar, assumed = None, False
             if not assumed:
                 self._opened_modules.check()
-                if familiar and known and not self._is_taken(known.trace, familiar):
+                if familiar and known and not recordings.holds(known.trace):
                     familiar = None
             routed = familiar or self._new(session, args, kwargs, lengths_in, training)
+            if step is not None:
+                routed = replace(routed, step=step)
             leaves: Any = routed.parts[0]
             session.growing.note(leaves, leaves.signature.structure)
             number = routed.ways[0]
             way = runner.ways(training)[number]
             first, self._kept = self._kept, self._kept + len(way.trace.outputs)
             states = self._states(way, leaves, first)
-            order = runner.order(
-                "infer", routed, training, None, states, session.replica, assumed=assumed
-            )
-            order = self.together.tell_start(order, routed, states)
-            self._passes += 1
-            started = runner.start(order)
+            try:
+                order = runner.order(
+                    "infer", routed, training, None, states, session.replica, assumed=assumed
+                )
+                order = self.together.tell_start(order, routed, states)
+                self._passes += 1
+                started = runner.start(order)
+            except BaseException:
+                self._lose(states, way)
+                raise
             sizes = order.microbatches[0].sizes
             return Pass(
                 *(session, started, way, leaves, sizes, states, args, kwargs, number, training),
                 *(familiar is not None, assumed, self._passes, lengths_in),
+                runner.workers.times_told,
             )
-
-    def _is_taken(self, trace: Trace, batch: Batch) -> bool:
-        """Whether the model and these inputs are as when the way was recorded."""
-        recordings = self._program.recordings
-        return recordings.holds(trace) and recordings.fits(trace, batch.parts[0], batch.sizes[0])
 
     def _confirmed(self, done: Pass) -> Pass:
         """A pass that the model as it is now makes: this one, or else another in its place.
 
         Raises:
             InputError: the model has changed in a way that the workers cannot be told.
+            StatesLost: this one has failed, as the model has changed, and others with it.
         """
+        are_others = len(self._runner.under_way) > 1
         try:
             with torch.no_grad():
                 if self._is_as_assumed(done):
@@ -180,18 +205,23 @@ class Sessions:
         except BaseException:
             self._give_up(done)
             raise
-        self._give_up(done)
+        if not self._give_up(done) and are_others:
+            raise StatesLost(
+                "the model has changed while passes of several sessions were under way, and one of "
+                "them has failed with it, so all were given up. Begin these sessions again"
+            )
         done.session.familiar = None
-        return self.start(done.session, done.args, done.kwargs, done.lengths_in)
+        step = done.started.order.microbatches[0].key.step
+        return self._begun(done.session, done.args, done.kwargs, done.lengths_in, step)
 
     def _is_as_assumed(self, done: Pass) -> bool:
-        """Whether the model and the inputs are as when the way was recorded.
+        """Whether the model is as when the way was recorded, and as the workers knew it.
 
         The model is looked at once for all passes that were started before.
         """
         trace, program = done.way.trace, self._program
-        if not program.recordings.fits(trace, done.leaves, done.sizes):
-            return False
+        if self._runner.workers.times_told != done.times_told:
+            return False  # they have heard since of a change that this pass did not know of
         which = done.training, done.number
         if self._looked.get(which, 0) >= done.count:
             return True
@@ -202,16 +232,20 @@ class Sessions:
             return True
         return False
 
-    def _give_up(self, done: Pass) -> None:
-        """End a pass whose result nobody wants."""
-        with suppress(Exception):
+    def _give_up(self, done: Pass) -> bool:
+        """End a pass whose result nobody wants; whether it has ended well."""
+        try:
             self._runner.finish(done.started)
-        self._lose(done)
+        except Exception:  # of a forward that should not have run
+            return False
+        finally:
+            self._lose(done.states, done.way)
+        return True
 
-    def _lose(self, done: Pass) -> None:
+    def _lose(self, states: States, way: Way) -> None:
         """Some stages may have kept values of a pass, or not have heard of others."""
-        made = range(done.states.first, done.states.first + len(done.way.trace.outputs))
-        self._living.gone.extend((*made, *done.states.dropped))
+        made = range(states.first, states.first + len(way.trace.outputs))
+        self._living.gone.extend((*made, *states.dropped))
 
     def _familiar(
         self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool
@@ -315,7 +349,7 @@ class Sessions:
             with self._runner.steps.failing(), told:
                 outcome = self._runner.finish(done.started)
         except BaseException:
-            self._lose(done)
+            self._lose(done.states, done.way)
             raise
         trace, session = done.way.trace, done.session
         leaves = self._leaves_of(done, outcome)

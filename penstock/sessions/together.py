@@ -121,7 +121,6 @@ class Together:
         self._program = program
         self._what = ""  # the call that this process leads
         self._failure: Exception | None = None  # after which nothing is told in this call
-        self._calls = 0  # that this process leads: loops over tokens may be open at the same time
         self._to_all = True
         self._news: dict[bool, dict[int, Inputs]] = {True: {}, False: {}}  # for the others, by mode
 
@@ -163,7 +162,8 @@ class Together:
                         pass
                     seen = self._runner.workers.operations
                     try:
-                        yield said
+                        with self._paused():
+                            yield said
                     except GeneratorExit:
                         if self._runner.workers.operations != seen:  # nobody follows any more
                             self._fail(InputError(f"{what} was left after other calls"))
@@ -173,6 +173,16 @@ class Together:
             with self.telling(Over(result)):
                 pass
             return result
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """While open, the script does what it likes, other calls of sessions for instance."""
+        own = self._what, self._to_all, self._failure
+        self._what, self._to_all, self._failure = "", True, None
+        try:
+            yield
+        finally:
+            self._what, self._to_all, self._failure = own
 
     @contextmanager
     def leading(self, what: str) -> Iterator[None]:
@@ -200,17 +210,15 @@ class Together:
         if self.is_alone:
             yield
             return
+        outer = self._what, self._to_all, self._failure
         self._what, self._to_all, self._failure = self._named(what), to_all, None
-        self._calls += 1
         try:
             yield
         except BaseException as error:
             self._give_up(error)
             raise
         finally:
-            self._calls -= 1
-            if not self._calls:
-                self._what, self._failure = "", None
+            self._what, self._to_all, self._failure = outer
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the others that it is over, and why; who cannot hear it has an error already."""

@@ -27,6 +27,7 @@ from penstock.links.link import Sink, Source
 from penstock.links.local import Aborted
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
+from penstock.workers.gate import Gate
 from penstock.workers.ways import NewWay, modules_of
 
 
@@ -49,6 +50,7 @@ class Assembly:
         workers: those of this process.
         replica: whose stages they are.
         residents: what the workers of this process keep between passes, by worker.
+        gate: that workers go through to run the user's modules.
 
     Attributes:
         stages: by number.
@@ -62,7 +64,9 @@ class Assembly:
         workers: Sequence[int],
         replica: Replica = ONLY,
         residents: Mapping[int, Residents] | None = None,
+        gate: Gate | None = None,
     ) -> None:
+        self._gate = gate or Gate()
         self._plan = plan
         self._devices = devices
         self._replica = replica
@@ -126,7 +130,7 @@ class Assembly:
         else:
             record.log = None
         self._begin(own, order, record, own_share)
-        _run(number, compiled, order, record)
+        _run(number, compiled, order, record, self._gate)
         self._end(own, order, outcome, own_share[0])
         if any(m.states is not None for m in order.microbatches):
             outcome.kept, residents.shapes = residents.shapes, {}
@@ -218,7 +222,7 @@ def _as_planned(link: Any, plan: Plan) -> Any:
     return Cast(link, getattr(torch, plan.boundary_dtype)) if plan.boundary_dtype else link
 
 
-def _run(worker: int, compiled: _Compiled, order: Order, record: Record) -> None:
+def _run(worker: int, compiled: _Compiled, order: Order, record: Record, gate: Gate) -> None:
     """Run a worker's callables, and say at any time which."""
     actions, runs, codes = compiled
     at, note = 0, record.note
@@ -226,7 +230,11 @@ def _run(worker: int, compiled: _Compiled, order: Order, record: Record) -> None
         with torch.set_grad_enabled(order.modes.grad), _autocasting(order.modes):
             for at, run in enumerate(runs):
                 note(codes[at])
-                run()
+                if at % 2:
+                    with gate:
+                        run()
+                else:  # what is waited for may not come before others have run
+                    run()
     except (Aborted, WorkerTimeout):
         raise
     except BaseException as error:  # a sys.exit() in a module must not end the caller

@@ -274,6 +274,7 @@ class Workers(ABC):
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in this process, if they are its own.
         assumes: whether they can begin a pass before it is known that the model is as it was.
+        times_told: how often they were told of changes of the model.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
         why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
@@ -282,6 +283,7 @@ class Workers(ABC):
     role: Role = Role()
     has_gradients: bool = True
     assumes: bool = False
+    times_told: int = 0
     job: str = ""
     why_not_profiled: str = ""
     _stops = False
@@ -397,16 +399,13 @@ class Workers(ABC):
     def give_up(self, why: BaseException) -> None:
         """Give up the passes that are under way, and undo them, as nobody can `finish` them."""
 
-    def settle(self) -> None:
-        """Wait until none of those that run the modules of this process is amid a pass.
-
-        The script may do with the modules what it likes then. What has come of the passes is told
-        when they are finished.
+    def alone(self) -> AbstractContextManager[None]:
+        """While open, no worker is amid a module of this process: the script may change them.
 
         Raises:
-            WorkerTimeout: one takes too long.
+            WorkerTimeout: one is for too long.
         """
-        return
+        return nullcontext()
 
     @abstractmethod
     def forget(self, training: bool, number: int) -> None:

@@ -169,21 +169,17 @@ class Pool(ABC):
         self._open.remove(current)
         return [current.results[worker].value for worker in range(self._count)]
 
-    def settle(self, timeout: float | None = None) -> None:
-        """Wait until nobody works on a job; what has come of them is told when each is finished.
+    def give_up_late(self, timeout: float) -> None:
+        """Give up whatever is under way, as somebody has taken longer than these seconds.
 
         Raises:
-            WorkerTimeout: one did not finish within `timeout` seconds.
+            WorkerTimeout: who.
         """
-        try:
-            self._collect(self._open, timeout)
-        except Late:
-            error = self._late(self._open[0], timeout or 0.0)
+        late = [current for current in self._open if current.waits_for]
+        error = self._late(late[0], timeout) if late else None
+        if error is not None:
             self._give_up(error)
-            raise error from None
-        except BaseException as interruption:  # the user's Ctrl-C
-            self._give_up(interruption)
-            raise
+            raise error
 
     def _collect(
         self, dispatches: Sequence[Dispatch], timeout: float | None, hasty: bool = False

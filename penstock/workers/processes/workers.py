@@ -255,9 +255,11 @@ class ProcessWorkers(Workers):
             self._passes += 1
             jobs: Sequence[Job] = [] if forgotten else self._brief(order)
             if not jobs:
-                self._told = Settings.here()
+                before, self._told = self._told, Settings.here()
                 self._settings_changed |= self._told != self._settings
                 passes = [self._pass(k, order, loss, forgotten) for k in self._places]
+                news = [told for p in passes for told in (p.training, p.attributes)]
+                self.times_told += any(n is not None for n in news) or self._told != before
                 jobs = [
                     passes[member.place].of(Replica(member.replica, self._plan.weights))
                     for member in self.members
@@ -296,7 +298,7 @@ class ProcessWorkers(Workers):
             settings=self._told if self._settings_changed else None,
             wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
             tells=self._pool.keeps_survivors and self._looks_at_memories(),
-            kind=self._kind(order),
+            kind=self._kind(order) if order.assumed else None,
         )
 
     def _kind(self, order: Order) -> int | None:

@@ -32,7 +32,7 @@ from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.residents import Residents
 from penstock.engine.span import MicroBatch
 from penstock.engine.state import Backups
-from penstock.errors import InputError
+from penstock.errors import InputError, WorkerTimeout
 from penstock.links.link import Gradients
 from penstock.links.local import LocalLink
 from penstock.links.process_group import Line
@@ -43,6 +43,7 @@ from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping, norms_of, total_norm
+from penstock.workers.gate import BusyError, Gate
 from penstock.workers.members import Member
 from penstock.workers.memories import check_buffers, check_memories, unchanged
 from penstock.workers.optimizer_parts import (
@@ -163,9 +164,12 @@ class RankWorkers(Workers):
         first = self._me - self._place
         self._here = replica = RankReplica(self._replica, plan.weights, first, total=self._total)
         self.residents = Residents()
+        self._gate = Gate()
         residents = {self._place: self.residents}
         self._assemblies = {
-            training: Assembly(plan, self.devices, self._ends, [self._place], replica, residents)
+            training: Assembly(
+                plan, self.devices, self._ends, [self._place], replica, residents, self._gate
+            )
             for training in (True, False)
         }
         self._model = model
@@ -367,13 +371,16 @@ class RankWorkers(Workers):
             raise
         return found
 
-    def settle(self) -> None:
-        """Wait until this rank's thread is amid no pass."""
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While open, this rank's thread is amid no module."""
+        timeout = self._ranks.timeout
         try:
-            self._thread.settle(self._ranks.timeout)
-        except BaseException as error:
+            with self._gate.alone(timeout):
+                yield
+        except BusyError as error:
             self.give_up(error)
-            raise
+            raise WorkerTimeout(f"{self.role.name}: {error}", self._me) from error
 
     def give_up(self, why: BaseException) -> None:
         """Stop what is under way, and put back what passes have changed that did not end."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
@@ -31,6 +31,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly
 from penstock.workers.backend import Workers
+from penstock.workers.gate import BusyError, Gate
 from penstock.workers.members import Member, members_here
 from penstock.workers.optimizer_parts import Groups, LocalParts, Parts
 from penstock.workers.ownership import Ownership
@@ -50,8 +51,6 @@ class ThreadWorkers(Workers):
         timeout: seconds that a pass may take.
     """
 
-    assumes = True
-
     def __init__(
         self, plan: Plan, devices: Sequence[torch.device], threads: int, timeout: float
     ) -> None:
@@ -66,6 +65,7 @@ class ThreadWorkers(Workers):
         self._records: dict[int, Record] = {}  # by the thread that writes them
         stages = range(len(plan.stages) if plan.replicas > 1 else 0)
         shared = {index: InOrder(self._turns.make) for index in stages}
+        self._gate = Gate()
         self._replicas = [Replica(k, plan.weights, k * count, shared) for k in range(plan.replicas)]
         self._in_order = list(shared.values())
         self._ran = Before()
@@ -93,6 +93,7 @@ class ThreadWorkers(Workers):
                     *(self._plan, self.devices[k * len(places) :], links, places),
                     self._replicas[k],
                     self._residents[k],
+                    self._gate,
                 )
                 for k, links in enumerate(self._links)
             ]
@@ -200,12 +201,17 @@ class ThreadWorkers(Workers):
         if not self._backups:
             torch.clear_autocast_cache()
 
-    def settle(self) -> None:
-        """Wait until no thread is amid a pass."""
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While open, no thread is amid a module."""
         try:
-            self._pool.settle(self._timeout)
-        except BaseException:
-            self._undo()
+            with self._gate.alone(self._timeout):
+                yield
+        except BusyError:
+            try:
+                self._pool.give_up_late(self._timeout)
+            finally:
+                self._undo()
             raise
 
     def forget(self, training: bool, number: int) -> None:
