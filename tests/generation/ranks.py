@@ -219,3 +219,29 @@ def killed(rank: int, victim: str) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return raised(work), raised(lambda: pipe.generate(ids, max_new_tokens=2))
+
+
+def amid(rank: int) -> Any:
+    """Other calls between two tokens, and all tokens of the loop."""
+    model, ids = gpt2(), tokens(4)
+    with split(model) as pipe:
+        came, inner = [], []
+        for new in pipe.generate(ids, stream=True, **LONG):
+            came.append(new.tokens)
+            if len(came) == 3:
+                inner.append(pipe.generate(ids[:2], group_size=1, max_new_tokens=3))
+                session = pipe.session()
+                result = session(input_ids=ids)
+                inner.append(session.fetch(result.past_key_values.layers[0].keys))
+        again = pipe.generate(ids, **LONG)
+    return came, inner, again
+
+
+def wrong_at_first(rank: int) -> Any:
+    """A group that fails where ways of the other one are new; and tokens afterwards."""
+    ids = tokens(4)
+    wrong = ids.clone()
+    wrong[2, 0] = 1000  # no such token
+    with split(gpt2()) as pipe:
+        error = raised(lambda: pipe.generate(wrong, max_new_tokens=3))
+        return error, pipe.generate(ids, max_new_tokens=3)

@@ -155,3 +155,24 @@ def test_a_rank_dies(launcher: Launcher, tmp_path: Path, victim: int) -> None:
     assert kind == "WorkerDied"
     assert f"rank {victim}" in text
     assert after == "ClosedError"
+
+
+def test_other_calls_of_sessions_between_two_tokens(launcher: Launcher, tmp_path: Path) -> None:
+    ids = tokens(4)
+    text = padded(expected(gpt2(), [ids[:2], ids[2:]], **LONG))
+    short = padded(expected(gpt2(), [ids[:1], ids[1:2]], max_new_tokens=3))
+    with torch.no_grad():
+        keys = gpt2()(input_ids=ids).past_key_values.layers[0].keys
+    for came, (inner, fetched), again in launcher.run("generates:amid", tmp_path):
+        assert torch.equal(inner, short)
+        assert torch.equal(fetched, keys)
+        assert torch.equal(again, text)
+        assert sum(map(len, came)) == 4 * 6
+
+
+def test_a_stage_that_fails_where_ways_are_new(launcher: Launcher, tmp_path: Path) -> None:
+    ids = tokens(4)
+    text = padded(expected(gpt2(), [ids[:2], ids[2:]], max_new_tokens=3))
+    for error, found in launcher.run("generates:wrong_at_first", tmp_path):
+        assert "index out of range" in error[1]
+        assert torch.equal(found, text)
