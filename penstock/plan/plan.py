@@ -769,14 +769,21 @@ def _share(plan: Plan) -> str:
     return f"{plan.bound_seconds / plan.predicted_step_seconds:.0%}"
 
 
-def _row(number: int, stage: StagePlan) -> tuple[str, ...]:
-    first, last = stage.calls
-    again = sum(b - a for a, b in stage.recompute)
+def _what(number: int, stage: StagePlan) -> tuple[str, str, str, str]:
+    """The first cells of a stage's line: which it is, and what is in it."""
     return (
         str(number),
         f"{stage.worker} {stage.device}",
         stage.first if stage.first == stage.last else f"{stage.first} … {stage.last}",
         show_bytes(stage.weight_bytes),
+    )
+
+
+def _row(number: int, stage: StagePlan) -> tuple[str, ...]:
+    first, last = stage.calls
+    again = sum(b - a for a, b in stage.recompute)
+    return (
+        *_what(number, stage),
         show_bytes(stage.input_bytes),
         show_seconds(stage.forward_seconds),
         show_seconds(stage.backward_seconds),
@@ -788,10 +795,7 @@ def _row(number: int, stage: StagePlan) -> tuple[str, ...]:
 def _row_of_flow(number: int, stage: StagePlan) -> tuple[str, ...]:
     """A line for a stage of a plan for inference."""
     return (
-        str(number),
-        f"{stage.worker} {stage.device}",
-        stage.first if stage.first == stage.last else f"{stage.first} … {stage.last}",
-        show_bytes(stage.weight_bytes),
+        *_what(number, stage),
         show_bytes(stage.state_bytes),
         show_bytes(stage.input_bytes),
         show_seconds(stage.forward_seconds),

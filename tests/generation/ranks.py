@@ -13,6 +13,7 @@ import penstock as ps
 from penstock.workers.ranks import backend
 from tests.generation import subjects
 from tests.generation.subjects import gpt2, pipeline, tokens
+from tests.sessions.ranks import raised
 from tests.workers.ranks import scenarios
 
 MODES: dict[str, dict[str, Any]] = {
@@ -118,15 +119,6 @@ def streamed(rank: int) -> Any:
         again = pipe.generate(ids, **LONG)
         states = pipe._workers.fetch_states(range(10_000))
     return whole, came, left, some, again, len(states)
-
-
-def raised(work: Any) -> tuple[str, str]:
-    """The error that it ends in."""
-    try:
-        work()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 class Broken:
