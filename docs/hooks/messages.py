@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import html
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +92,22 @@ class _Module:
         for statement in tree.body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 self.constants[statement.targets[0].id] = statement.value
+        self.imported = [
+            (
+                statement.module or "",
+                {alias.asname or alias.name: alias.name for alias in statement.names},
+            )
+            for statement in tree.body
+            if isinstance(statement, ast.ImportFrom)
+        ]
+
+    def take(self, others: Mapping[str, _Module]) -> None:
+        """Know the constants that come from other modules."""
+        for source, names in self.imported:
+            constants = others[source].constants if source in others else {}
+            for name, there in names.items():
+                if there in constants:
+                    self.constants.setdefault(name, constants[there])
 
     def texts(self, node: ast.expr, local: _Locals, depth: int = 0) -> list[str]:
         """All forms of an expression that is a text, with `…` for what is not known."""
@@ -169,15 +185,23 @@ def _says(message: Message) -> bool:
 
 
 def _all(root: Path) -> Iterator[Message]:
-    for path in sorted(root.rglob("*.py")):
+    trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+    modules = {path: _Module(tree) for path, tree in trees.items()}
+    named = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts): module
+        for path, module in modules.items()
+    }
+    narrower = dict(pair for tree in trees.values() for pair in _narrower(tree))
+    for path, tree in trees.items():
         part = path.relative_to(root).parts[0].removesuffix(".py")
         if part == "bench":
             continue
-        tree = ast.parse(path.read_text())
-        module = _Module(tree)
+        module = modules[path]
+        module.take(named)
         raised = {id(n.exc) for n in ast.walk(tree) if isinstance(n, ast.Raise)}
         for call, local in _scopes(tree, {}):
             name = ast.unparse(call.func).rpartition(".")[2]
+            name = narrower.get(name, name)
             wanted = name in ERRORS or (name in OTHERS and id(call) in raised)
             error = "warning" if name == "warn" else name if wanted else ""
             argument = _message_of(name, call)
@@ -187,6 +211,15 @@ def _all(root: Path) -> Iterator[Message]:
                 text = " ".join(form.split())
                 place = f"{path.relative_to(root.parent)}:{call.lineno}"
                 yield Message(error, SUBJECTS.get(part, "Other"), text, place)
+
+
+def _narrower(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The classes of a module that are kinds of one of our errors, and that error."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name not in ERRORS and node.bases:
+            base = ast.unparse(node.bases[0]).rpartition(".")[2]
+            if base in ERRORS:
+                yield node.name, base
 
 
 def _message_of(name: str, call: ast.Call) -> ast.expr | None:

@@ -8,7 +8,7 @@ is noted as operators of ATen, and done by the worker when the value is next rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,11 +124,11 @@ class Residents:
         self._values[number] = value
         self.shapes[number] = Shape.of(value)
 
-    def drop(self, numbers: Iterable[int]) -> None:
+    def drop(self, numbers: Sequence[int]) -> None:
         """Let go of these values, if they are here."""
         for number in numbers:
             self._values.pop(number, None)
 
-    def fetch(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
+    def fetch(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
         """Those of these values that are here."""
         return {n: self._values[n] for n in numbers if n in self._values}

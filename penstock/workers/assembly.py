@@ -110,7 +110,7 @@ class Assembly:
         """
         torch.set_flush_denormal(order.flushes_denormal)
         residents = self._residents[worker]
-        residents.drop(n for m in order.microbatches if m.states for n in m.states.dropped)
+        residents.drop([n for m in order.microbatches if m.states for n in m.states.dropped])
         own_share, most = self._replica.part_of(order.replica, len(order.microbatches))
         own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         if not own_share:

@@ -61,7 +61,7 @@ class Gate:
             while self._inside:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise BusyError(f"a worker is amid a module for more than {timeout:.0f} s")
+                    raise BusyError
                 self._changed.wait(left)
             self._is_alone = True
         try:

@@ -4,7 +4,8 @@ python -m tests.support.tail OUTPUT [--seconds 450]
 
 OUTPUT is what `pytest --durations 0` has printed for the tests that are not marked `slow`, those of
 the tail included (`--whole`). In the tail is what takes longest, so that the others take so many
-seconds together; but in every file its quickest test is not. It is kept in tests/long_tail.txt.
+seconds together; but in every file its quickest test is not, and none of the house's (tests/house)
+that takes less than ten seconds, as any change can break those. It is kept in tests/long_tail.txt.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "long_tail.txt"
+HOUSE = "tests/house/"
+_LONG = 10.0  # seconds of a test of the house that is not always run
 _TAKEN = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(\S+)$", re.MULTILINE)
 
 
@@ -43,6 +46,7 @@ def longest(taken: Mapping[str, float], seconds: float) -> set[str]:
     for name in sorted(taken, key=lambda name: (taken[name], name)):
         quickest.setdefault(name.partition("::")[0], name)
     kept = set(quickest.values())
+    kept |= {name for name in taken if name.startswith(HOUSE) and taken[name] < _LONG}
     total, found = sum(taken.values()), set()
     for name in sorted(taken.keys() - kept, key=lambda name: (-taken[name], name)):
         if total <= seconds:

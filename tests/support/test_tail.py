@@ -40,6 +40,12 @@ def test_the_longest_are_left_out_but_not_a_whole_file(seconds: int, left_out: s
     assert found == {f"tests/a/test_a.py::{name}" for name in left_out}
 
 
+def test_what_any_change_can_break_is_always_run() -> None:
+    house = {"tests/house/test_a.py::test_a": 2.0, "tests/house/test_a.py::test_b": 9.0}
+    found = longest(house | {"tests/house/test_a.py::test_c": 11.0}, 1)
+    assert found == {"tests/house/test_a.py::test_c"}
+
+
 SCRIPT = """
 import pytest
 from tests.support import tail

@@ -380,7 +380,8 @@ class RankWorkers(Workers):
                 yield
         except BusyError as error:
             self.give_up(error)
-            raise WorkerTimeout(f"{self.role.name}: {error}", self._me) from error
+            text = f"{self.role.name} is amid a module for more than {timeout:.0f} s"
+            raise WorkerTimeout(text, self._me) from error
 
     def give_up(self, why: BaseException) -> None:
         """Stop what is under way, and put back what passes have changed that did not end."""
