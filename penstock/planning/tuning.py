@@ -22,6 +22,7 @@ from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.profile.shadow import shadow
 from penstock.runner import Runner
+from penstock.workers.gate import gate_of
 from penstock.workers.placement import place
 from penstock.workers.threads.workers import ThreadWorkers
 
@@ -75,7 +76,8 @@ def _steps(program: Program, leaves: Sequence[Any], plan: Plan) -> list[float]:
     devices = [torch.device(name) for name in plan.devices]
     place(program, plan.cuts, [devices[worker] for worker in plan.placement])
     timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
-    workers = ThreadWorkers(plan, devices, plan.threads or threads_per_worker(devices), timeout)
+    threads = plan.threads or threads_per_worker(devices)
+    workers = ThreadWorkers(plan, devices, threads, timeout, gate_of(program.model))
     runner = Runner(program, plan, workers)
     batch = Batch.split(program.signatures.inputs(leaves), plan.num_microbatches)
     shares = [rows / sum(batch.rows) for rows in batch.rows]

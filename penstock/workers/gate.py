@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 
 class BusyError(Exception):
@@ -70,3 +73,18 @@ class Gate:
             with self._changed:
                 self._is_alone = False
                 self._changed.notify_all()
+
+
+_GATES: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
+_finding = threading.Lock()
+
+
+def gate_of(model: nn.Module) -> Gate:
+    """The gate of all pipelines of this process that run modules of this model."""
+    modules = list(model.modules())
+    with _finding:
+        known = (_GATES[module] for module in modules if module in _GATES)
+        gate = next(known, None) or Gate()
+        for module in modules:
+            _GATES.setdefault(module, gate)
+    return gate

@@ -82,3 +82,18 @@ def test_sessions_at_new_lengths() -> None:
         assert all(map(torch.equal, found, map(own, xs)))
     assert looked
     assert not any(looked)
+
+
+def test_other_pipelines_of_the_model() -> None:
+    own = model()
+    xs = [torch.randn(2, length, 4) for length in (3, 4, 5, 7)]
+    with pipeline(own, xs[0]) as busy, pipeline(own, xs[0]) as other, torch.no_grad():
+        SEEN.clear()
+        under_way = busy.map([(xs[0],)] * 12, ahead=12)
+        found = [next(under_way)]
+        results = [other(x) for x in xs[1:]]
+        found += under_way
+        assert all(map(torch.equal, found, [own(xs[0])] * 12))
+        assert all(map(torch.equal, results, map(own, xs[1:])))
+    assert SEEN
+    assert not any(SEEN)

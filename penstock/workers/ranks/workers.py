@@ -43,7 +43,7 @@ from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping, norms_of, total_norm
-from penstock.workers.gate import BusyError, Gate
+from penstock.workers.gate import BusyError, gate_of
 from penstock.workers.members import Member
 from penstock.workers.memories import check_buffers, check_memories, unchanged
 from penstock.workers.optimizer_parts import (
@@ -164,7 +164,7 @@ class RankWorkers(Workers):
         first = self._me - self._place
         self._here = replica = RankReplica(self._replica, plan.weights, first, total=self._total)
         self.residents = Residents()
-        self._gate = Gate()
+        self._gate = gate_of(model)
         residents = {self._place: self.residents}
         self._assemblies = {
             training: Assembly(

@@ -14,6 +14,7 @@ from penstock.errors import InputError
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Workers
+from penstock.workers.gate import gate_of
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
 from penstock.workers.threads.pool import ThreadPool
 from penstock.workers.threads.workers import ThreadWorkers
@@ -46,7 +47,8 @@ class ThreadBackend(DrivenBackend):
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
         """Start one thread per device, each with its share of the cores."""
-        return ThreadWorkers(plan, self.in_order(plan), self.threads, self.timeout(plan, timeout))
+        seconds = self.timeout(plan, timeout)
+        return ThreadWorkers(plan, self.in_order(plan), self.threads, seconds, gate_of(model))
 
 
 class ThreadProbe:

@@ -49,10 +49,16 @@ class ThreadWorkers(Workers):
         devices: of the workers.
         threads: intra-op threads of each CPU worker.
         timeout: seconds that a pass may take.
+        gate: of the model whose modules they run.
     """
 
     def __init__(
-        self, plan: Plan, devices: Sequence[torch.device], threads: int, timeout: float
+        self,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        threads: int,
+        timeout: float,
+        gate: Gate,
     ) -> None:
         self._plan = plan
         self.devices = devices
@@ -65,7 +71,7 @@ class ThreadWorkers(Workers):
         self._records: dict[int, Record] = {}  # by the thread that writes them
         stages = range(len(plan.stages) if plan.replicas > 1 else 0)
         shared = {index: InOrder(self._turns.make) for index in stages}
-        self._gate = Gate()
+        self._gate = gate
         self._replicas = [Replica(k, plan.weights, k * count, shared) for k in range(plan.replicas)]
         self._in_order = list(shared.values())
         self._ran = Before()
