@@ -19,9 +19,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.capture.lowering import StageModule, build_with, leaf_of
 from penstock.capture.randomness import draw, draw_in_python
+from penstock.engine.hooks import hooks_of
 from penstock.errors import InputError
 from penstock.links.link import Values
 from penstock.torch_internals import backends_of_compile, check_cxx_compiler
@@ -104,16 +106,37 @@ def _check_compiler() -> None:
         ) from error
 
 
-def compiled(module: Callable[..., Values], options: Compile) -> Callable[..., Values]:
-    """What runs the module of a span, compiled when it is first called.
+class CompiledForward:
+    """Runs the module of a span, compiled when it is first called.
 
     Calls that draw random numbers run between the parts that are compiled, as each is seeded by
-    itself; and so does what takes apart or makes objects of the user's classes.
+    itself; and so does what takes apart or makes objects of the user's classes. torch.compile takes
+    no notice of hooks that come or go later, so then the module is compiled anew.
+
+    Args:
+        module: of the span.
+        options: arguments of `torch.compile`.
     """
-    if isinstance(module, StageModule):
-        module = module.with_functions({function: _outside(function) for function in _OUTSIDE})
-    made: Callable[..., Values] = torch.compile(module, **options)
-    return made
+
+    def __init__(self, module: Callable[..., Values], options: Compile) -> None:
+        self._module, self._options = module, options
+        modules = module.modules() if isinstance(module, nn.Module) else ()
+        self._vars = [vars(each) for each in modules]
+        self._hooks: list[int] | None = None  # when it was compiled
+        self._run: Callable[..., Values] = module
+
+    def __call__(self, *args: Any) -> Values:
+        """What the module returns, without gradients."""
+        if (hooks := hooks_of(self._vars)) != self._hooks:
+            self._hooks, self._run = hooks, self._compiled()
+        return self._run(*args)
+
+    def _compiled(self) -> Callable[..., Values]:
+        module = self._module
+        if isinstance(module, StageModule):
+            module = module.with_functions({function: _outside(function) for function in _OUTSIDE})
+        made: Callable[..., Values] = torch.compile(module, **self._options)
+        return made
 
 
 @cache

@@ -26,7 +26,7 @@ from penstock.capture.lowering import StageModule
 from penstock.capture.meta import NoSavedTensors
 from penstock.capture.one_replica import NORMS, may_have_a_twin
 from penstock.capture.randomness import Key
-from penstock.engine.compiled import Compile, compiled
+from penstock.engine.compiled import Compile, CompiledForward
 from penstock.engine.residents import Residents, States
 from penstock.engine.state import State, plain_attributes, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
@@ -104,7 +104,7 @@ class Span:
     @cached_property
     def without_gradients(self) -> Callable[..., Values]:
         """What runs forwards without gradients: the module, or what it is compiled to here."""
-        return self.module if self.compile is None else compiled(self.module, self.compile)
+        return self.module if self.compile is None else CompiledForward(self.module, self.compile)
 
     def run(self, sizes: Sizes, key: Key, values: Values) -> Values:
         """Run the forward; autograd saves what changes as it is at that moment."""

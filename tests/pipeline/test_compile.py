@@ -156,3 +156,17 @@ def test_random_numbers_are_those_of_the_pass() -> None:
             compiled = sum(backend.by_thread.values())
     assert all(map(torch.equal, *results))
     assert compiled < 40
+
+
+def test_hooks_that_come_and_go_later() -> None:
+    model, seen = mlp(8, 16, 16, 8).eval(), []
+    with pipeline(model, compile={"backend": "eager"}) as pipe, torch.no_grad():
+        before = pipe(X)
+        handle = model[0].register_forward_hook(lambda module, args, output: output * 2)
+        assert not torch.equal(pipe(X), before)
+        assert torch.equal(pipe(X), model(X))
+        handle.remove()
+        assert torch.equal(pipe(X), before)
+        model[-1].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+        assert torch.equal(pipe(X), before)
+        assert sum(seen) == len(X)
