@@ -9,6 +9,7 @@ import torch
 
 from tests.sessions.test_sessions import (
     Careful,
+    Feedback,
     Memory,
     Recurrent,
     Remembering,
@@ -62,6 +63,20 @@ def tuples(rank: int) -> Any:
             optimizer.step()
             optimizer.zero_grad()
         return found, session.fetch(hidden)
+
+
+def feedback(rank: int, named: str) -> Any:
+    """States of which one is read by the other stage in the next call; how many ways there are."""
+    model = Feedback().eval()
+    xs = [x[:, 0] for x in inputs(6)]
+    found, ways, hidden = [], [], None
+    with split(model, xs[0]) as pipe, torch.no_grad():
+        session = pipe.session(states=[1]) if named == "True" else pipe.session()
+        for x in xs:
+            result, hidden = session(x, hidden)
+            found.append(result)
+            ways.append(len(pipe._runner.ways(False)))
+        return found, session.fetch(hidden), ways
 
 
 def replicas(rank: int) -> Any:

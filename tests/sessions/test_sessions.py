@@ -76,6 +76,16 @@ class Recurrent(nn.Module):
         return self.head(other), (one, other)
 
 
+class Feedback(Recurrent):
+    """The first cell reads the state of the second, and the second that of the first."""
+
+    def forward(self, x: torch.Tensor, hidden: Any = None) -> Any:
+        zeros = x.new_zeros(len(x), 5)
+        one, other = hidden if hidden is not None else (zeros, zeros)
+        one, other = self.first(x, other), self.second(one, one)
+        return self.head(other), (one, other)
+
+
 def pipeline(model: nn.Module, x: torch.Tensor, kind: Any = "threads", **options: Any) -> Any:
     program = ps.capture(model, (x,))
     plan = replicated(uniform_plan(program, 2, 1), options.pop("replicas", 1))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sessions.test_sessions import Careful, Memory, Recurrent, Remembering, inputs
+from tests.sessions.test_sessions import Careful, Feedback, Memory, Recurrent, Remembering, inputs
 from tests.workers.ranks.launching import Launcher
 
 
@@ -43,6 +43,21 @@ def test_states_in_a_tuple_and_training(launcher: Launcher, tmp_path: Path) -> N
     for found, last in launcher.run("has_sessions:tuples", tmp_path):
         assert all(map(torch.equal, found, wanted))
         assert all(map(torch.equal, last, hidden))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_states_that_move_to_other_stages(launcher: Launcher, tmp_path: Path, named: bool) -> None:
+    model: Any = Feedback().eval()
+    wanted, hidden = [], None
+    with torch.no_grad():
+        for x in (x[:, 0] for x in inputs(6)):
+            result, hidden = model(x, hidden)
+            wanted.append(result)
+    assert hidden is not None
+    for found, last, ways in launcher.run(f"has_sessions:feedback:{named}", tmp_path):
+        assert all(map(torch.equal, found, wanted))
+        assert all(map(torch.equal, last, hidden))
+        assert ways[2] == ways[-1]
 
 
 def test_replicas(launcher: Launcher, tmp_path: Path) -> None:
