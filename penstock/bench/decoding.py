@@ -208,6 +208,7 @@ class Work:
 
     Attributes:
         name: what it is called.
+        calls: a call of each stage for every pass, in order.
         results: of the last call.
     """
 
@@ -215,11 +216,11 @@ class Work:
         self.name = "the stages alone"
         with noting() as calls:
             passes.step()
-        self._calls = calls[len(DEVICES) :]  # without those of the first pass
+        self.calls = calls[len(DEVICES) :]  # without those of the first pass
         self._count = count
-        if len(self._calls) != len(DEVICES) * count:
+        if len(self.calls) != len(DEVICES) * count:
             raise RuntimeError(
-                f"{count} passes have called {len(self._calls)} stages, not {len(DEVICES)} each: "
+                f"{count} passes have called {len(self.calls)} stages, not {len(DEVICES)} each: "
                 "some were run again"
             )
         self.results: Any = None
@@ -228,7 +229,7 @@ class Work:
     def step(self) -> float:
         """All calls once; the mean seconds of a pass."""
         start = time.perf_counter()
-        for module, args in self._calls:
+        for module, args in self.calls:
             self.results = module(*args)
         return (time.perf_counter() - start) / self._count
 

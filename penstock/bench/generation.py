@@ -3,7 +3,7 @@
     python -m penstock.bench generation [--models gpt2,llama] [--rounds 9] [--quick]
         [--json FILE] [--record]
 
-Five things are measured of every model, one after the other, in turns:
+Six things are measured of every model, one after the other, in turns:
 
 *Generation*: `pipe.generate` in threads and in processes; the stages in turn, as with
 `device_map="auto"` (the model's own `generate` in one thread, with accelerate's hooks and without);
@@ -16,6 +16,9 @@ which it was fastest. The tokens of all are compared with those of the model's o
 *Inference*: `pipe.map` over batches; accelerate's `prepare_pippy`, on two ranks over gloo; and one
 device. Each with the number of micro-batches with which it is fastest, and `prepare_pippy` with the
 cut as well. The logits of all are compared with those of the model.
+
+*The limit*: the calls of the stages of such passes without anything of Penstock between, handed
+from thread to thread, and side by side, see `penstock.bench.limits`.
 
 *A step of decoding*: what a pass of a session costs above the work of its stages, see
 `penstock.bench.decoding`; with two small models, the same in every run.
@@ -39,7 +42,10 @@ import torch
 
 import penstock as ps
 from penstock.bench import record
-from penstock.bench.decoding import KINDS, cells, costs, small_gpt2
+from penstock.bench.decoding import KINDS, Decoder, cells, costs, small_gpt2
+from penstock.bench.limits import IN_TURN as IN_ONE_THREAD
+from penstock.bench.limits import WARM_UP as LIMITS_WARM_UP
+from penstock.bench.limits import limits
 from penstock.bench.peers.generating import in_turn, saved, transformers_pipeline
 from penstock.bench.peers.peer import Peer, Recipe
 from penstock.bench.peers.pippy import pippy, plain
@@ -333,6 +339,32 @@ def row(name: str, seconds: list[float], first: list[float]) -> dict[str, Any]:
     }
 
 
+def limit(
+    writing: Writing, plan: ps.Plan, groups: int, settings: Settings
+) -> dict[str, list[dict[str, Any]]]:
+    """What the machine allows for one sequence, and for one of so many groups."""
+    passes = writing.new_tokens - 1
+    found = {}
+    for what, rows in (("one sequence", 1), ("a group", writing.rows // groups)):
+        with callback(f"what the machine allows, {what}") as progress:
+            tick = Ticker(3 * (settings.rounds + LIMITS_WARM_UP), progress)
+            taken = limits(decoder_of(writing, rows), plan, settings.rounds, passes, tick)
+        found[what] = [row(name, seconds, taken[IN_ONE_THREAD]) for name, seconds in taken.items()]
+    return found
+
+
+def decoder_of(writing: Writing, rows: int) -> Decoder:
+    """Greedy decoding of the first so many prompts."""
+
+    def then(result: Any) -> dict[str, Any]:
+        token = result.logits[:, -1:].argmax(-1)
+        return {"input_ids": token, "past_key_values": result.past_key_values}
+
+    (prompts,) = writing.prompts(rows, 1)
+    name = f"{writing.name}, {rows} rows"
+    return Decoder(name, writing.build, {"input_ids": prompts}, (), then)
+
+
 # -- inference ----------------------------------------------------------------------------------
 
 
@@ -464,10 +496,12 @@ def measure(writing: Writing, work: Inference, settings: Settings) -> dict[str, 
         expected = Expected(writing)
         together = generation(writing, found, expected, settings)
         alone = latency(found, expected, settings, writing.new_tokens)
+    allowed = limit(writing, plan, together["same_groups"], settings)
     mapped = inference(work, settings)
     return {
         "generation": {**together, "plan": plan.summary, "refused": refused},
         "latency": alone,
+        "limit": allowed,
         "inference": mapped,
     }
 
@@ -564,6 +598,8 @@ def main(arguments: Sequence[str]) -> int:
         measured[writing.name] = {**found, "steps": steps, "settings": how}
         for part in ("generation", "latency", "inference"):
             print(*show(f"{writing.name}: {part}", found[part]["rows"]), "", sep="\n", flush=True)
+        for what, rows in found["limit"].items():
+            print(*show(f"{writing.name}: stages alone, {what}", rows), "", sep="\n", flush=True)
         for peer, why in found["generation"]["refused"].items():
             print(f"{writing.name}: {peer} does not run: {why}")
         failures += wrong(writing.name, found)

@@ -14,6 +14,7 @@ import torch
 
 from penstock.bench.decoding import Passes, Work, cells
 from penstock.bench.generation import Expected, PeerWriter, Settings, wrong
+from penstock.bench.limits import Threads
 from penstock.bench.peers.generating import in_turn, saved, transformers_pipeline
 from penstock.bench.peers.pippy import pippy
 from penstock.bench.peers.writing import Inference, last_logits
@@ -67,6 +68,19 @@ def test_the_work_of_passes_is_the_calls_of_their_stages() -> None:
         work = Work(passes, 3)
         work.step()
         assert torch.equal(work.results[0], passes.result[0])
+
+
+@pytest.mark.parametrize("handed_on", [False, True])
+def test_threads_run_the_calls_of_their_stages(handed_on: bool) -> None:
+    with ExitStack() as stack:
+        passes = Passes(cells(), "threads", 3, stack)
+        work, threads = Work(passes, 3), Threads(Work(passes, 3), handed_on)
+        assert work.step() > 0
+        assert threads.step() > 0
+        assert torch.equal(threads.results[1][0], work.results[0])
+        work.calls.append((None, ()))  # type: ignore[arg-type]  # fails in the first stage
+        with pytest.raises(TypeError):
+            Threads(work, handed_on).step()
 
 
 def test_other_tokens_and_logits_are_named() -> None:
