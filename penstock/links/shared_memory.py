@@ -4,12 +4,14 @@ The sender copies a boundary's values into a slot and sends a message of a few b
 works on the slot in place, as long as anything refers to it: until the backward of that
 micro-batch, usually. Then the slot is free for another. There are as many slots as that takes.
 How a slot is laid out is sent once, with the first values of those shapes.
+
+A weight that both processes map is not copied: the message says which it is (`weights.py`).
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ import torch
 
 from penstock.links.link import Gradients, InDispatch, Roots, Values, edges
 from penstock.links.segment import ALIGNMENT, Place, Segment, Target, place_of
+from penstock.links.weights import Named, Weights
 from penstock.links.wire import Wire
 
 _ROOM = 1.25  # a slot is this much larger than what it is made for
@@ -27,8 +30,9 @@ PLAIN = "plain"
 """In a layout: a value that is in the message."""
 _MOST = 1000  # of what is remembered of layouts, if shapes always change
 
-Layout = tuple[Place | str | None, ...]
-"""For every value its place; or `None` for no value, or `"plain"` for one in the message."""
+Layout = tuple[Place | Named | str | None, ...]
+"""For every value its place, or its name among the weights that both have; or `None` for no value,
+or `"plain"` for one in the message."""
 
 
 class Lent(msgspec.Struct, array_like=True, frozen=True):
@@ -85,10 +89,12 @@ class Lender:
 
     Args:
         wire: to it.
+        weights: that the other process has, too.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, weights: Weights | None = None) -> None:
         self._wire = wire
+        self._weights = weights
         self._slots = Slots()
         self._sent: set[int] = set()  # of the slots, those that the other process has
         self._announced: set[int] = set()  # of the layouts, those that it knows
@@ -102,7 +108,8 @@ class Lender:
         Returns:
             what is to be sent, within `with`.
         """
-        signature = tuple([_signature(value) for value in values])
+        weights = self._weights
+        signature = tuple([_signature(value, weights) for value in values])
         known = self._known.get(signature) or self._learn(signature, values)
         slot, segment, size = -1, None, 0
         if known.size:
@@ -138,7 +145,8 @@ class Lender:
 
     def _learn(self, signature: tuple[Any, ...], values: Sequence[Any]) -> _Known:
         """Lay out values that are like none before."""
-        layout, size = laid_out(values)
+        names = {k: name for k, name in enumerate(signature) if isinstance(name, Named)}
+        layout, size = laid_out(values, names)
         number = self._layouts.setdefault(layout, len(self._layouts))
         if len(self._known) >= _MOST:
             self._known.clear()
@@ -203,10 +211,12 @@ class Borrower:
 
     Args:
         device: where they are wanted.
+        weights: that this process has in common with the other one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, weights: Weights | None = None) -> None:
         self._device = device
+        self._weights = weights or Weights()
         self._slots: dict[int, Segment] = {}
         self._layouts: dict[int, Layout] = {}
 
@@ -228,6 +238,8 @@ class Borrower:
         for k, place in enumerate(layout):
             if isinstance(place, Place):
                 values[k] = self._arrived(place, memory)
+            elif isinstance(place, Named):
+                values[k] = self._weights.named(place)
             elif place is not None:
                 values[k] = next(remaining)
         return tuple(values)
@@ -242,22 +254,26 @@ class Borrower:
         return tensor.requires_grad_() if place.requires_grad else tensor
 
 
-def _signature(value: Any) -> Any:
+def _signature(value: Any, weights: Weights | None) -> Any:
     """Equal for values that are laid out in the same way."""
     if not isinstance(value, torch.Tensor):
         return None if value is None else PLAIN
     if not is_plain(value):
         return PLAIN
+    if weights is not None and (name := weights.name(value)) is not None:
+        return name
     shift = value.data_ptr() % ALIGNMENT
     return value.dtype, value.shape, value.stride(), shift, value.requires_grad
 
 
-def laid_out(values: Sequence[Any]) -> tuple[Layout, int]:
-    """Where values go in a slot, and how many bytes that takes."""
-    layout: list[Place | str | None] = []
+def laid_out(values: Sequence[Any], names: Mapping[int, Named] | None = None) -> tuple[Layout, int]:
+    """Where values go in a slot, and how many bytes that takes; some are only named."""
+    layout: list[Place | Named | str | None] = []
     size = 0
-    for value in values:
-        if isinstance(value, torch.Tensor) and is_plain(value):
+    for k, value in enumerate(values):
+        if names and k in names:
+            layout.append(names[k])
+        elif isinstance(value, torch.Tensor) and is_plain(value):
             place = place_of(value, size)
             size = place.end
             layout.append(place)
@@ -300,12 +316,17 @@ class Sender(Lender):
         wire: to the other process.
         owner: knows the number of the jobs that run now.
         wait: called before a message is sent; returns when there is room for one.
+        weights: that the other process has, too.
     """
 
     def __init__(
-        self, wire: Wire, owner: InDispatch, wait: Callable[[], None] | None = None
+        self,
+        wire: Wire,
+        owner: InDispatch,
+        wait: Callable[[], None] | None = None,
+        weights: Weights | None = None,
     ) -> None:
-        super().__init__(wire)
+        super().__init__(wire, weights)
         self._owner = owner
         self._wait = wait
 
@@ -330,6 +351,7 @@ class Receiver:
         owner: knows the number of the jobs that run now; messages of earlier ones are thrown away.
         device: where the values are wanted.
         wait: called before a message is read; returns when there is one.
+        weights: that this process has in common with the other one.
     """
 
     def __init__(
@@ -338,11 +360,12 @@ class Receiver:
         owner: InDispatch,
         device: torch.device,
         wait: Callable[[], None] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self._wire = wire
         self._owner = owner
         self._wait = wait
-        self._borrower = Borrower(device)
+        self._borrower = Borrower(device, weights)
 
     def get(self) -> Values:
         """The next values; waits for them.

@@ -48,12 +48,14 @@ class NewWay:
         stages: by number.
         ending: how its results are put together.
         deferred: whether BatchNorms are moved once per batch.
+        crossing: for every stage the weights among the values that come from the stage before.
     """
 
     training: bool
     stages: dict[int, StageSpans]
     ending: Ending
     deferred: bool = False
+    crossing: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,13 @@ class Ways:
         taken = {k: n for p, (n, *_) in zip(parts, spans, strict=True) for k in p.taken}
         kept = {k: n for p, (n, *_) in zip(parts, spans, strict=True) for k in p.kept}
         way = Way(trace, parts[0].inputs, parts[-1].outputs, apart, taken, kept)
-        self._announce(NewWay(self.training, stages, way.ending, self._deferred))
+        entering = {n: p.inputs for p, (n, *_) in reversed(list(zip(parts, spans, strict=True)))}
+        crossing = {
+            number: [find(program.model, v.name) for v in values if isinstance(v, Attribute)]
+            for number, values in entering.items()
+            if number > 0
+        }
+        self._announce(NewWay(self.training, stages, way.ending, self._deferred, crossing))
         self._ways.append(way)
 
 

@@ -250,7 +250,7 @@ def test_too_many_open_files(place: Listener, monkeypatch: pytest.MonkeyPatch) -
         calling = calls(apart(place.address), (1, 0), "secret", 20)
         time.sleep(0.5)  # it has connected, behind them
         highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         filling: list[int] = []
         with contextlib.suppress(OSError):

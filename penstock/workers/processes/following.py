@@ -20,7 +20,7 @@ from penstock.engine.batchnorm import Statistics, move
 from penstock.engine.hooks import hooks_of
 from penstock.errors import InputError
 from penstock.links.pickling import Outbox
-from penstock.workers.processes.shared_model import Package, SharedModel
+from penstock.workers.processes.shared_model import Crossing, Package, SharedModel
 
 _VERSION, _TRAINING = attrgetter("_version"), attrgetter("training")
 
@@ -264,6 +264,10 @@ class Remote:
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move tensors to memory that it maps as well, with the next packages."""
         self._packages += self._shared.share(self._place, tensors)
+
+    def show(self, tensors: Sequence[torch.Tensor]) -> Crossing:
+        """Let it name tensors to other workers, or be named them."""
+        return self._shared.show(self._place, tensors)
 
     def packages(self) -> list[Package]:
         """The tensors that it does not know of yet; from now on it does."""

@@ -43,7 +43,7 @@ from penstock.workers.memories import unchanged
 from penstock.workers.optimizer_parts import use_settings
 from penstock.workers.processes.following import News, follow
 from penstock.workers.processes.remembering import Found, Key
-from penstock.workers.processes.shared_model import Gradients, Package
+from penstock.workers.processes.shared_model import Crossing, Gradients, Package, Shared
 from penstock.workers.processes.turns import Turnstile
 from penstock.workers.processes.worker_state import CPU, WorkerState, loading
 from penstock.workers.ways import modules_of
@@ -204,6 +204,7 @@ class AddWay:
         way: a `NewWay`, packed.
         modules: the user's modules that come with it, packed after it.
         turns: the grant and the size of memory for turns of these modules, with other replicas.
+        crossing: weights that it names to workers beside it, or that they name to it.
     """
 
     doing: ClassVar[int] = STARTING
@@ -212,10 +213,16 @@ class AddWay:
     way: bytes
     modules: bytes
     turns: tuple[int, int] | None
+    crossing: Crossing
 
     def __call__(self, own: WorkerState) -> None:
         """Map its tensors, unpack its modules, and add it to the assembly of its mode."""
         take(own, self.packages)
+        for number, mine in self.crossing.own.items():
+            own.weights.add(number, own.tensors[mine])
+        for package in self.crossing.others:
+            for shared, memory in mapped(own, package):
+                own.weights.add(shared.number, memory)
         with loading():
             way, modules = own.inbox.unpack(self.way), own.inbox.unpack(self.modules)
         own.modules += modules
@@ -233,12 +240,17 @@ class AddWay:
 def take(own: WorkerState, packages: Sequence[Package]) -> None:
     """Map the tensors of some packages."""
     for package in packages:
-        segment = own.segment(package.grant, package.size)
-        places = [shared.place for shared in package.tensors]
-        for shared, memory in zip(package.tensors, segment.tensors(places), strict=True):
+        for shared, memory in mapped(own, package):
             own.tensors[shared.number] = shared.tensor(memory)
         own.slots.clear()
     own.note_memory()
+
+
+def mapped(own: WorkerState, package: Package) -> Iterator[tuple[Shared, torch.Tensor]]:
+    """The tensors of a package, and where they are."""
+    segment = own.segment(package.grant, package.size)
+    tensors = segment.tensors([shared.place for shared in package.tensors])
+    yield from zip(package.tensors, tensors, strict=True)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,19 @@ class Package:
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """Weights that cross between workers, which have a number in common for each.
+
+    Attributes:
+        own: for the worker's own, its numbers by the common ones.
+        others: those that it is to see besides, by the common numbers.
+    """
+
+    own: Mapping[int, int]
+    others: Sequence[Package]
+
+
+@dataclass(frozen=True)
 class Memory:
     """Where a tensor of the driver is that workers share.
 
@@ -104,6 +117,7 @@ class Gradients:
         present: the numbers of the parameters that have a gradient now.
         requires_grad: for every parameter, if that has changed.
         written: the numbers of tensors that the driver has changed in place since it last said so.
+        crossing: likewise, of those of other workers that it sees; by their common numbers.
     """
 
     slot: int = -1
@@ -111,13 +125,52 @@ class Gradients:
     present: tuple[int, ...] = ()
     requires_grad: tuple[bool, ...] | None = None
     written: tuple[int, ...] = ()
+    crossing: tuple[int, ...] = ()
+
+
+@dataclass
+class _Versions:
+    """How often tensors were changed in place.
+
+    Attributes:
+        tensors: which.
+        told: as the workers were told.
+        known: and as they certainly know.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """One more, which they know as it is."""
+        self.tensors.append(tensor)
+        self.told.append(_version(tensor))
+        self.known.append(self.told[-1])
+
+    def written(self) -> tuple[int, ...]:
+        """The tensors that were changed in place since this was last asked."""
+        now = list(map(_version, self.tensors))
+        if now == self.told:
+            return ()
+        before, self.told = self.told, now
+        return tuple(k for k, version in enumerate(before) if version != now[k])
+
+    def confirm(self) -> None:
+        """What they were told has arrived."""
+        self.known = list(self.told)
+
+    def doubt(self) -> None:
+        """What they were told may be lost."""
+        self.told = list(self.known)
 
 
 @dataclass
 class _Part:
     """The tensors of the workers at a place, and the slots for their gradients."""
 
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    versions: _Versions = field(default_factory=_Versions)  # of the tensors
+    crossing: _Versions = field(default_factory=_Versions)  # of those of others that they see
     parameters: list[nn.Parameter] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)  # of the parameters' gradients, and `present`
     size: int = 0  # of all that
@@ -126,10 +179,13 @@ class _Part:
     memory: memoryview | None = None  # of that slot
     requires_grad: tuple[bool, ...] = ()
     addresses: list[int] = field(default_factory=list)  # of the tensors
-    versions: list[int] = field(default_factory=list)  # of them, as the worker was told
-    known: list[int] = field(default_factory=list)  # and as it certainly knows
     hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the workers, by number."""
+        return self.versions.tensors
 
     def gradients(self) -> list[torch.Tensor]:
         """Those of all parameters, in the slot."""
@@ -155,14 +211,6 @@ class _Part:
         numbers = range(len(self._gradients))
         left = [k for k in numbers if self.parameters[k].grad is not self._gradients[k]]
         return any(sys.getrefcount(self._gradients[k]) > _OWN for k in left)
-
-    def written(self) -> tuple[int, ...]:
-        """The tensors that were changed in place since this was last asked."""
-        now = list(map(_version, self.tensors))
-        if now == self.versions:
-            return ()
-        before, self.versions = self.versions, now
-        return tuple(k for k, version in enumerate(before) if version != now[k])
 
     def let_go(self) -> None:
         """Drop the references to the slot that this part had."""
@@ -194,6 +242,7 @@ class SharedModel:
         self._is_replicated = replicas > 1
         self._parts = [_Part() for _ in range(places)]
         self._owners: dict[int, tuple[int, int]] = {}  # by id: the place, and its number there
+        self._crossing: dict[int, int] = {}  # by id: the numbers of those that several see
 
     def number(self, place: int, tensor: Any) -> int | None:
         """The number by which the workers at a place know a tensor."""
@@ -238,10 +287,8 @@ class SharedModel:
                 grant = self._grant(place, segment.fd)
                 packages[id(segment)] = Package(grant, segment.size, [])
             packages[id(segment)].tensors.append(described(number, tensor, memory.place))
-            part.tensors.append(tensor)
+            part.versions.add(tensor)
             part.addresses.append(memory.address)
-            part.versions.append(_version(tensor))
-            part.known.append(part.versions[-1])
             self._owners[id(tensor)] = place, number
         part.hooks += hooks_of_tensors(new)
         part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
@@ -252,6 +299,36 @@ class SharedModel:
         part.let_go()
         part.slot, part.slots = -1, Slots()
         return list(packages.values())
+
+    def show(self, place: int, tensors: Iterable[torch.Tensor]) -> Crossing:
+        """Let the workers at a place name tensors to others, or be named them.
+
+        Those that are nowhere in memory that is shared are left out.
+
+        Args:
+            place: of the workers.
+            tensors: their own, or those of workers before them.
+        """
+        part = self._parts[place]
+        own: dict[int, int] = {}
+        packages: dict[int, Package] = {}
+        for tensor in tensors:
+            if not self._is_shared(tensor):
+                continue
+            common = self._crossing.setdefault(id(tensor), len(self._crossing))
+            if (number := self.number(place, tensor)) is not None:
+                own[common] = number
+            elif not any(tensor is known for known in part.crossing.tensors):
+                memory = self.memories[id(tensor)]
+                package = packages.get(id(memory.segment))
+                if package is None:
+                    grant = self._grant(place, memory.segment.fd)
+                    package = Package(grant, memory.segment.size, [])
+                    packages[id(memory.segment)] = package
+                place_of_it = memory.place._replace(requires_grad=False)
+                package.tensors.append(Shared(common, place_of_it, False, {}, ((), ())))
+                part.crossing.add(tensor)
+        return Crossing(own, list(packages.values()))
 
     def _is_shared(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is where workers that were there before have shared it."""
@@ -336,7 +413,9 @@ class SharedModel:
         changed = requires_grad != part.requires_grad
         part.requires_grad = requires_grad
         changed_to = requires_grad if changed else None
-        return Gradients(part.slot, news, present, changed_to, part.written())
+        written, crossing = part.versions.written(), part.crossing.written()
+        crossing = tuple(self._crossing[id(part.crossing.tensors[k])] for k in crossing)
+        return Gradients(part.slot, news, present, changed_to, written, crossing)
 
     def stepped(self, place: int, parameters: Iterable[torch.Tensor]) -> None:
         """Let autograd here know that a worker has changed these in place."""
@@ -346,19 +425,21 @@ class SharedModel:
         for parameter in changed:
             number = self.number(place, parameter)
             if number is not None and not self._is_replicated:  # others do not
-                part.versions[number] += 1  # the worker knows this one
+                part.versions.told[number] += 1  # the worker knows this one
 
     def confirm(self) -> None:
         """What the workers were told has arrived, all of it."""
         for part in self._parts:
-            part.known = list(part.versions)
+            part.versions.confirm()
+            part.crossing.confirm()
 
     def doubt(self) -> None:
         """Take it that the workers know nothing of all this: what they were told may be lost."""
         for part in self._parts:
             part.let_go()
             part.slot, part.slots, part.requires_grad = -1, Slots(), ()
-            part.versions = list(part.known)
+            part.versions.doubt()
+            part.crossing.doubt()
 
     def during(self, place: int) -> None:
         """Make what `after` needs, while the pass runs."""

@@ -25,6 +25,7 @@ from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import Inbox, pack, portable, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
+from penstock.links.weights import Weights
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.torch_internals import foreach_copy_
 from penstock.workers.assembly import Assembly
@@ -75,6 +76,7 @@ class WorkerState:
         residents: what its stages keep between passes.
         kinds: orders that later ones are like, by the number of their kind.
         tensors: parameters and buffers that it shares with the driver, by number.
+        weights: tensors that it has in common with other workers.
         links: its ends of them, by the stage before.
         slots: for the gradients of all parameters, by number.
         modules: the user's, in the order in which they came.
@@ -112,6 +114,7 @@ class WorkerState:
         self.residents = Residents()
         self.kinds: dict[int, Order] = {}
         self.tensors: dict[int, torch.Tensor] = {}
+        self.weights = Weights()
         self.links: dict[int, Any] = {}
         self.slots: dict[int, Slot] = {}
         self.modules: list[nn.Module] = []
@@ -239,6 +242,7 @@ class WorkerState:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = None
+        self.weights.changed(gradients.crossing)
         for k in gradients.present if self.replica.of == 1 or updates else ():
             parameters[k].grad = slot.gradients[k]
 
@@ -419,19 +423,28 @@ class WorkerState:
 
     def sink(self, grant: int) -> Sink:
         """The earlier stage's end of a link, of the socket that was granted under this number."""
-        sender, receiver = self.ends(self._granted_wire(grant))
+        sender, receiver = self.ends(self._granted_wire(grant), out=self.weights)
         return Sink(sender, receiver)
 
     def source(self, grant: int) -> Source:
         """The later stage's end."""
-        sender, receiver = self.ends(self._granted_wire(grant))
+        sender, receiver = self.ends(self._granted_wire(grant), come=self.weights)
         return Source(receiver, sender)
 
     def _granted_wire(self, grant: int) -> Wire:
         return Wire(socket.socket(fileno=self.granted(grant)))
 
-    def ends(self, wire: Wire) -> tuple[Sender, Receiver]:
-        """A sender and a receiver for a wire to another worker; the driver can interrupt both."""
+    def ends(
+        self, wire: Wire, out: Weights | None = None, come: Weights | None = None
+    ) -> tuple[Sender, Receiver]:
+        """A sender and a receiver for a wire to another worker; the driver can interrupt both.
+
+        Args:
+            wire: to the other worker.
+            out: weights that are only named when they are sent; never as gradients, which are
+                added to.
+            come: those that are named when they come.
+        """
         control = self._wire.fileno()
         incoming, outgoing = polling(wire.fileno(), control), polling(control, out=wire.fileno())
 
@@ -443,8 +456,8 @@ class WorkerState:
             if not wire.has_room():
                 self._wait(outgoing, wire.fileno())
 
-        sender = Sender(wire, self, wait_for_room)
-        return sender, Receiver(wire, self, CPU, wait_for_values)
+        sender = Sender(wire, self, wait_for_room, out)
+        return sender, Receiver(wire, self, CPU, wait_for_values, come)
 
     def _wait(self, poller: select.poll, fd: int) -> None:
         """Wait until there is something at `fd`, and listen to the driver meanwhile."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -212,6 +212,9 @@ class ProcessWorkers(Workers):
         """Let the stages know one more way through the model."""
         try:
             self.ownership.add(way)
+            for place in self._places:
+                own = self.ownership.parameters[place], self.ownership.buffers[place]
+                self._remotes[place].share([*chain.from_iterable(own)])
             self._prepare([self._way(place, way) for place in self._places] * self._plan.replicas)
         except BaseException as error:  # some may know it now, and others not
             self._pool.fail(f"{type(error).__name__} came as its stages were being built")
@@ -219,7 +222,6 @@ class ProcessWorkers(Workers):
 
     def _way(self, place: int, way: NewWay) -> AddWay:
         remote, placement = self._remotes[place], self._plan.placement
-        remote.share((*self.ownership.parameters[place], *self.ownership.buffers[place]))
         stages = {k: spans for k, spans in way.stages.items() if placement[k] == place}
         every = modules_of(span for stage in stages.values() for span in stage.spans)
         turns = None
@@ -229,10 +231,11 @@ class ProcessWorkers(Workers):
             turns = self._memory_for_turns(place, len(every))
         outbox, packages = remote.outbox, remote.packages()
         try:
-            packed = outbox.pack(replace(way, stages=stages))
+            packed = outbox.pack(replace(way, stages=stages, crossing={}))
             also = outbox.modules  # that attributes lead to
             modules = remote.add(dict.fromkeys([*every, *also]))
-            return AddWay(packages, packed, outbox.pack(modules), turns)
+            near = [w for k in (*stages, *(k + 1 for k in stages)) for w in way.crossing.get(k, ())]
+            return AddWay(packages, packed, outbox.pack(modules), turns, remote.show(near))
         except Exception as error:
             raise InputError(
                 f"the stages of worker {place} cannot be sent to its process: "

@@ -1,0 +1,55 @@
+"""Weights that processes map in common, so that one can be named to another instead of copied."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Named(NamedTuple):
+    """A weight that a message speaks of.
+
+    Attributes:
+        number: of the weight.
+        requires_grad: whether a gradient flows to it.
+    """
+
+    number: int
+    requires_grad: bool
+
+
+class Weights:
+    """The weights that this process has in common with those beside it, by numbers of the driver.
+
+    A tied weight is one: the stage that reads it first has it, and it goes to a later one with
+    every micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, int] = {}  # by address
+
+    def add(self, number: int, tensor: torch.Tensor) -> None:
+        """Have one more, which stays where it is."""
+        self._tensors[number] = tensor
+        self._numbers[tensor.data_ptr()] = number
+
+    def name(self, value: torch.Tensor) -> Named | None:
+        """What a value is called, if it is one of them, and whole."""
+        number = self._numbers.get(value.data_ptr())
+        if number is None:
+            return None
+        known = self._tensors[number]
+        is_it = value.shape == known.shape and value.stride() == known.stride()
+        is_there = known.data_ptr() == value.data_ptr() and known.dtype == value.dtype
+        return Named(number, value.requires_grad) if is_it and is_there else None
+
+    def named(self, name: Named) -> torch.Tensor:
+        """The weight, as a value without a history."""
+        value = self._tensors[name.number].detach()
+        return value.requires_grad_() if name.requires_grad else value
+
+    def changed(self, numbers: Any) -> None:
+        """Let autograd know that others have changed these in place."""
+        torch.autograd.graph.increment_version([self._tensors[number] for number in numbers])
