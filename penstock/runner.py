@@ -356,6 +356,7 @@ class Runner:
             tokens=batch.tokens,
             replica=replica,
             assumed=assumed,
+            weights_since=number,
         )
 
     @property

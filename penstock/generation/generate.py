@@ -136,6 +136,11 @@ class Generator:
         self._threads = threads
         self._waiting: deque[Job] = deque()
         self._running: deque[_Running] = deque()
+        self.script_ran()
+
+    def script_ran(self) -> None:
+        """The script has done what it likes: weights may be others than in the pass before."""
+        self._sessions.script_ran()
 
     def add(self, job: Job) -> None:
         """Generate this as well, as soon as there is room."""
@@ -227,7 +232,9 @@ class Generator:
                 self._over(one, event.result)
                 return
             try:
-                one.under_way = self._sessions.start(one.session, (), event.what, lengths_in)
+                one.under_way = self._sessions.start(
+                    one.session, (), event.what, lengths_in, weights_stay=True
+                )
                 return
             except StatesLost as problem:
                 if one.begun < _MOST_BEGINNINGS:
@@ -385,7 +392,9 @@ def run(generator: Generator, jobs: Sequence[Job]) -> Iterator[Tokens]:
             for job in generator.step():
                 if job.error is not None:
                     raise job.error
-                yield from job.taken()
+                for tokens in job.taken():
+                    yield tokens
+                    generator.script_ran()
     finally:
         generator.close()
 

@@ -97,6 +97,7 @@ class Sessions:
         self._living = Living()
         self._opened_modules = Opened(program)
         self._passes = 0
+        self._weights_since: int | None = None  # the pass since which no weight has changed
         self._looked: dict[tuple[bool, int], int] = {}  # at the model, for a way: after which pass
         self.together = Together(runner, program)
 
@@ -122,6 +123,7 @@ class Sessions:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None = None,
+        weights_stay: bool = False,
     ) -> Pass:
         """Start a pass, which is not waited for.
 
@@ -130,11 +132,16 @@ class Sessions:
             args, kwargs: of the model's forward.
             lengths_in: says which dimensions of keyword arguments vary, if the session does not; it
                 is asked only if the call is unlike the one before.
+            weights_stay: whether no weight has changed since the pass before, unless `script_ran`.
 
         Raises:
             InputError: the model does not take these arguments.
         """
-        return self._begun(session, args, kwargs, lengths_in)
+        return self._begun(session, args, kwargs, lengths_in, weights_stay=weights_stay)
+
+    def script_ran(self) -> None:
+        """The script has done what it likes, and weights may be others than in the pass before."""
+        self._weights_since = None
 
     def _begun(
         self,
@@ -143,6 +150,7 @@ class Sessions:
         kwargs: Mapping[str, Any],
         lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None,
         step: int | None = None,
+        weights_stay: bool = False,
     ) -> Pass:
         """Start a pass; with the random numbers of this step, if it is given."""
         runner, training = self._runner, self._program.model.training
@@ -177,6 +185,10 @@ class Sessions:
                 order = runner.order(
                     "infer", routed, training, None, states, session.replica, assumed=assumed
                 )
+                since = self._weights_since if weights_stay else None
+                since = order.number if since is None else since
+                self._weights_since = since if weights_stay else None
+                order = replace(order, weights_since=since)
                 order = self.together.tell_start(order, routed, states)
                 self._passes += 1
                 started = runner.start(order)
@@ -244,6 +256,7 @@ class Sessions:
 
     def _lose(self, states: States, way: Way) -> None:
         """Some stages may have kept values of a pass, or not have heard of others."""
+        self._weights_since = None
         made = range(states.first, states.first + len(way.trace.outputs))
         self._living.gone.extend((*made, *states.dropped))
 

@@ -43,6 +43,7 @@ class Start:
         values: what enters the first stage, if that is with another process than the leading one.
         to_all: whether all processes get the results.
         leaves: how many leaves the arguments of the call have.
+        weights_since: the pass since which no weight has changed, see `Order`.
     """
 
     batch: Batch
@@ -53,6 +54,7 @@ class Start:
     values: Sequence[Values]
     to_all: bool
     leaves: int
+    weights_since: int
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,7 @@ class Together:
             order.values if replica else (),
             self._to_all,
             len(batch.parts[0]),
+            order.weights_since,
         )
         with self.telling(start):
             pass
@@ -376,9 +379,13 @@ class Together:
             self._runner.follow(step.batch, step.training, step.apart)
             order = self._runner.order("infer", step.batch, step.training)
         microbatches = [m._replace(states=step.states) for m in order.microbatches]
-        values, replica = step.values, step.replica
         return replace(
-            order, microbatches=microbatches, values=values, replica=replica, to_all=step.to_all
+            order,
+            microbatches=microbatches,
+            values=step.values,
+            replica=step.replica,
+            to_all=step.to_all,
+            weights_since=step.weights_since,
         )
 
 

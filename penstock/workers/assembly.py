@@ -25,6 +25,7 @@ from penstock.errors import WorkerError, WorkerTimeout
 from penstock.links.casting import Cast
 from penstock.links.link import Sink, Source
 from penstock.links.local import Aborted
+from penstock.links.once import OnceSink, OnceSource
 from penstock.plan import Plan
 from penstock.schedule import Action, Kind, check
 from penstock.workers.gate import Gate
@@ -77,10 +78,16 @@ class Assembly:
         self._endings = Endings()
         self.outlet = Outlet(self._endings)
         self.stages: dict[int, Stage] = {}
+        self._once: dict[int, dict[int, OnceSource | OnceSink]] = {}  # by stage: by the one after
         for index, worker in enumerate(self._placement):
             if worker in workers:
-                source: Source = self.feed if index == 0 else _as_planned(links[index - 1], plan)
-                sink: Sink = self.outlet if index == self._last else _as_planned(links[index], plan)
+                source: Source = self.feed
+                sink: Sink = self.outlet
+                once = self._once[index] = {}
+                if index > 0:
+                    source = once[index] = OnceSource(_as_planned(links[index - 1], plan))
+                if index < self._last:
+                    sink = once[index + 1] = OnceSink(_as_planned(links[index], plan))
                 self.stages[index] = replica.stage(index, source, sink)
                 self.stages[index].giving = LOSS if index == self._last else SENDING
                 self.stages[index].residents = self._residents[worker]
@@ -94,6 +101,8 @@ class Assembly:
             stage.ways.append(spans)
             if way.deferred:
                 stage.norms.add(modules_of(spans))
+            for after, each in self._once[index].items():
+                each.add(way.crossing.get(after, {}))
         self._endings.ways.append(way.ending)
 
     def run(self, worker: int, order: Order, record: Record) -> Outcome:
@@ -175,6 +184,9 @@ class Assembly:
         for stage in own:
             stage.record = record
             stage.begin(order.microbatches, order.wanted, order.before, share)
+            if order.what != "backward":
+                for each in self._once[stage.index].values():
+                    each.begin([m.way for m in order.microbatches], order.weights_since)
             if stage.index == 0:
                 self.feed.values = list(order.values)
             if stage.index == self._last:
@@ -188,6 +200,9 @@ class Assembly:
         """Take from a worker's stages what has come of it; `first` is one of the micro-batches."""
         for stage in own:
             stage.end()
+            if order.weights_since == order.number:  # the next pass may find others
+                for each in self._once[stage.index].values():
+                    each.clear()
             if stage.index == 0:
                 outcome.gradients = self.feed.gradients
                 self.feed.clear()
@@ -215,6 +230,8 @@ class Assembly:
         for stage in self.stages.values():
             stage.clear()
             stage.residents.shapes = {}
+            for each in self._once[stage.index].values():
+                each.clear()
 
 
 def _as_planned(link: Any, plan: Plan) -> Any:

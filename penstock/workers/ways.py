@@ -22,6 +22,7 @@ from penstock.engine.ends import Ending
 from penstock.engine.microbatch import check_mergeable
 from penstock.engine.span import MicroBatch, Span
 from penstock.errors import InputError
+from penstock.links.once import Crossing
 from penstock.plan import Plan
 
 
@@ -48,14 +49,15 @@ class NewWay:
         stages: by number.
         ending: how its results are put together.
         deferred: whether BatchNorms are moved once per batch.
-        crossing: for every stage the weights among the values that come from the stage before.
+        crossing: for every stage the weights among the values that come from the stage before: the
+            name of each in the model by its place.
     """
 
     training: bool
     stages: dict[int, StageSpans]
     ending: Ending
     deferred: bool = False
-    crossing: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
+    crossing: Mapping[int, Crossing] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -313,8 +315,13 @@ class Ways:
         kept = {k: n for p, (n, *_) in zip(parts, spans, strict=True) for k in p.kept}
         way = Way(trace, parts[0].inputs, parts[-1].outputs, apart, taken, kept)
         entering = {n: p.inputs for p, (n, *_) in reversed(list(zip(parts, spans, strict=True)))}
+        never = {*trace.changed, *program.written}
         crossing = {
-            number: [find(program.model, v.name) for v in values if isinstance(v, Attribute)]
+            number: {
+                k: value.name
+                for k, value in enumerate(values)
+                if isinstance(value, Attribute) and value.name not in never
+            }
             for number, values in entering.items()
             if number > 0
         }

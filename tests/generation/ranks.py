@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.links.shared_memory import Sender
 from penstock.workers.ranks import backend
 from tests.generation import subjects
 from tests.generation.subjects import gpt2, pipeline, tokens
@@ -52,6 +53,30 @@ def from_another(rank: int) -> Any:
         found = pipe.generate(*given, group_size=2, **LONG)
         error = raised(lambda: pipe.generate(*([],) if rank == 1 else ()))
     return [routes for _, routes in sorted(leads)], found, error
+
+
+def tied(rank: int) -> Any:
+    """How often this rank has sent the weight of the embeddings, by call; and what came of it."""
+    model, times, found = gpt2(), [0], []
+    weight, put = model.transformer.wte.weight, Sender.put
+
+    def counted(sender: Sender, values: Any) -> None:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        times[-1] += sum(value.shape == weight.shape for value in tensors)
+        put(sender, values)
+
+    Sender.put = counted  # type: ignore[method-assign]
+    try:
+        with split(model) as pipe:
+            for _ in range(2):
+                times.append(0)
+                found.append(pipe.generate(tokens(4), group_size=2, **LONG))
+                weight.data.copy_(weight.data.flip(0))  # which nobody can see
+            times.append(0)
+            pipe.train_step(tokens(4), loss_fn=lambda out: out.logits.square().mean())
+    finally:
+        Sender.put = put  # type: ignore[method-assign]
+    return times[1:], found
 
 
 SCORED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, **LONG}

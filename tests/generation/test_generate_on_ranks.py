@@ -62,6 +62,20 @@ def test_another_rank_than_the_first_leads(launcher: Launcher, tmp_path: Path) -
         assert leads == [False, True, False]
 
 
+def test_a_tied_weight_goes_once(launcher: Launcher, tmp_path: Path) -> None:
+    """For all tokens of a call, but twice at its beginning; and for all micro-batches of a step."""
+    model, ids = gpt2(), tokens(4)
+    weight, wanted = model.transformer.wte.weight, []
+    for _ in range(2):
+        wanted.append(padded(expected(model, [ids[:2], ids[2:]], **LONG)))
+        weight.data.copy_(weight.data.flip(0))
+    for (first, second, trained), found in launcher.run("generates:tied", tmp_path):
+        assert all(map(torch.equal, found, wanted))
+        assert (first, second) in [(2, 2), (0, 0)]  # the rank with the last stage sends none
+        assert trained <= 2  # and its gradients: one a micro-batch
+    assert not torch.equal(*wanted)
+
+
 def test_groups_do_not_wait_for_each_other(launcher: Launcher, tmp_path: Path) -> None:
     """The first stage begins with one group while the second is at the other one."""
     (first, found), (second, other) = launcher.run("generates:in_flight", tmp_path)

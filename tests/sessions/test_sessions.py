@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -275,3 +276,41 @@ def test_training_between_calls() -> None:
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     with torch.no_grad():
         assert torch.equal(found, plain(other, theirs)[0])
+
+
+def test_weights_that_stay_are_said_to() -> None:
+    model, xs = Recurrent().eval(), [x[:, 0] for x in inputs(2)]
+    with pipeline(model, xs[0]) as pipe:
+        sessions, session = pipe._sessions, pipe.session()
+
+        def since(**said: Any) -> tuple[int, int]:
+            done = sessions.start(session, (xs[0],), {}, **said)
+            sessions.finish(done)
+            order = done.started.order
+            return order.number, order.weights_since
+
+        numbers, sinces = zip(*(since(weights_stay=True) for _ in range(3)), strict=True)
+        assert set(sinces) == {numbers[0]}
+        number, own = since()
+        assert own == number
+        number, own = since(weights_stay=True)  # after a call of the script itself
+        assert own == number
+        sessions.script_ran()
+        number, own = since(weights_stay=True)
+        assert own == number
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_go_again_after_a_failure(kind: Any) -> None:
+    """What the passes that are given up have carried is lost."""
+    model = Remembering().eval()
+    model.layers[2] = Careful(4, 4)
+    good, other = inputs(2)
+    with pipeline(model, good, kind) as pipe, torch.no_grad():
+        sessions, since = pipe._sessions, []
+        for x in (good, good * torch.nan, other):
+            done = sessions.start(pipe.session(), (x, Memory()), {}, weights_stay=True)
+            since.append(done.started.order.weights_since)
+            with suppress(ps.WorkerError):
+                sessions.finish(done)
+        assert since[0] == since[1] != since[2]

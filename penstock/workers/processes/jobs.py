@@ -348,6 +348,7 @@ class RunLike:
         way: that it takes.
         states: those of a session: of `States` what is in it.
         values: that enter the first stage, if this worker has it.
+        weights_since: the pass since which no weight has changed, see `Order`.
     """
 
     kind: int
@@ -357,6 +358,7 @@ class RunLike:
     way: int
     states: tuple[Any, ...]
     values: tuple[Any, ...] | None
+    weights_since: int
 
     def __reduce__(self) -> Any:
         return RunLike, tuple(vars(self).values())
@@ -366,7 +368,11 @@ class RunLike:
         microbatch = MicroBatch(self.sizes, RandomKey(*self.key), self.way, States(*self.states))
         values = () if self.values is None else (self.values,)
         order = replace(
-            own.kinds[self.kind], number=self.number, microbatches=(microbatch,), values=values
+            own.kinds[self.kind],
+            number=self.number,
+            microbatches=(microbatch,),
+            values=values,
+            weights_since=self.weights_since,
         )
         return RunPass(order, None, None, None, None, (), None)(own)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.capture.attributes import named_tensors
+from penstock.capture.attributes import find, named_tensors
 from penstock.capture.trees import flatten
 from penstock.devices.settings import Settings
 from penstock.engine.ends import Loss
@@ -231,11 +231,13 @@ class ProcessWorkers(Workers):
             turns = self._memory_for_turns(place, len(every))
         outbox, packages = remote.outbox, remote.packages()
         try:
-            packed = outbox.pack(replace(way, stages=stages, crossing={}))
+            packed = outbox.pack(replace(way, stages=stages))
             also = outbox.modules  # that attributes lead to
             modules = remote.add(dict.fromkeys([*every, *also]))
-            near = [w for k in (*stages, *(k + 1 for k in stages)) for w in way.crossing.get(k, ())]
-            return AddWay(packages, packed, outbox.pack(modules), turns, remote.show(near))
+            cuts = {*stages, *(stage + 1 for stage in stages)}
+            names = {n for cut in sorted(cuts) for n in way.crossing.get(cut, {}).values()}
+            near = remote.show([find(self._model, name) for name in sorted(names)])
+            return AddWay(packages, packed, outbox.pack(modules), turns, near)
         except Exception as error:
             raise InputError(
                 f"the stages of worker {place} cannot be sent to its process: "
@@ -321,9 +323,8 @@ class ProcessWorkers(Workers):
             return []
         ((sizes, key, way, states),) = order.microbatches
         own = () if states is None else (states.taken, states.after, states.first, states.dropped)
-        like = RunLike(
-            kind, order.number, sizes, (key.seed, key.step, key.microbatch), way, own, None
-        )
+        random = key.seed, key.step, key.microbatch
+        like = RunLike(kind, order.number, sizes, random, way, own, None, order.weights_since)
         first = replace(like, values=order.values[0])
         jobs: list[Job] = [like for _ in self._places]
         jobs[self._plan.placement[0]] = first
