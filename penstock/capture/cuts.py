@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -125,14 +125,31 @@ class Cuts:
         )
 
     def num_bytes(self, cut: int, sizes: Sizes, boundary_dtype: torch.dtype | None = None) -> int:
-        """The bytes that cross the cut for inputs that are this large.
+        """The bytes that cross the cut with every micro-batch, for inputs that are this large.
 
         Args:
             cut: which.
             sizes: of the inputs.
             boundary_dtype: the dtype in which floating point values cross that are wider.
         """
-        infos = (self.trace.info(value) for value in self.boundary(cut))
+        values = [value for value in self.boundary(cut) if isinstance(value, Ref)]
+        return self._bytes_of(values, sizes, boundary_dtype)
+
+    def weight_bytes(
+        self, cut: int, sizes: Sizes, boundary_dtype: torch.dtype | None = None
+    ) -> int:
+        """The bytes of the weights that cross the cut, once, and whose gradients come back.
+
+        Args:
+            cut, sizes, boundary_dtype: as of `num_bytes`.
+        """
+        values = [value for value in self.boundary(cut) if isinstance(value, Attribute)]
+        return self._bytes_of(values, sizes, boundary_dtype)
+
+    def _bytes_of(
+        self, values: Sequence[Value], sizes: Sizes, boundary_dtype: torch.dtype | None
+    ) -> int:
+        infos = (self.trace.info(value) for value in values)
         tensors = [info for info in infos if isinstance(info, TensorInfo)]
         if boundary_dtype is not None:
             tensors = [

@@ -196,6 +196,7 @@ def _explained(
 ) -> CallRow:
     call, after = cuts.trace.calls[number], number + 1
     is_last = after == len(cuts.trace.calls)
+    crossing = cuts.num_bytes(after, sizes) + cuts.weight_bytes(after, sizes)
     return CallRow(
         number=number,
         label=call.label,
@@ -206,7 +207,7 @@ def _explained(
         outputs=tuple(str(o) for o in call.outputs if isinstance(o, TensorInfo)),
         random=call.random,
         in_place=bool(call.mutates),
-        cut_bytes=None if is_last else cuts.num_bytes(after, sizes),
+        cut_bytes=None if is_last else crossing,
         forbidden=None if is_last else cuts.forbidden(after),
         seconds=seconds,
     )

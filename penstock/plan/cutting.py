@@ -128,7 +128,7 @@ class Cutter:
         weights = np.broadcast_to(
             layout.weights * self.memory.per_weight(layout.count), seconds.shape
         )
-        entering = flying * layout.boundary + layout.passing
+        entering = flying * layout.boundary + layout.tied + layout.passing
         joints, largest = self._joints()
         held = np.zeros(layout.profile.num_calls)
         held[joints] = layout.boundary[joints]
@@ -153,7 +153,7 @@ class Cutter:
         held[edges] += layout.boundary[edges]
         largest = max((float(layout.saved[a:b].sum()) for a, b in self.named), default=0.0)
         weights = layout.weights * self.memory.per_weight(layout.count)
-        entering = flying * layout.boundary + layout.passing
+        entering = flying * layout.boundary + layout.tied + layout.passing
         return Variant(again, weights + flying * held, entering + largest)
 
     def _joints(self) -> tuple[list[int], float]:

@@ -137,6 +137,20 @@ class Layout:
         return np.asarray(self.profile.boundary) * self.most_rows
 
     @cached_property
+    def tied(self) -> Floats:
+        """(calls + 1,); bytes of the weights that cross every cut, and of their gradients."""
+        return np.asarray(self.profile.tied or [0.0] * (self.profile.num_calls + 1))
+
+    def carried(self, rows: float) -> Floats:
+        """(calls + 1,); bytes of a micro-batch of so many rows that links carry across every cut.
+
+        This is the mean of both directions: weights do not go with every micro-batch, but their
+        gradients come back.
+        """
+        found: Floats = np.asarray(self.profile.crossing) * rows + self.tied / 2
+        return found
+
+    @cached_property
     def weights(self) -> Floats:
         """Bytes of the weights of every call; shape (calls,)."""
         return np.asarray(self.profile.weights, dtype=np.float64)
@@ -169,7 +183,7 @@ class Layout:
         """
         if len(placement) < 2 or not self.profile.links:
             return None
-        sizes = np.asarray(self.profile.crossing) * (rows or self.most_rows)
+        sizes = self.carried(rows or self.most_rows)
         hops = self.hops([Stretch(worker, 0, 0) for worker in placement])
         found = np.zeros((len(hops), len(sizes)))
         for row, (a, b), hop in zip(found, pairwise(placement), hops, strict=True):
@@ -187,7 +201,7 @@ class Layout:
             again = (tables[0][stretch.worker, slice(*span)] for span in stretch.recompute)
             backward[k] += sum(float(seconds.sum()) for seconds in again)
         hops = self.hops(stretches)
-        crossing = [self.profile.crossing[s.start] * rows for s in stretches[1:]]
+        crossing = self.carried(rows)[[s.start for s in stretches[1:]]].tolist()
         return Costs(
             forward=tuple(forward),
             backward=tuple(backward),
@@ -236,6 +250,7 @@ class Layout:
         return (
             float(self.weights[stretch.start : stretch.stop].sum()) * per_weight
             + max(again, default=0.0)
+            + float(self.tied[stretch.start])
             + self.passing
         )
 

@@ -25,7 +25,7 @@ from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profiles
-from penstock.profile.measure import SECONDS, bytes_across
+from penstock.profile.measure import SECONDS, bytes_across, weights_across
 from penstock.workers.backend import Backend
 from penstock.workers.probe import LinkProbe, with_links
 from penstock.workers.threads.backend import ThreadProbe
@@ -332,7 +332,8 @@ def profiles_for(
     if request.boundary_dtype is not None:
         dtype: torch.dtype = getattr(torch, request.boundary_dtype)
         travelling = bytes_across(program, dtype, request.inference)
-        costs = [replace_fields(own, travelling=travelling) for own in costs]
+        tied = () if request.inference else weights_across(program, dtype)
+        costs = [replace_fields(own, travelling=travelling, tied=tied) for own in costs]
     measured_with = where or ThreadProbe()
     pairs = zip(costs, possible, strict=True)
     return [with_overheads(own, devices, measured_with) for own, devices in pairs]

@@ -199,7 +199,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         kinds: the costs on each kind of device, by name.
         labels: a readable name for every call.
         weights: bytes of the parameters that each call is the first to use.
-        boundary: `boundary[k]`, bytes per row that cross the cut before call `k`.
+        boundary: `boundary[k]`, bytes per row that cross the cut before call `k`, without weights.
+        tied: bytes of the weights that cross every cut, as later calls use them, too. Their
+            gradients come back with every micro-batch. Empty if there are none, or no backwards.
         forbidden: cuts that are not possible, with the reason.
         travelling: `boundary`, as far as values travel in another precision. Empty means they do
             not.
@@ -251,6 +253,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     no_recomputing: str = ""
     states: tuple[float, ...] = ()
     inference: bool = False
+    tied: tuple[float, ...] = ()
     version: int = VERSION
 
     @property

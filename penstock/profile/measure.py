@@ -213,6 +213,7 @@ def _profiled(
         weights=tuple(sum(p.nbytes for p in used) for used in parameters),
         parameters=tuple(map(len, parameters)),
         boundary=bytes_across(program, inference=inference),
+        tied=() if inference else weights_across(program),
         forbidden=dict(program.cuts.reasons),
         saved=saved,
         outputs=_outputs(program),
@@ -439,7 +440,7 @@ def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
 def bytes_across(
     program: Program, boundary_dtype: torch.dtype | None = None, inference: bool = False
 ) -> tuple[float, ...]:
-    """Bytes per row across every cut.
+    """Bytes per row across every cut, without weights.
 
     Args:
         program: what is cut.
@@ -451,6 +452,20 @@ def bytes_across(
     if inference and (kept := _kept(program)):
         cuts = Cuts(program.train, apart=Apart(outputs=frozenset(kept)))
     return tuple(cuts.num_bytes(k, sizes, boundary_dtype) / _MANY for k in places)
+
+
+def weights_across(
+    program: Program, boundary_dtype: torch.dtype | None = None
+) -> tuple[float, ...]:
+    """Bytes of the weights across every cut, whose gradients come back for every micro-batch.
+
+    Args:
+        program: what is cut.
+        boundary_dtype: the dtype in which wider gradients travel, if they do.
+    """
+    sizes, cuts = program.sizes(1), program.cuts
+    found = [float(cuts.weight_bytes(k, sizes, boundary_dtype)) for k in range(len(program) + 1)]
+    return tuple(found) if any(found) else ()
 
 
 def _kept(program: Program) -> dict[int, Ref]:
