@@ -65,6 +65,11 @@ class Source:
         start, end = self.span(node)
         return self.text[start:end]
 
+    def keyword(self, node: ast.keyword) -> str:
+        """The text of a keyword argument."""
+        value = self.of(node.value)
+        return f"**{value}" if node.arg is None else f"{node.arg}={value}"
+
     def replaced(
         self, node: ast.expr | ast.stmt, names: Mapping[str, str], nodes: Mapping[ast.AST, str]
     ) -> str:
@@ -162,6 +167,10 @@ class Source:
             if isinstance(each, (ast.For, ast.While)):
                 found.append(each)
         return found
+
+    def calls(self) -> list[ast.Call]:
+        """All calls."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
 
     def walk(self, scope: Scope) -> Iterator[ast.AST]:
         """The nodes of a scope, without those of functions and classes in it."""

@@ -169,6 +169,10 @@ class Variables:
                 if keyword.arg in names:
                     yield Passed(node, function, str(keyword.arg), keyword.value)
 
+    def passing(self, argument: ast.expr) -> Passed | None:
+        """The call of one of the script's functions that has this argument."""
+        return next((each for each in self.passed if each.argument is argument), None)
+
     def uses(self, of: Variable) -> Iterator[ast.Name]:
         """Every place where a model is read, in the order of the text."""
         for node in ast.walk(self.source.tree):
