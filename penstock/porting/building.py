@@ -12,7 +12,6 @@ from penstock.porting import optimizers
 from penstock.porting.changes import Changes
 from penstock.porting.example import Example, Examples, Unknown
 from penstock.porting.model import Model
-from penstock.porting.place import Place, place_of
 from penstock.porting.source import Source, loaded, stored
 from penstock.porting.training import OneCall, Step
 
@@ -36,7 +35,6 @@ class Built:
 
     Attributes:
         model: that it trains.
-        place: where the training begins.
         anchor: the statement before which it is built.
         pipe: its name there.
         package: the script's name for Penstock.
@@ -45,7 +43,6 @@ class Built:
     """
 
     model: Model
-    place: Place
     anchor: ast.stmt
     pipe: str
     package: str
@@ -83,33 +80,29 @@ class _Builder:
     def __init__(self, model: Model, options: Options, changes: Changes) -> None:
         self.model, self.options, self.changes = model, options, changes
         self.source = source = model.source
-        self.place = place_of(model)
         names = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
-        names |= set().union(*map(stored, ast.walk(source.tree)))
+        names |= stored(*ast.walk(source.tree))
         self.package = "ps" if "ps" not in names else "penstock"
         self.pipe = next(n for n in ("pipe", "pipeline", "penstock_pipe") if n not in names)
 
     def build(self) -> Built:
-        call, place = self.model.steps[0].call, self.place
+        call, place = self.model.steps[0].call, self.model.place
         examples = Examples(self.model.variables, self.model.owner)
         try:
             example = examples.before(call, self._names_in_use(call))
         except Unknown as why:
             return self._build_in_loop(examples, str(why))
-        creations = optimizers.creations(self.model, place)
+        creations = optimizers.creations(self.model)
         first = min((c.at for c in creations if c.at > place.created), default=place.begin)
         for at in (first, place.begin):
-            earlier, later = (
-                set().union(*map(stored, part)) for part in (place.block[:at], place.block[at:])
-            )
-            if not example.needs & (later - earlier):
+            if not example.needs & (stored(*place.block[at:]) - stored(*place.block[:at])):
                 return self._build_before(at, example, creations)
         return self._build_in_loop(examples, "what the batch is made of comes later")
 
     def _names_in_use(self, call: ast.Call) -> set[str]:
         """The names of the owner, without those of the loop where the model is called."""
         owner, variables = self.model.owner, self.model.variables
-        loop = [self.place.first] if self.source.scope(call) is owner else []
+        loop = [self.model.place.first] if self.source.scope(call) is owner else []
         return {
             node.id
             for node in ast.walk(self.source.tree)
@@ -122,13 +115,12 @@ class _Builder:
         self, at: int, example: Example, creations: list[optimizers.Creation]
     ) -> Built:
         """Build the pipeline before a statement of the block."""
-        block, changes = self.place.block, self.changes
-        anchor = block[at]
+        anchor, changes = self.model.place.block[at], self.changes
         scalers: set[str] = set()
         converted, moved = [], []
         for each in creations:
             is_before = each.at < at
-            if is_before and not optimizers.may_move(self.model, block, each, at):
+            if is_before and not optimizers.may_move(self.model, each, at):
                 continue
             text = optimizers.created(self.model, each, self.pipe, changes)
             converted.append(each.call)
@@ -180,9 +172,9 @@ class _Builder:
         above = statement
         while self.source.parent(above) is not loops[0]:
             above = self.source.statement(self.source.parent(above))
-        names = set().union(*(loaded(each) for each in (*call.args, *call.keywords)))
+        names = loaded(*call.args, *call.keywords)
         anchor = statement if stored(above) & names else above
-        changes.insert(self.place.first, [f"{self.pipe} = None"])
+        changes.insert(self.model.place.first, [f"{self.pipe} = None"])
         inside = f"{self.source.indent(anchor)}    "
         built = self._pipeline(anchor, examples.in_loop(call), inside)
         changes.insert(anchor, [f"if {self.pipe} is None:", f"    {built}"])
@@ -193,7 +185,7 @@ class _Builder:
     def _built(
         self, anchor: ast.stmt, scalers: Set[str] = frozenset(), needs_torch: bool = False
     ) -> Built:
-        return Built(self.model, self.place, anchor, self.pipe, self.package, scalers, needs_torch)
+        return Built(self.model, anchor, self.pipe, self.package, scalers, needs_torch)
 
     def _pipeline(self, anchor: ast.stmt, args: str, indent: str) -> str:
         """The statement that builds the pipeline, before another one."""

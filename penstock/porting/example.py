@@ -85,7 +85,7 @@ class Examples:
         Raises:
             Unknown: there is none.
         """
-        needed = set().union(*(loaded(each) for each in (*call.args, *call.keywords)))
+        needed = loaded(*call.args, *call.keywords)
         levels: list[tuple[list[_Line], _Given]] = []
         at: ast.AST = call
         loader = ""

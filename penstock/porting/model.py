@@ -1,16 +1,42 @@
-"""The model that a script trains: where it is created, and which functions train it."""
+"""The model that a script trains: where it is created, and what trains it."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import InputError
 from penstock.porting.example import scope_name
-from penstock.porting.source import Scope, dotted
+from penstock.porting.source import Scope, dotted, receiver
 from penstock.porting.training import Step
 from penstock.porting.variables import Variable, Variables
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the training begins.
+
+    Attributes:
+        block: the statements among which it begins.
+        begin: the number of the statement that has the first step, or calls what trains.
+        created: the number of the last one before that creates or moves the model; -1 if none.
+    """
+
+    block: list[ast.stmt]
+    begin: int
+    created: int
+
+    @property
+    def first(self) -> ast.stmt:
+        """The statement with which the training begins."""
+        return self.block[self.begin]
+
+    @property
+    def before(self) -> list[ast.stmt]:
+        """The statements of the block before the training."""
+        return self.block[: self.begin]
 
 
 class Model:
@@ -26,9 +52,10 @@ class Model:
         created: the assignments that create it.
         leading: the functions in which it is trained, or that call those.
         owner: where it is created, and the pipeline is built.
+        place: where the training begins in the owner.
 
     Raises:
-        InputError: where it is created was not found.
+        InputError: one of those was not found.
     """
 
     def __init__(self, variables: Variables, variable: Variable, steps: list[Step]) -> None:
@@ -40,6 +67,7 @@ class Model:
         while more := self._callers(self.leading):
             self.leading |= more
         self.owner = self._owner()
+        self.place = self._place()
 
     def _callers(self, functions: Collection[Scope]) -> set[Scope]:
         """The other functions that name one of those."""
@@ -74,6 +102,34 @@ class Model:
             )
         return scopes[0]
 
+    def _place(self) -> Place:
+        source, owner = self.source, self.owner
+        calls = [step.call for step in self.steps]
+        uses = [node for node in source.walk(owner) if node in calls or self.is_training(node)]
+        if not uses:
+            raise InputError(
+                f"{source.name}:{self.created[0].lineno} creates the model, but "
+                f"{scope_name(owner)} does not call what trains it, as far as can be seen"
+            )
+        use = min(uses, key=lambda node: node.lineno)  # type: ignore[attr-defined]
+        assigned = self.assignments(source.walk(owner))
+        created = [node for node in assigned if node.lineno < use.lineno]  # type: ignore[attr-defined]
+        at = source.statement(use)
+        while True:
+            block = source.block(at)
+            begin = block.index(at)
+            places = [source.among(block, node) for node in created]
+            before = [place for place in places if place is not None and place < begin]
+            if len(before) == len(places):
+                return Place(block, begin, max(before, default=-1))
+            above = source.parent(at)
+            if not isinstance(above, ast.stmt) or above is owner:
+                raise InputError(
+                    f"{source.name}:{at.lineno} trains the model in a block that also "
+                    "creates it, in an order that cannot be seen: build the pipeline by hand"
+                )
+            at = above
+
     def is_it(self, node: ast.AST) -> bool:
         """Whether a node is a name of the model."""
         return isinstance(node, ast.Name) and self.variables.are_same(
@@ -105,18 +161,12 @@ class Model:
 
     def parameters_of(self, node: ast.expr) -> ast.expr | None:
         """`model` in `model.module.parameters()`; `None` for anything else."""
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "parameters"
-            and not node.args
-        ):
-            of = node.func.value
-            if isinstance(of, ast.Attribute) and of.attr == "module":
-                of = of.value
-            if self.is_it(of):
-                return of
-        return None
+        of = receiver(node, "parameters")
+        if of is None or (isinstance(node, ast.Call) and node.args):
+            return None
+        if isinstance(of, ast.Attribute) and of.attr == "module":
+            of = of.value
+        return of if self.is_it(of) else None
 
     @cached_property
     def wrappers(self) -> list[ast.Call]:

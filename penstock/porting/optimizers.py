@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from penstock.porting.changes import Changes
 from penstock.porting.model import Model
-from penstock.porting.place import Place
 from penstock.porting.source import loaded, stored
 
 _SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.GradScaler")
@@ -33,10 +32,10 @@ class Creation:
     is_scaler: bool
 
 
-def creations(model: Model, place: Place) -> list[Creation]:
+def creations(model: Model) -> list[Creation]:
     """What creates the optimizers and scalers before the training, in the order of the text."""
     found = []
-    for at, top in enumerate(place.before):
+    for at, top in enumerate(model.place.before):
         for node in _inside(top):
             if not isinstance(node, ast.Call):
                 continue
@@ -72,8 +71,9 @@ def _optimizes(model: Model, call: ast.Call) -> bool:
     return bool(is_known) and model.is_in(call)
 
 
-def may_move(model: Model, block: list[ast.stmt], creation: Creation, end: int) -> bool:
+def may_move(model: Model, creation: Creation, end: int) -> bool:
     """Whether a creation may as well come after those that follow it in the block, up to `end`."""
+    block = model.place.block
     statement, call = creation.statement, creation.call
     if statement is not block[creation.at] or not isinstance(statement, ast.Assign):
         return False
@@ -81,8 +81,8 @@ def may_move(model: Model, block: list[ast.stmt], creation: Creation, end: int) 
         return False
     between = block[creation.at + 1 : end]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    used = set().union(*(loaded(each) for each in between if not isinstance(each, functions)))
-    changed = set().union(*(stored(each) for each in between)) & loaded(call)
+    used = loaded(*(each for each in between if not isinstance(each, functions)))
+    changed = stored(*between) & loaded(call)
     lookup, are_same = model.variables.lookup, model.variables.are_same
     return not used & stored(statement) and all(
         are_same(lookup(model.owner, name), model.variable) for name in changed

@@ -62,7 +62,7 @@ def fetch_state_dict(name: ast.Name, built: Built, changes: Changes) -> None:
             break
         if isinstance(each, ast.If):
             condition = each
-    if condition is None or source.among(built.place.before, condition) is not None:
+    if condition is None or source.among(built.model.place.before, condition) is not None:
         changes.replace(name, built.pipe)
         changes.note(name, "changed", "the state dict is gathered from all ranks")
         return
