@@ -149,7 +149,7 @@ class _Builder:
             )
         optimizers.note_left(self.model, self.pipe, converted, changes)
         needs_torch = bool(example.lines) and torch is None
-        return self._built(anchor, scalers, needs_torch)
+        return Built(self.model, anchor, self.pipe, self.package, scalers, needs_torch)
 
     def _build_in_loop(self, examples: Examples, why: str) -> Built:
         """Build the pipeline at the first batch, which is the example.
@@ -180,12 +180,7 @@ class _Builder:
         changes.insert(anchor, [f"if {self.pipe} is None:", f"    {built}"])
         changes.note(anchor, "changed", f"the pipeline is built with the first batch: {why}")
         optimizers.note_left(self.model, self.pipe, (), changes)
-        return self._built(anchor)
-
-    def _built(
-        self, anchor: ast.stmt, scalers: Set[str] = frozenset(), needs_torch: bool = False
-    ) -> Built:
-        return Built(self.model, anchor, self.pipe, self.package, scalers, needs_torch)
+        return Built(self.model, anchor, self.pipe, self.package)
 
     def _pipeline(self, anchor: ast.stmt, args: str, indent: str) -> str:
         """The statement that builds the pipeline, before another one."""
