@@ -23,7 +23,7 @@ from penstock.engine.compiled import Compile
 from penstock.engine.microbatch import Merge
 from penstock.errors import InputError, PlanError, closed
 from penstock.plan import Plan
-from penstock.plan.plan import StagePlan
+from penstock.plan.decisions import StagePlan
 from penstock.plan.request import Request
 from penstock.plan.search import plans_on_any
 from penstock.planning.planner import Replanning, limits_of, plan_on_others

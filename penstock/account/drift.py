@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.account.attribution import OVERHEAD, Account
-from penstock.plan.plan import Candidate, Plan
+from penstock.plan.decisions import Candidate
+from penstock.plan.plan import Plan
 from penstock.units import show_seconds
 
 _NOTABLE = 1.1  # times as slow as predicted

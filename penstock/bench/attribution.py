@@ -22,7 +22,8 @@ from penstock.bench import record
 from penstock.board.activity import code
 from penstock.board.memory import Log
 from penstock.display.progress import callback
-from penstock.plan.plan import Plan, StagePlan
+from penstock.plan.decisions import StagePlan
+from penstock.plan.plan import Plan
 from penstock.plan.shares import dealt
 from penstock.schedule import Action, Costs, Event, build, placement_of
 from penstock.simulate import Network, simulate

@@ -82,8 +82,8 @@ def command(
 
     from penstock.cli.arguments import load_example, pipeline_arguments
     from penstock.display.figures import require_figure
-    from penstock.plan.plan import winner
     from penstock.plan.request import Request
+    from penstock.plan.text import winner
 
     request = Request(
         **pipeline_arguments(**pipeline),
@@ -206,7 +206,7 @@ def _measured(seconds: float, plan: Plan) -> str:
 def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     """What wins, the stages, the step, and what was considered."""
     from penstock.observe.timeline import as_text, legend
-    from penstock.plan.plan import advice, considered, prediction, replicas, stages, verdict
+    from penstock.plan.text import advice, considered, prediction, replicas, stages, verdict
     from penstock.schedule import draw
 
     timeline, width = found.timeline(), width_of_stdout()
@@ -235,7 +235,7 @@ def _write(found: Plan, costs: Profile, output: Path) -> None:
 
 def _draw(found: Plan, model: str, path: Path) -> None:
     from penstock.observe.timeline import save_figure
-    from penstock.plan.plan import prediction
+    from penstock.plan.text import prediction
 
     save_figure(found.timeline(), path, f"{model.rpartition(':')[2]}: {prediction(found)}")
     talk(f"drew {path}")

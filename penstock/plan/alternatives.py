@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.plan.cutting import Cutter
+from penstock.plan.decisions import Candidate, Way
 from penstock.plan.layout import Layout, Memory, Stretch
 from penstock.plan.partition import CapacityError
-from penstock.plan.plan import Candidate, Way
 from penstock.plan.shares import BUCKET
 from penstock.profile.data import ADDED_PER_SECOND, Link, Profile
 from penstock.schedule import build, check

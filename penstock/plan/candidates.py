@@ -9,10 +9,11 @@ from functools import cache, cached_property
 
 from penstock.plan.bound import schedule_bound
 from penstock.plan.cutting import Cutter
+from penstock.plan.decisions import Candidate, StagePlan
 from penstock.plan.fit import Room, fit
 from penstock.plan.layout import Layout, Memory, Span, Stretch
 from penstock.plan.partition import partition
-from penstock.plan.plan import Candidate, Plan, StagePlan
+from penstock.plan.plan import Plan
 from penstock.schedule import SCHEDULES, Rules, Schedule, build, check, placement_of
 from penstock.simulate import Simulator
 

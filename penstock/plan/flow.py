@@ -34,8 +34,9 @@ from msgspec.structs import replace as replace_fields
 from numpy.typing import NDArray
 
 from penstock.errors import PlanError
+from penstock.plan.decisions import WORTH_FEWER, Candidate, StagePlan, Way
 from penstock.plan.layout import Floats, Layout
-from penstock.plan.plan import WORTH_FEWER, Candidate, Plan, StagePlan, Way
+from penstock.plan.plan import Plan
 from penstock.plan.problem import check_feasible
 from penstock.plan.replicated import Devices, divisions
 from penstock.plan.request import Limits, Request

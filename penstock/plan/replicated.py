@@ -16,8 +16,9 @@ from msgspec.structs import replace as replace_fields
 from penstock.errors import PlanError
 from penstock.plan.alternatives import adding_seconds, chain_seconds
 from penstock.plan.candidates import Option
+from penstock.plan.decisions import Candidate
 from penstock.plan.layout import Layout
-from penstock.plan.plan import Candidate, Plan
+from penstock.plan.plan import Plan
 from penstock.plan.request import Auto, Request
 from penstock.plan.stages import StageSearch, nth_smallest
 from penstock.profile.data import Link, Profile

@@ -11,8 +11,8 @@ from typing import Literal
 
 from penstock.errors import InputError, RequestError
 from penstock.plan.cutting import RECOMPUTE
+from penstock.plan.decisions import HALF
 from penstock.plan.layout import Memory, Span
-from penstock.plan.plan import HALF
 from penstock.profile.data import check_count
 from penstock.schedule import SCHEDULES
 from penstock.units import parse_bytes

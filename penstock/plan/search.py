@@ -9,8 +9,9 @@ from msgspec.structs import replace as replace_fields
 
 from penstock.errors import InputError, PlanError
 from penstock.plan.alternatives import alternatives
+from penstock.plan.decisions import WORTH_FEWER, Candidate, fastest_of
 from penstock.plan.flow import plans_of_flow
-from penstock.plan.plan import WORTH_FEWER, Candidate, Plan, fastest_of
+from penstock.plan.plan import Plan
 from penstock.plan.replicated import Sharing, plans_of_replicas
 from penstock.plan.request import Auto, Cut, Limits, Recompute, Request
 from penstock.plan.shortage import NothingFitsError

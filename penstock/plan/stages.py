@@ -27,9 +27,10 @@ from penstock.plan.candidates import (
     fastest,
 )
 from penstock.plan.cutting import Cutter
+from penstock.plan.decisions import Candidate
 from penstock.plan.layout import Layout, Memory
 from penstock.plan.partition import CapacityError, partition
-from penstock.plan.plan import Candidate, Plan
+from penstock.plan.plan import Plan
 from penstock.plan.request import Auto, Request
 from penstock.plan.shortage import NothingFitsError
 from penstock.profile.data import Profile

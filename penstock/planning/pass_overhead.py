@@ -24,7 +24,8 @@ from penstock.capture.randomness import generators_kept
 from penstock.engine.batch import Whole
 from penstock.engine.objective import Objective
 from penstock.passes import Passes
-from penstock.plan.plan import Plan, StagePlan
+from penstock.plan.decisions import StagePlan
+from penstock.plan.plan import Plan
 from penstock.runner import Runner
 from penstock.workers.kinds import WorkerOptions
 

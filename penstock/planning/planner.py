@@ -18,9 +18,9 @@ from penstock.devices.choice import threads_per_worker
 from penstock.display.terminal import Progress
 from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
-from penstock.plan.plan import advice
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans_on_any
+from penstock.plan.text import advice
 from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from penstock.planning.tuning import measured
 from penstock.profile import Profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from penstock.porting.source import Scope, Source, dotted, loaded, parameters, stored
@@ -75,7 +75,7 @@ class Examples:
         """The arguments of a pipeline that is built right before a call of the model."""
         return self._arguments(call, {}, None)
 
-    def before(self, call: ast.Call, used: Mapping[str, object]) -> Example:
+    def before(self, call: ast.Call, used: Set[str]) -> Example:
         """The example before the training.
 
         Args:
@@ -85,7 +85,7 @@ class Examples:
         Raises:
             Unknown: there is none.
         """
-        needed = set().union(*(loaded(each) for each in (*call.args, *call.keywords)))
+        needed = loaded(*call.args, *call.keywords)
         levels: list[tuple[list[_Line], _Given]] = []
         at: ast.AST = call
         loader = ""

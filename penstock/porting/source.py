@@ -65,6 +65,11 @@ class Source:
         start, end = self.span(node)
         return self.text[start:end]
 
+    def keyword(self, node: ast.keyword) -> str:
+        """The text of a keyword argument."""
+        value = self.of(node.value)
+        return f"**{value}" if node.arg is None else f"{node.arg}={value}"
+
     def replaced(
         self, node: ast.expr | ast.stmt, names: Mapping[str, str], nodes: Mapping[ast.AST, str]
     ) -> str:
@@ -163,6 +168,10 @@ class Source:
                 found.append(each)
         return found
 
+    def calls(self) -> list[ast.Call]:
+        """All calls."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+
     def walk(self, scope: Scope) -> Iterator[ast.AST]:
         """The nodes of a scope, without those of functions and classes in it."""
         waiting: list[ast.AST] = list(scope.body)
@@ -217,10 +226,17 @@ def dotted(node: ast.AST) -> str:
     return ".".join([node.id, *reversed(parts)])
 
 
-def stored(node: ast.AST) -> set[str]:
-    """The names that are assigned in a node, by whatever means, without those in functions."""
+def receiver(node: ast.AST | None, *methods: str) -> ast.expr | None:
+    """`model` in `model.eval()`, if a node calls one of these methods; `None` otherwise."""
+    function = node.func if isinstance(node, ast.Call) else None
+    is_method = isinstance(function, ast.Attribute) and function.attr in methods
+    return function.value if is_method and isinstance(function, ast.Attribute) else None
+
+
+def stored(*nodes: ast.AST) -> set[str]:
+    """The names that are assigned in nodes, by whatever means, without those in functions."""
     found: set[str] = set()
-    waiting = [node]
+    waiting = list(nodes)
     while waiting:
         each = waiting.pop()
         if isinstance(each, ast.Name) and isinstance(each.ctx, (ast.Store, ast.Del)):
@@ -238,26 +254,22 @@ def stored(node: ast.AST) -> set[str]:
     return found
 
 
-def loaded(node: ast.AST) -> set[str]:
-    """The names that are read in a node, without those that it binds itself in comprehensions."""
+def loaded(*nodes: ast.AST) -> set[str]:
+    """The names that are read in nodes, without those that these bind in comprehensions."""
+    return set().union(*map(_loaded, nodes))
+
+
+def _loaded(node: ast.AST) -> set[str]:
     if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-        inside = set().union(*(loaded(child) for child in ast.iter_child_nodes(node)))
-        own = {
-            each.id
-            for generator in node.generators
-            for each in ast.walk(generator.target)
-            if isinstance(each, ast.Name)
-        }
-        return inside - own
+        targets = [each for generator in node.generators for each in ast.walk(generator.target)]
+        own = {each.id for each in targets if isinstance(each, ast.Name)}
+        return loaded(*ast.iter_child_nodes(node)) - own
     if isinstance(node, ast.Lambda):
         own = {a.arg for a in (*node.args.args, *node.args.kwonlyargs)}
         return loaded(node.body) - own
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Load) else set()
-    found: set[str] = set()
-    for child in ast.iter_child_nodes(node):
-        found |= loaded(child)
-    return found
+    return loaded(*ast.iter_child_nodes(node))
 
 
 def parameters(scope: Scope) -> list[str]:

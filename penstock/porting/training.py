@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.porting.source import LOOPS, Source, dotted, loaded, stored
+from penstock.porting.source import LOOPS, Source, dotted, loaded, receiver, stored
 from penstock.porting.variables import Variable, Variables
 
 _OWN_NAMES = {"target", "loss_fn", "weight", "loss_kwargs", "metrics", "outputs", "scaler"}
@@ -72,12 +72,10 @@ def steps(variables: Variables, model: Variable) -> list[Step]:
     source = variables.source
     found = []
     for node in ast.walk(source.tree):
-        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        given = receiver(node.value, "backward") if isinstance(node, ast.Expr) else None
+        if not isinstance(node, ast.Expr) or given is None:
             continue
-        call = node.value
-        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "backward"):
-            continue
-        scaler, loss = _unscaled(call.func.value)
+        scaler, loss = _unscaled(given)
         chain = _chain(source, node, loss)
         calls = [
             each
@@ -95,13 +93,9 @@ def steps(variables: Variables, model: Variable) -> list[Step]:
 
 def _unscaled(node: ast.expr) -> tuple[str, ast.expr]:
     """The name of the scaler and the loss of `scaler.scale(loss)`."""
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "scale"
-        and len(node.args) == 1
-    ):
-        return dotted(node.func.value), node.args[0]
+    scaler = receiver(node, "scale")
+    if scaler is not None and isinstance(node, ast.Call) and len(node.args) == 1:
+        return dotted(scaler), node.args[0]
     return "", node
 
 
@@ -259,7 +253,7 @@ class _Reader:
     def _loss_name(self) -> str:
         if isinstance(self.loss, ast.Name):
             return self.loss.id
-        if any(name in _stores_of(self.chain) for name in loaded(self.loss)) and self.chain:
+        if any(name in stored(*self.chain) for name in loaded(self.loss)) and self.chain:
             last = self.chain[-1].targets[0]
             if isinstance(last, ast.Name) and last.id != self._placeholder():
                 raise _Unclear("what goes backward is not what has the name of the loss")
@@ -323,31 +317,22 @@ class _Reader:
             if self.variables.are_same(self.variables.variable(node.targets[0]), variable):
                 found.append(node.value)
         made = found[0] if len(found) == 1 else None
-        while (
-            isinstance(made, ast.Call)
-            and isinstance(made.func, ast.Attribute)
-            and made.func.attr in ("to", "cuda")
-        ):
-            made = made.func.value
+        while (moved := receiver(made, "to", "cuda")) is not None:
+            made = moved
         return made if isinstance(made, ast.Call) else None
 
     def _batch_names(self) -> set[str]:
         """The names that change from turn to turn of the loops that the step is in."""
-        found: set[str] = set()
         loops = self.source.loops(self.backward)
-        for loop in loops[:1]:
-            found |= stored(loop.target) if isinstance(loop, ast.For) else set()
-            for statement in loop.body:
-                found |= stored(statement)
         if not loops:
-            for statement in straight(self.source, self.backward):
-                found |= stored(statement)
-        return found
+            return stored(*straight(self.source, self.backward))
+        target = [loops[0].target] if isinstance(loops[0], ast.For) else []
+        return stored(*target, *loops[0].body)
 
     def _loss_fn(self, expression: ast.expr, text: str) -> tuple[str, str]:
         """The target, and the loss as a function of the model's result and the target."""
         output = self._placeholder()
-        from_model = _stores_of(self.chain)
+        from_model = stored(*self.chain)
         changing = (self._batch_names() & loaded(expression)) - {output}
         if self.source.loops(self.backward):
             changing = {name for name in changing if not self._is_number(name)}
@@ -381,7 +366,7 @@ class _Reader:
             name
             for argument in getattr(expression, "args", [])[1:]
             for name in loaded(argument)
-            if not self.variables.is_imported(name) and name not in _stores_of(self.chain)
+            if not self.variables.is_imported(name) and name not in stored(*self.chain)
         ]
         if len(names) == 1 and _is_plain(expression, text, output, names[0]):
             return names[0], _function(expression, text)
@@ -407,7 +392,7 @@ class _Reader:
 
     def _check_uses(self, loss: str) -> None:
         """Raise if the model's result is used besides in the loss."""
-        for name in sorted(_stores_of(self.chain)):
+        for name in sorted(stored(*self.chain)):
             own = {*map(id, self.chain), id(self.backward)}
             for node in self.source.walk(self.source.scope(self.backward)):
                 if not (isinstance(node, ast.Name) and node.id == name):
@@ -453,8 +438,8 @@ class _Reader:
             raise _Unclear("forward and backward are in different branches")
         start = next(k for k, each in enumerate(before) if each is first)
         between = [s for s in before[start:] if not any(s is each for each in self.chain)]
-        needs = loaded(self.call) | loaded(self.loss).union(*(loaded(a) for a in self.chain))
-        changed = set().union(*(stored(each) for each in between)) & needs
+        needs = loaded(self.call, self.loss, *self.chain)
+        changed = stored(*between) & needs
         texts = [self.source.of(each) for each in between]
         model = dotted(self.call.func)
         if any(f"{model}." in text and "zero_grad" not in text for text in texts):
@@ -473,14 +458,10 @@ class _Reader:
         if len(blocks) > 1:
             raise _Unclear("forward and loss are in different blocks")
         after = before[next(k for k, each in enumerate(before) if each is last) :]
-        later = set().union(*(stored(each) for each in between if each in after)) & needs
+        later = stored(*(each for each in between if each in after)) & needs
         if changed != later:
             raise _Unclear(f"{', '.join(sorted(changed))} changes between forward and loss")
         return last
-
-
-def _stores_of(chain: Sequence[ast.Assign]) -> set[str]:
-    return set().union(*(stored(each) for each in chain))
 
 
 def _chains(node: ast.AST, names: set[str]) -> list[ast.expr]:

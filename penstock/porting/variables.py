@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.porting.source import Scope, Source, dotted, parameters, stored
+from penstock.porting.source import Scope, Source, dotted, parameters, receiver, stored
 
 _MOVES = {"to", "cuda", "cpu", "train", "eval", "float", "requires_grad_"}  # return the model
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -101,12 +101,8 @@ class Variables:
                 return node
             if self.is_wrapper(node) and isinstance(node, ast.Call):
                 node = node.args[0]
-            elif (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in _MOVES
-            ):
-                node = node.func.value
+            elif (moved := receiver(node, *_MOVES)) is not None:
+                node = moved
             else:
                 return None
 
@@ -168,6 +164,10 @@ class Variables:
             for keyword in node.keywords:
                 if keyword.arg in names:
                     yield Passed(node, function, str(keyword.arg), keyword.value)
+
+    def passing(self, argument: ast.expr) -> Passed | None:
+        """The call of one of the script's functions that has this argument."""
+        return next((each for each in self.passed if each.argument is argument), None)
 
     def uses(self, of: Variable) -> Iterator[ast.Name]:
         """Every place where a model is read, in the order of the text."""

@@ -17,7 +17,7 @@ from penstock.board.control import SUFFIX, Control
 from penstock.board.process import started_at
 from penstock.board.runs import Description, Worker
 from penstock.plan import Plan
-from penstock.plan.plan import prediction
+from penstock.plan.text import prediction
 from penstock.workers.backend import Workers
 
 

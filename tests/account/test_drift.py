@@ -11,7 +11,8 @@ from penstock.account.attribution import SLOW, account
 from penstock.account.drift import drift
 from penstock.account.suggestions import suggestions
 from penstock.bench.attribution import Case
-from penstock.plan.plan import Candidate, Plan
+from penstock.plan.decisions import Candidate
+from penstock.plan.plan import Plan
 
 EVEN = Case("1f1b", 2, 2, 8, 1, (0.01,) * 2, 0, spread=0.0)
 

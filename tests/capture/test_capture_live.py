@@ -12,7 +12,7 @@ from torch import nn
 import penstock as ps
 from penstock.bench.capture_time import UNet
 from penstock.bench.footprint import peak
-from penstock.capture import capturing
+from penstock.capture import generalising
 
 
 class Attention(nn.Module):
@@ -53,7 +53,7 @@ def convolutions() -> tuple[nn.Module, torch.Tensor]:
 def test_capturing_holds_little_more_than_a_step_of_one_row(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capturing, "_LARGE", 0)
+    monkeypatch.setattr(generalising, "_LARGE", 0)
     model, x = make()
     step = peak(lambda: model(x).square().mean().backward())
     model.zero_grad()

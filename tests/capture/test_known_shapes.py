@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import penstock as ps
-from penstock.capture import capturing
+from penstock.capture import forward, generalising
 from penstock.capture.known_shapes import KnownShapes
 
 
@@ -107,15 +107,15 @@ class Heads(nn.Module):
 
 
 def test_one_forward_of_evaluation_is_run_with_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "_LARGE", 0)
-    record, real = capturing.record, []
+    monkeypatch.setattr(generalising, "_LARGE", 0)
+    record, real = forward.record, []
 
     def counted(model: nn.Module, *others: Any, **more: Any) -> Any:
         if not next(model.parameters()).is_meta:
             real.append(model.training)
         return record(model, *others, **more)
 
-    monkeypatch.setattr(capturing, "record", counted)
+    monkeypatch.setattr(forward, "record", counted)
     model = nn.Sequential(Heads(), nn.Linear(8, 8))
     program = ps.capture(model, (torch.randn(4, 128, 8),))
     assert real == [True, False]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.capture import capturing
+from penstock.capture import forward, generalising
 
 LENGTH: dict[str | int, Any] = {0: {1: "length"}}
 
@@ -102,15 +102,15 @@ def test_floats_that_grow_with_a_length_are_always_compared(
 def test_large_models_run_no_forward_of_a_length_that_shapes_tell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capturing, "_LARGE", 0)
+    monkeypatch.setattr(generalising, "_LARGE", 0)
     program = ps.capture(Odd(torch.relu), (torch.randn(6, 9, 4),), dynamic=LENGTH)
-    record, real = capturing.record, []
+    record, real = forward.record, []
 
     def counted(model: nn.Module, is_open: Any, args: Any, *others: Any, **more: Any) -> Any:
         real.append(not next(model.parameters()).is_meta)
         return record(model, is_open, args, *others, **more)
 
-    monkeypatch.setattr(capturing, "record", counted)
+    monkeypatch.setattr(forward, "record", counted)
     lengths = list(range(11, 51, 2))
     assert compared(program, monkeypatch, lengths[:2]) == lengths[:2]
     found = compared(program, monkeypatch, lengths[2:])
@@ -121,7 +121,7 @@ def test_large_models_run_no_forward_of_a_length_that_shapes_tell(
 
 
 def test_a_length_that_decides_is_found_out_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "_LARGE", 0)
+    monkeypatch.setattr(generalising, "_LARGE", 0)
     program = ps.capture(
         Odd(lambda x: x.tanh() if x.shape[1] > 40 else x), (torch.randn(6, 9, 4),), dynamic=LENGTH
     )

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.capture import Program
 from penstock.comparison.reference import one_device
-from penstock.plan.plan import Plan, StagePlan
+from penstock.plan.decisions import StagePlan
+from penstock.plan.plan import Plan
 from penstock.schedule import placement_of
 from tests.interleavings.cases import CASES, MICROBATCHES, ROWS, Case
 from tests.support.simulated.detector import Detector

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 import penstock as ps
-from penstock.plan.plan import WORTH_FEWER, advice
+from penstock.plan.decisions import WORTH_FEWER
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans, plans_on_any
+from penstock.plan.text import advice
 from penstock.profile import DeviceProfile
 from tests.plan.test_replicated import CALLS, mixed, plan, profile
 

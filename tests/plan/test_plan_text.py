@@ -7,7 +7,7 @@ import pytest
 
 import penstock as ps
 from penstock.plan import Plan
-from penstock.plan.plan import considered, stages, verdict, winner
+from penstock.plan.text import considered, stages, verdict, winner
 from tests.plan.test_plan import profile
 
 

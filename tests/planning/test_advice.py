@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.plan.plan import advice
+from penstock.plan.text import advice
 from penstock.planning import planner as planning
 from tests.support.models import mlp, uniform_plan
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import InputError
 from penstock.porting import Ported, port
-from penstock.porting.port import SUPPORTED
+from penstock.porting.uses import SUPPORTED
 
 HEAD = """\
 import torch

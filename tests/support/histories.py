@@ -12,7 +12,9 @@ from penstock.account.record import CALL, PASS, Interval, StepRecord
 from penstock.board.activity import LOSS, SENDING, code, within
 from penstock.board.memory import Log
 from penstock.board.runs import Description, Worker
-from penstock.plan.plan import Plan, StagePlan, prediction
+from penstock.plan.decisions import StagePlan
+from penstock.plan.plan import Plan
+from penstock.plan.text import prediction
 from penstock.schedule import SCHEDULES, Action, Kind, Timeline
 from penstock.simulate import Network, simulate
 

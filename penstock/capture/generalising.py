@@ -1,0 +1,129 @@
+"""Traces of a forward that hold for all sizes, from recordings at some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from penstock.capture.calls import Call, Sizes, TensorInfo, Trace, Unrecordable
+from penstock.capture.forward import KEY, Forward
+from penstock.capture.meta import completed
+from penstock.capture.opening import Opening
+from penstock.capture.sizes import adapted, differs_from, generalise
+from penstock.errors import CaptureError
+
+T = TypeVar("T")
+
+_LARGE = 32 << 20  # bytes of results; smaller models are run sooner than their shapes are known
+_MORE = 32  # recordings where random numbers may decide
+
+
+def traced(forward: Forward, points: Sequence[Sizes], training: bool) -> tuple[Trace, list[Any]]:
+    """The forward in this mode, generalised; and the leaves of its result at the first."""
+    first = forward.record(points[0], training)
+    while forward.opening.force(first[0].pruned()):
+        first = forward.record(points[0], training)
+    try:
+        trace = _generalised(forward, first[0], points, training)
+    except Unrecordable:
+        _check_repeats(forward, first[0], points[0], training)
+        raise
+    if any(_may_vary(forward.opening, call) for call in trace.calls):
+        _check_more(forward, first[0], points[0], training)
+    return trace, first[1]
+
+
+def _generalised(forward: Forward, first: Trace, points: Sequence[Sizes], training: bool) -> Trace:
+    """A recording at the first point, generalised by others: of shapes alone, if these do."""
+
+    def at(k: int, without: bool) -> Trace:  # what random numbers decide may show
+        key = KEY._replace(microbatch=k)
+        trace = forward.record(points[k], training, key, shapes=without)[0]
+        return completed(trace, first) if without else trace
+
+    others = range(1, len(points))
+    trace = by_shapes(
+        forward.opening,
+        first,
+        points[0],
+        lambda: generalise([first, *(at(k, True) for k in others)], points),
+    )
+    return trace or generalise([first, *(at(k, False) for k in others)], points)
+
+
+def traced_evaluation(
+    forward: Forward, points: Sequence[Sizes], train: Trace
+) -> tuple[Trace, list[Any]]:
+    """The forward in evaluation mode, generalised; and the leaves of its result at the first.
+
+    Two recordings are enough where it does what training does: no number that grows with the
+    inputs is the same as a constant at both.
+    """
+    first, expected = forward.record(points[0], training=False)
+    trace = adapted(train, first, points[0])
+    if trace is not None:
+
+        def agrees(without: bool) -> bool:
+            last = forward.record(points[-1], training=False, shapes=without)[0]
+            last = completed(last, first) if without else last
+            return adapted(train, last, points[-1]) == trace
+
+        if by_shapes(forward.opening, first, points[0], lambda: agrees(True)) or agrees(False):
+            return trace, expected
+    return _generalised(forward, first, points, training=False), expected
+
+
+def by_shapes(
+    opening: Opening, trace: Trace, sizes: Sizes, shown_by: Callable[[], T | None]
+) -> T | None:
+    """What recordings of shapes alone give; `None` if they fail, and values are needed.
+
+    So it is where a forward is small, as the trace of one says.
+    """
+    if not opening.without_values or _num_bytes(trace, sizes) < _LARGE:
+        return None
+    try:
+        return shown_by()
+    except Unrecordable:  # perhaps for want of values
+        return None
+    except Exception:
+        opening.without_values = False
+        return None
+
+
+def _may_vary(opening: Opening, call: Call) -> bool:
+    """Whether random numbers may decide what a closed module gives: layers that are dropped."""
+    return call.random and call.result is not None and call.target in opening.closed
+
+
+def _check_more(forward: Forward, first: Trace, sizes: Sizes, training: bool) -> None:
+    """Raise for a module that does something else with other random numbers."""
+    for k in range(_MORE):
+        other = forward.record(sizes, training, KEY._replace(step=1, microbatch=k))[0]
+        path = differs_from(other, first, sizes)
+        if path is not None:
+            raise Unrecordable(path, "what it is given depends on random numbers")
+
+
+def _check_repeats(forward: Forward, first: Trace, sizes: Sizes, training: bool) -> None:
+    """Raise for the module that does not do the same every time, if that is the reason.
+
+    Raises:
+        CaptureError: it is.
+    """
+    again = forward.record(sizes, training)[0]
+    path = differs_from(again, first, sizes)
+    if path is not None:
+        kind = type(forward.model.get_submodule(path)).__name__
+        raise CaptureError(
+            f"the forward of {path or 'the model'} ({kind}) does something else every time it "
+            "is called with the same inputs. It may depend only on its inputs, its weights, "
+            "and the random numbers of torch, numpy and Python; keep_closed="
+            f"[{path!r}] keeps it as one call, whose results are then not reproducible"
+        )
+
+
+def _num_bytes(trace: Trace, sizes: Sizes) -> int:
+    """The bytes of what its calls give; views count again."""
+    infos = (info for call in trace.calls for info in call.outputs)
+    return sum(info.num_bytes(sizes) for info in infos if isinstance(info, TensorInfo))
