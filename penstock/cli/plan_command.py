@@ -10,12 +10,15 @@ import click
 from penstock.cli.common import (
     empty_option,
     figure_option,
+    in_flight_option,
     make_directory,
     model_options,
     optimizer_option,
+    parts_of,
     pipeline_options,
     reported,
     show,
+    states_option,
     talk,
     width_of_stdout,
     workers_option,
@@ -38,6 +41,8 @@ _STDOUT = Path("-")
 @workers_option
 @optimizer_option
 @click.option("--inference", is_flag=True, help="Plan for a steady flow of forwards.")
+@in_flight_option
+@states_option
 @click.option("--any-order", is_flag=True, help="Allow the devices to be reordered.")
 @click.option("--tune", is_flag=True, help="Measure the best few plans and keep the fastest.")
 @click.option("--fresh", is_flag=True, help="Profile again even if there is a cached profile.")
@@ -62,6 +67,8 @@ def command(
     workers: str,
     optimizer_state: float,
     inference: bool,
+    in_flight: int | None,
+    states: str | None,
     any_order: bool,
     tune: bool,
     fresh: bool,
@@ -90,6 +97,8 @@ def command(
         optimizer_state=optimizer_state,
         any_order=any_order,
         inference=inference,
+        in_flight=in_flight,
+        states=parts_of(states),
     )
     _check_inference(inference, tune, show_schedule)
     if figure is not None:

@@ -59,7 +59,8 @@ from penstock.names import target_of
     "--in-flight",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Sequences under way at a time; default: one more than keep all stages busy.",
+    help="Sequences under way at a time, for which the plan has room; default: one more than keep "
+    "all stages busy.",
 )
 @click.option(
     "--queue",

@@ -75,8 +75,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         held_bytes: bytes held for every micro-batch in flight.
         memory_bytes: the most it holds: weights, gradients, optimizer state, activations; in a plan
             for inference weights, states, activations.
-        state_bytes: the part of it that is states of sessions, such as keys and values, of all
-            groups of sequences that keep the stages busy; in plans for inference.
+        state_bytes: the part of it that is states of sessions, such as keys and values, of as many
+            groups of sequences as `Plan.groups` says; in plans for inference.
         recompute: spans of its calls, each `(first, one after the last)`, whose activations are
             recomputed in the backward instead of held.
     """
@@ -183,6 +183,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             train.
         way_seconds: of a plan for inference: how long one batch takes alone, from the first stage
             to the last.
+        in_flight: of a plan for inference: for how many groups of sequences, of all replicas
+            together, there is room for states; 0 in plans of before that was said.
         version: of the file format.
     """
 
@@ -209,6 +211,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     considered: tuple[Candidate, ...] = ()
     inference: bool = False
     way_seconds: float = 0.0
+    in_flight: int = 0
     version: int = _VERSION
 
     @property
@@ -294,6 +297,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         for stage, now, then in zip(self.stages, in_flight, planned, strict=True):
             held[stage.worker] += stage.memory_bytes + (now - then) * stage.held_bytes
         return max(held)
+
+    @property
+    def groups(self) -> int:
+        """For how many groups of sequences a plan for inference has room for states."""
+        return self.in_flight or len(self.devices)
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -436,6 +444,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             yield "a plan for inference recomputes nothing, as it has no backwards"
         if self.inference and len(self.stages) != len({*self.placement}):
             yield "a plan for inference has one stage on each worker"
+        if self.in_flight < 0:
+            yield f"in_flight={self.in_flight} is less than 0"
 
     def _mistakes_of_replicas(self) -> Iterator[str]:
         each = self.workers_per_replica

@@ -44,8 +44,9 @@ class Settings:
         workers: as of `Pipeline`; `"auto"` is processes on CPUs, which are replaced if they end,
             and threads on GPUs.
         devices, plan, cuts, memory_limit, replicas: as of `Pipeline`.
-        in_flight: sequences, or calls, that are under way at a time; `None` for one more than keep
-            all stages busy.
+        in_flight: sequences, or calls, that are under way at a time, for whose states the plan has
+            room; `None` for as many as a plan that is given has, or one more than keep all stages
+            busy.
         queue: how many may wait besides.
         timeout: seconds that a request may take, with its wait.
         grace: seconds that requests may go on for when the server is stopped.
@@ -90,7 +91,7 @@ class Server:
             listener = stack.enter_context(_listening(settings.host, settings.port))
             self.pipe = stack.enter_context(_pipeline(served, settings))
             sessions = self.pipe._sessions
-            width = settings.in_flight or sessions.width + 1
+            width = settings.in_flight or sessions.most
             work: Work
             if served.generates:
                 threads = self.pipe.threads_per_worker
@@ -191,8 +192,10 @@ def _pipeline(served: Served, settings: Settings) -> Pipeline:
         "on_failure": "replace" if kind == "processes" else "raise",
         "audit": None,
     }
+    if settings.plan is None or settings.plan.inference:
+        options |= {"inference": True, "in_flight": settings.in_flight}
     if settings.plan is None:
-        options |= {"replicas": settings.replicas, "inference": True}
+        options |= {"replicas": settings.replicas}
         options |= {"num_microbatches": _ROWS} if is_own else {}
     return Pipeline(served.model, args, kwargs, **{**options, **served.pipeline})
 

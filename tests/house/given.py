@@ -306,9 +306,10 @@ class Cell(nn.Module):
 
 
 def recurrent() -> Names:
-    """A pipeline of a recurrent cell."""
-    x = torch.randn(4, 4)
-    return {"x": x, "pipe": ps.Pipeline(Cell().eval(), (x,), devices=["cpu", "cpu"])}
+    """A recurrent cell, and a pipeline of it."""
+    x, model = torch.randn(4, 4), Cell().eval()
+    pipe = ps.Pipeline(model, (x,), devices=["cpu", "cpu"])
+    return {"ps": ps, "x": x, "model": model, "pipe": pipe}
 
 
 class Lit(lightning.LightningModule):

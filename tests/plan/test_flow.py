@@ -164,7 +164,7 @@ def test_what_the_script_does_for_a_batch_is_the_least_that_it_takes() -> None:
 
 
 def held(profile: ps.Profile, found: ps.Plan) -> list[float]:
-    """Bytes of every stage: weights, states of as many groups as stages, and activations."""
+    """Bytes of every stage: weights, states of a group more than stages, and activations."""
     rows, stages = profile.batch_size, len(found.stages)
     flying = 1 + stages
     every = []
@@ -173,7 +173,7 @@ def held(profile: ps.Profile, found: ps.Plan) -> list[float]:
         live = [profile.boundary[k] + profile.outputs[k] for k in range(start, end)]
         every.append(
             sum(profile.weights[start:end])
-            + sum(profile.states[start:end]) * rows * stages
+            + sum(profile.states[start:end]) * rows * (stages + 1)
             + max(live) * rows
             + (flying - 1) * profile.boundary[start] * rows
         )
@@ -185,7 +185,7 @@ def test_memory_is_weights_states_and_activations() -> None:
     found = ps.plan(profile, num_microbatches=1, replicas=1, inference=True)
     assert [s.memory_bytes for s in found.stages] == pytest.approx(held(profile, found), abs=1)
     for stage in found.stages:
-        states = sum(profile.states[slice(*stage.calls)]) * profile.batch_size * 2
+        states = sum(profile.states[slice(*stage.calls)]) * profile.batch_size * 3
         assert stage.state_bytes == pytest.approx(states)
     training = ps.plan(profile, num_microbatches=1, replicas=1)
     assert [s.state_bytes for s in training.stages] == [0, 0]
@@ -218,11 +218,49 @@ def test_a_limit_that_is_enough_without_states_and_not_with_them() -> None:
     peak = max(s.memory_bytes for s in ps.plan(without, replicas=1, inference=True).stages)
     limited: Any = {"replicas": 1, "inference": True, "memory_limit": peak}
     ps.plan(without, **limited)
-    with pytest.raises(ps.PlanError, match=r"layer.* too little. Of these, .*states of 2 groups"):
+    with pytest.raises(ps.PlanError, match=r"layer.* too little. Of these, .*states of 3 groups"):
         ps.plan(profile, **limited)
     states = [bytes_ / 100 for bytes_ in profile.states]
     small = msgspec.structs.replace(profile, states=tuple(states))
     ps.plan(small, **{**limited, "memory_limit": round(1.2 * peak)})
+
+
+@pytest.mark.parametrize(("in_flight", "replicas", "each"), [(5, 1, 5), (1, 1, 1), (5, 2, 3)])
+def test_groups_are_as_many_as_are_asked_for(in_flight: int, replicas: int, each: int) -> None:
+    """Replicas share them, and what waits to enter a stage is of all that one has."""
+    profile = costs(("cpu",) * 2 * replicas, seed=8)
+    asked: Any = {"num_microbatches": 4, "replicas": replicas, "inference": True}
+    found = ps.plan(profile, in_flight=in_flight, **asked)
+    assert (found.in_flight, found.groups) == (in_flight, in_flight)
+    for stage in found.stages:
+        states = sum(profile.states[slice(*stage.calls)]) * each
+        assert stage.state_bytes == pytest.approx(states, abs=1)
+    usual = ps.plan(profile, **asked)
+    assert usual.groups == 2 * replicas + 1
+    assert sum(s.state_bytes for s in usual.stages) == pytest.approx(3 * sum(profile.states), abs=2)
+
+
+def test_a_limit_that_is_enough_for_some_groups_and_not_for_more() -> None:
+    profile = costs(seed=6)
+    limited: Any = {"num_microbatches": 1, "replicas": 1, "inference": True}
+    peak = max(s.memory_bytes for s in ps.plan(profile, in_flight=4, **limited).stages)
+    ps.plan(profile, in_flight=4, memory_limit=peak, **limited)
+    with pytest.raises(ps.PlanError, match=r"states of 40 groups .* a smaller in_flight="):
+        ps.plan(profile, in_flight=40, memory_limit=peak, **limited)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"in_flight": 3}, "in_flight=3 is about states of sessions"),
+        ({"in_flight": 0, "inference": True}, "in_flight=0 must be a positive integer"),
+        ({"states": [1]}, r"states=\[1\] is about states of sessions"),
+        ({"states": "hidden", "inference": True}, "is not a list; write states="),
+    ],
+)
+def test_groups_and_states_that_mean_nothing(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ps.InputError, match=said):
+        Request(**asked)
 
 
 def test_a_group_is_a_micro_batch_if_that_is_asked_for() -> None:
