@@ -265,7 +265,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def costs(self) -> Costs:
         """The times of the first replica's stages for the largest micro-batch."""
-        return _costs(self.stages)
+        return costs_of(self.stages)
 
     def schedule_for(self, num_microbatches: int) -> Schedule:
         """The schedule of a replica that runs this many micro-batches."""
@@ -299,6 +299,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return max(held)
 
     @property
+    def batches_under_way(self) -> int:
+        """How many batches `Pipeline.map` has under way, so that all stages are busy."""
+        return 1 + -(-len(self.stages) * self.replicas // self.num_microbatches)
+
+    @property
     def groups(self) -> int:
         """For how many groups of sequences a plan for inference has room for states."""
         return self.in_flight or len(self.devices)
@@ -318,7 +323,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def costs_of(self, replica: int) -> Costs:
         """The times of a replica's stages for the largest micro-batch."""
-        return _costs(self.stages_of(replica))
+        return costs_of(self.stages_of(replica))
 
     def timeline(self) -> Timeline:
         """The predicted step, if all micro-batches were as large as the largest.
@@ -336,7 +341,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             own, before = self.stages_of(replica), replica * self.workers_per_replica
             kind = own, len(share) if self.shares else most
             if kind not in alike:
-                costs = _costs(own)
+                costs = costs_of(own)
                 network = Network.of(costs, overlap=self.overlap, overhead=self.overhead_seconds)
                 alike[kind] = simulate(self.schedule_for(kind[1]), costs.seconds, network)
             events += [
@@ -522,7 +527,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text}; one device {_fitting(alone)}; data parallel {_fitting(parallel)}"
 
 
-def _costs(stages: Sequence[StagePlan]) -> Costs:
+def costs_of(stages: Sequence[StagePlan]) -> Costs:
     """The times of these stages for the largest micro-batch."""
     return Costs(
         forward=tuple(stage.forward_seconds for stage in stages),
@@ -700,6 +705,27 @@ def stages(plan: Plan, width: int | None = None) -> list[str]:
         return aligned([_FORWARD_HEADING, *forwards], _STAGE_TEXTS[:2], width)
     rows = [_row(number, stage) for number, stage in enumerate(plan.stages)]
     return aligned([_STAGE_HEADING, *rows], _STAGE_TEXTS, width)
+
+
+def flow(plan: Plan) -> list[str]:
+    """A line per worker of a plan for inference, a cell per unit of time: which batch is where.
+
+    A cell is `F` and the number of the batch, with that of the micro-batch after it where there are
+    several: `F2.0`. All forwards take one unit here, and what comes after goes on in this way.
+    """
+    stages, has_several = len(plan.stages), plan.num_microbatches > 1
+    lines = []
+    for replica in range(plan.replicas):
+        share = plan.share(replica)
+        batches = range(1 + -(-2 * stages // len(share)))
+        cells = [f"F{b}.{m}" if has_several else f"F{b}" for b in batches for m in share]
+        lines += [[".."] * stage + cells[: len(cells) - stage] for stage in range(stages)]
+    width = max(len(cell) for line in lines for cell in line)
+    digits = len(str(len(lines) - 1))
+    return [
+        f"worker {worker:>{digits}} | {' '.join(cell.ljust(width) for cell in line)} …"
+        for worker, line in enumerate(lines)
+    ]
 
 
 def replicas(plan: Plan, width: int | None = None) -> list[str]:

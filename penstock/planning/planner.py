@@ -269,8 +269,7 @@ def plan_for(
 
     Raises:
         PlanError: the program cannot be cut so.
-        InputError: more micro-batches than rows; or training steps were to be measured, and the
-            plan is for inference.
+        InputError: more micro-batches than rows.
     """
     costs = profiles_for(
         program,
@@ -285,11 +284,6 @@ def plan_for(
         where=where,
         progress=progress,
     )
-    if tune and request.inference:
-        raise InputError(
-            "tune=True measures training steps of the best few plans, and this one is for "
-            "inference: leave out tune=, or inference="
-        )
     if not tune:
         return plans_on_any(costs, request, limits=limits)[0]
     best = plans_on_any(costs, request, TUNED, limits)
@@ -411,7 +405,9 @@ def tuned(
     *,
     progress: Progress | None = None,
 ) -> list[tuple[float, Plan]]:
-    """The median seconds of a step by every one of these plans, the fastest first.
+    """The median seconds of a step, or from batch to batch in a flow, by every one of these plans.
+
+    The fastest comes first.
 
     Args:
         candidates: what is measured, in turns, on a copy of the model.

@@ -162,8 +162,8 @@ def test_a_plan_that_is_given_is_for_inference_or_is_not() -> None:
         trained.train_step(X, loss_fn=torch.sum)
     with pytest.raises(ps.InputError, match="the plan that was given is for training"):
         pipeline(model, plan=trained.plan)
-    with pytest.raises(ps.InputError, match="tune=True measures training steps"):
-        pipeline(model, tune=True)
+    with pipeline(model, tune=True) as tuned:
+        assert tuned.plan.inference
     with pytest.raises(ps.InputError, match="has forwards only"):
         pipeline(model, schedule="1f1b")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 import penstock as ps
 from penstock.plan.flow import plans_of_flow
+from penstock.plan.layout import Memory
 from penstock.plan.request import Limits, Request
+from penstock.plan.whatif import WhatIf, what_if, what_if_planned
 from penstock.profile import DeviceProfile
 from penstock.profile.data import Link
 
@@ -315,3 +318,45 @@ def test_a_profile_without_backwards_is_for_inference_only() -> None:
     with pytest.raises(ps.InputError, match="the profile was measured for inference"):
         ps.plan(costs(inference=True))
     ps.plan(costs(inference=True), inference=True)
+
+
+# -- on other machines ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_flow_on_the_machines_that_were_measured_is_the_plans_own(replicas: int) -> None:
+    """With the profile and without it, also where a link is what is busiest."""
+    devices = ("cpu",) * 2 * replicas
+    for speed in (1e6, 1e4):
+        profile = costs(devices, seed=9, overhead_seconds=1e-4)
+        link = Link(latency_seconds=1e-3, bytes_per_second=speed)
+        profile = msgspec.structs.replace(profile, links=dict.fromkeys(profile.links, link))
+        asked: Any = {"num_microbatches": 2 * replicas, "replicas": replicas}
+        found = ps.plan(profile, inference=True, **asked)
+        size = found.microbatch_size
+        case = WhatIf(len(devices), 2, size, replicas=replicas, batch=4, inference=True)
+        planned = msgspec.structs.replace(found)
+        for outcome in (what_if(profile, case), what_if_planned(planned, case)):
+            assert outcome.step_seconds == pytest.approx(found.predicted_step_seconds)
+            assert outcome.memory_bytes == max(s.memory_bytes for s in found.stages)
+            assert outcome.stages == 2
+            assert 0 < (outcome.efficiency or 0) <= 1
+
+
+def test_a_flow_on_machines_that_are_others() -> None:
+    profile = costs(seed=9, overlap=False)
+    base = WhatIf(2, 2, 2, replicas=1, inference=True)
+    seconds = what_if(profile, base).step_seconds or 0
+    fast = what_if(profile, replace(base, speed=10.0, bandwidth=1e12)).step_seconds or 0
+    assert fast < seconds / 8
+    assert what_if(profile, replace(base, workers=4)).stages == 4
+    few, many = (what_if(profile, replace(base, in_flight=n)).memory_bytes for n in (1, 9))
+    assert few < many
+    limit = Memory(limit=few)
+    assert what_if(profile, replace(base, in_flight=1, memory=limit)).step_seconds
+    short = what_if(profile, replace(base, in_flight=9, memory=limit))
+    assert short.step_seconds is None
+    assert short.note.startswith("does not fit the memory by ")
+    plan = ps.plan(profile, num_microbatches=2, replicas=1, inference=True)
+    with pytest.raises(ps.PlanError, match="for 3 groups in flight, and for 9 the model"):
+        what_if_planned(plan, replace(base, in_flight=9))
