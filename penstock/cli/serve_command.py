@@ -70,6 +70,14 @@ from penstock.names import target_of
     help="Sequences that may wait besides; then requests get 429.",
 )
 @click.option(
+    "--kinds",
+    type=click.IntRange(0, 31),
+    default=16,
+    show_default=True,
+    help="Kinds of inputs, such as other sizes, that POST /predict may have besides the example's: "
+    "each is recorded and stays.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=300.0,

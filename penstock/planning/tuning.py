@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.capture import Program
+from penstock.capture import Program, Sizes
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten_result
@@ -112,7 +112,7 @@ def _flow(runner: Runner, batch: Batch) -> float:
     under_way: deque[Started] = deque()
     ends = []
     numbers = [runner.ways(training=False).numbers(0, part) for part in batch.parts]
-    sizes = [{**own, **more} for own, more in zip(batch.sizes, numbers, strict=True)]
+    sizes: list[Sizes] = [{**own, **more} for own, more in zip(batch.sizes, numbers, strict=True)]
     # By the recording in evaluation mode; the user's model may be in training mode.
     batch = replace(batch, ways=[0] * len(batch), sizes=sizes)
 

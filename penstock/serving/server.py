@@ -48,6 +48,8 @@ class Settings:
             room; `None` for as many as a plan that is given has, or one more than keep all stages
             busy.
         queue: how many may wait besides.
+        kinds: how many kinds of inputs, such as other sizes, a model without `generate` may be
+            called with besides the example's.
         timeout: seconds that a request may take, with its wait.
         grace: seconds that requests may go on for when the server is stopped.
         max_tokens: the most tokens that a request may ask for, for each sequence.
@@ -63,6 +65,7 @@ class Settings:
     replicas: int = 1
     in_flight: int | None = None
     queue: int = 64
+    kinds: int = 16
     timeout: float = 300.0
     grace: float = 30.0
     max_tokens: int = 1024
@@ -98,7 +101,7 @@ class Server:
                 work = Generator(served.model, sessions, width, threads)
                 _warm(work, served)
             else:
-                work = Predictor(sessions, width)
+                work = Predictor(sessions, width, settings.kinds)
             most = width + settings.queue
             self._engine = Engine(work, most, sessions.drop, sessions.check)
             counts = Counts(self.pipe.status, lambda: self._engine.open)

@@ -126,6 +126,12 @@ class Sessions:
         self._open.add(session)
         return session
 
+    def kinds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, int]:
+        """Whether there was a call with such arguments before, and with how many kinds."""
+        signatures = self._program.signatures
+        leaves, structure = flatten_result((tuple(args), dict(kwargs)), is_plain_object)
+        return signatures.knows(leaves, structure), len(signatures)
+
     def start(
         self,
         session: Session,
