@@ -93,12 +93,14 @@ def completed(request: Request, plan: Plan) -> Request:
         recomputed = "all" if pieces == 1 else "boundaries"
     limit = plan.memory_limit if request.memory_limit is None else request.memory_limit
     dtype = request.boundary_dtype or plan.boundary_dtype
+    usual = plan.in_flight in (0, len(plan.devices) + 1)
     return replace(
         request,
         recompute=recomputed,
         memory_limit=limit,
         boundary_dtype=dtype,
         inference=plan.inference,
+        in_flight=request.in_flight or (None if usual else plan.in_flight),
     )
 
 

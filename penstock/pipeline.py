@@ -179,6 +179,11 @@ class Pipeline:
             any number of micro-batches; memory has no gradients, optimizer or activations for a
             backward, but the states of sessions (docs/generation.md). `train_step` and whatever
             else needs gradients is an error. A `plan` that is given has to be such a plan.
+        in_flight: for how many groups of sequences, each as large as the example or its
+            micro-batch, the plan for inference has room for states, and how many `generate` has
+            under way by default; `None` is one more than keep all stages busy.
+        states: parts of the result that are states in sessions, as of `session`, which has them by
+            default; the plan for inference has room for them.
         compile: whether each stage is run by `torch.compile` on its worker, or the arguments of
             `torch.compile` as a dict, such as `{"mode": "max-autotune"}` or `{"dynamic": True}`.
             It needs `inference=True`. The first passes of every kind are slow, as they compile.
@@ -237,6 +242,8 @@ class Pipeline:
         on_failure: OnFailure = "raise",
         audit: Setting = "auto",
         inference: bool = False,
+        in_flight: int | None = None,
+        states: Sequence[int | str] = (),
         compile: bool | Mapping[str, Any] = False,
         progress: Progress | Literal["auto"] | None = "auto",
         metrics: int | str | None = None,
@@ -252,6 +259,8 @@ class Pipeline:
             boundary_dtype=name_of(boundary_dtype),
             replicas=replicas,
             inference=inference,
+            in_flight=in_flight,
+            states=states,
         )
         if plan is not None and cuts is not None:
             raise InputError("a plan has its own cuts: give plan= or cuts=, not both")
@@ -581,7 +590,7 @@ class Pipeline:
     def session(
         self,
         *,
-        states: Collection[int | str] = (),
+        states: Collection[int | str] | None = None,
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
     ) -> Session:
@@ -596,11 +605,14 @@ class Pipeline:
         result.
 
         Args:
-            states: parts of the result that are states as well: positions in a tuple, or names.
+            states: parts of the result that are states as well: positions in a tuple, or names. By
+                default those that were named to `Pipeline`.
             batch_dim: as of `Pipeline`.
             dynamic: dimensions of the arguments that vary from call to call, as of `Pipeline`.
                 Those of states need not be named.
         """
+        if states is None:
+            states = self._running.given.request.states
         return self._sessions.open(batch_dim, dynamic, states)
 
     def generate(
@@ -635,8 +647,8 @@ class Pipeline:
                 has ended, and the result is a list.
             group_size: how many sequences a group has.
             rowwise: whether each sequence is a group, so that its tokens do not depend on others.
-            in_flight: how many groups are under way at a time; by default as many as keep all
-                stages busy.
+            in_flight: how many groups are under way at a time; by default as many as the plan has
+                room for, which is one more than keep all stages busy unless `Pipeline` was told.
             stream: whether to return an iterator of new `Tokens` as they come. Leaving the loop
                 cancels what is left; under torchrun, if the rank with the first stage leaves it.
             seed: of random numbers; by default drawn from torch's default generator.
@@ -809,10 +821,19 @@ class Pipeline:
         status = status_of(self._running.description, workers.status(), workers.board.counted())
         found = drift(self.accounts(), self.plan)
         notes = [str(found)] if found is not None and found.is_notable else []
-        if held := self._sessions.held():
-            each = ", ".join(f"{show_bytes(count)} with stage {k}" for k, count in held.items())
-            notes.append(f"states of sessions: {each}")
+        notes += self._sessions_note()
         return replace(status, notes=(*notes, *self._runner.steps.kept.latest()))
+
+    def _sessions_note(self) -> list[str]:
+        """What the states of sessions take now, and what is planned for them."""
+        held, plan = self._sessions.held(), self.plan
+        each = []
+        for number, stage in enumerate(plan.stages):
+            now, planned = held.get(number, 0), stage.state_bytes * plan.replicas
+            if now or planned:
+                of = f" of {show_bytes(planned)} planned" if planned else ""
+                each.append(f"{show_bytes(now)}{of} with stage {number}")
+        return [f"states of sessions: {', '.join(each)}"] if each else []
 
     def on_step(self, hook: StepHook) -> RemovableHandle:
         """Call a function after every training step, such as a logger's.

@@ -22,7 +22,8 @@ from penstock.capture.trees import (
 )
 from penstock.errors import InputError
 
-_MOST = 32
+MOST = 32
+"""So many signatures a program may be called with."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,13 @@ class Signatures:
         signature.check(leaves, self._may_vary())
         return Inputs(leaves, self.add(signature), with_values)
 
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def knows(self, leaves: Sequence[Any], structure: Structure | None) -> bool:
+        """Whether the program was called with inputs of this structure, and of these sizes."""
+        return any(known.takes(leaves, structure) for known in self._known)
+
     def of(self, leaves: Sequence[Any]) -> Signature:
         """That of these leaves; the example's where nothing is known of them."""
         signature = leaves.signature if isinstance(leaves, Inputs) else self._known[0]
@@ -228,9 +236,9 @@ class Signatures:
         Raises:
             InputError: there are as many as may be.
         """
-        if len(self._known) >= _MOST:
+        if len(self._known) >= MOST:
             raise InputError(
-                f"the pipeline was called with {_MOST} signatures, which differ in their arguments "
+                f"the pipeline was called with {MOST} signatures, which differ in their arguments "
                 f"or in plain values, and now with {signature}. Each is recorded separately: give "
                 "what changes at every call as a tensor"
             )

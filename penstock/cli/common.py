@@ -118,6 +118,20 @@ workers_option = click.option(
     help="Who runs the stages: threads of one process, or processes of this machine.",
 )
 
+in_flight_option = click.option(
+    "--in-flight",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --inference: groups of sequences that there is room for; default: one more than "
+    "keep all stages busy.",
+)
+
+states_option = click.option(
+    "--states",
+    metavar="LIST",
+    help="With --inference: parts of the result that are states, by position or name: 1,hidden.",
+)
+
 optimizer_option = click.option(
     "--optimizer-state",
     type=click.FloatRange(min=0),
@@ -156,6 +170,11 @@ def recompute_of(text: str) -> str | list[str]:
     from penstock.plan.cutting import RECOMPUTE
 
     return text if text in RECOMPUTE else listed(text)
+
+
+def parts_of(text: str | None) -> list[int | str]:
+    """The parts of a result that --states lists."""
+    return [int(part) if part.isdecimal() else part for part in listed(text or "")]
 
 
 def listed(text: str) -> list[str]:

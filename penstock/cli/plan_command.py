@@ -10,12 +10,15 @@ import click
 from penstock.cli.common import (
     empty_option,
     figure_option,
+    in_flight_option,
     make_directory,
     model_options,
     optimizer_option,
+    parts_of,
     pipeline_options,
     reported,
     show,
+    states_option,
     talk,
     width_of_stdout,
     workers_option,
@@ -38,10 +41,16 @@ _STDOUT = Path("-")
 @workers_option
 @optimizer_option
 @click.option("--inference", is_flag=True, help="Plan for a steady flow of forwards.")
+@in_flight_option
+@states_option
 @click.option("--any-order", is_flag=True, help="Allow the devices to be reordered.")
 @click.option("--tune", is_flag=True, help="Measure the best few plans and keep the fastest.")
 @click.option("--fresh", is_flag=True, help="Profile again even if there is a cached profile.")
-@click.option("--show-schedule", is_flag=True, help="Draw the schedule in units of time.")
+@click.option(
+    "--show-schedule",
+    is_flag=True,
+    help="Draw the schedule in units of time; with --inference, which batch is where.",
+)
 @figure_option
 @click.option(
     "--output",
@@ -62,6 +71,8 @@ def command(
     workers: str,
     optimizer_state: float,
     inference: bool,
+    in_flight: int | None,
+    states: str | None,
     any_order: bool,
     tune: bool,
     fresh: bool,
@@ -90,8 +101,9 @@ def command(
         optimizer_state=optimizer_state,
         any_order=any_order,
         inference=inference,
+        in_flight=in_flight,
+        states=parts_of(states),
     )
-    _check_inference(inference, tune, show_schedule)
     if figure is not None:
         require_figure(figure)
     _check(output, as_json, figure, no_output)
@@ -108,16 +120,6 @@ def command(
         _write(found, costs, output)
     if figure is not None:
         _draw(found, model, figure)
-
-
-def _check_inference(inference: bool, tune: bool, show_schedule: bool) -> None:
-    """Raise if something is asked for that a plan for inference does not have."""
-    for option, is_given in (("--tune", tune), ("--show-schedule", show_schedule)):
-        if inference and is_given:
-            raise InputError(
-                f"{option} is about training steps, and --inference plans forwards only: give one "
-                "of the two"
-            )
 
 
 def _check(output: Path, as_json: bool, figure: Path | None, no_output: bool) -> None:
@@ -196,17 +198,27 @@ def _measured(seconds: float, plan: Plan) -> str:
 
     predicted = show_seconds(plan.predicted_step_seconds)
     replicas = f"{plan.replicas} replicas, " if plan.replicas > 1 else ""
-    what = "one device" if plan.way == "one device" else f"{replicas}{plan.schedule}"
+    kind = f"{len(plan.stages)} stages" if plan.inference else plan.schedule
+    what = "one device" if plan.way == "one device" else f"{replicas}{kind}"
+    each = " a batch" if plan.inference else ""
     return (
         f"measured {what}, {plan.num_microbatches} micro-batches: "
-        f"{show_seconds(seconds)}, {predicted} predicted"
+        f"{show_seconds(seconds)}{each}, {predicted} predicted"
     )
 
 
 def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
     """What wins, the stages, the step, and what was considered."""
     from penstock.observe.timeline import as_text, legend
-    from penstock.plan.text import advice, considered, prediction, replicas, stages, verdict
+    from penstock.plan.text import (
+        advice,
+        considered,
+        flow,
+        prediction,
+        replicas,
+        stages,
+        verdict,
+    )
     from penstock.schedule import draw
 
     timeline, width = found.timeline(), width_of_stdout()
@@ -220,7 +232,10 @@ def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
         considered(found, width),
     ]
     if show_schedule:
-        parts.append([draw(found.schedule_for(found.num_microbatches))])
+        drawn = (
+            flow(found) if found.inference else [draw(found.schedule_for(found.num_microbatches))]
+        )
+        parts.append(drawn)
     return "\n\n".join("\n".join(part) for part in parts)
 
 

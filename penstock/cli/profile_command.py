@@ -14,12 +14,15 @@ from penstock.cli.common import (
     make_directory,
     microbatch_count,
     model_options,
+    parts_of,
     reported,
     show,
+    states_option,
     talk,
     width_of_stdout,
     workers_option,
 )
+from penstock.errors import InputError
 
 if TYPE_CHECKING:
     from penstock.profile import Profile
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 _HEAVIEST = 20  # calls that fit a screen
 _HEADING = ("call", "what", "forward", "backward", "put off", "share", "holds", "weights")
+_FORWARD_HEADING = ("call", "what", "forward", "share", "states", "weights")
 _LEFT = (1,)
 
 
@@ -35,6 +39,8 @@ _LEFT = (1,)
 @empty_option
 @devices_option
 @workers_option
+@click.option("--inference", is_flag=True, help="Measure forwards alone, in evaluation mode.")
+@states_option
 @click.option("--microbatches", default="auto", show_default=True, metavar="N|auto")
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="About how long to measure; default: 30."
@@ -55,6 +61,8 @@ def command(
     empty: bool,
     devices: str | None,
     workers: str,
+    inference: bool,
+    states: str | None,
     microbatches: str,
     seconds: float | None,
     no_cache: bool,
@@ -66,35 +74,43 @@ def command(
 
     Times are for the largest micro-batch measured on the first device. `put off` is the part
     of a backward that is for weights alone and can come later; `holds` is what a call keeps for
-    its backward.
+    its backward. With --inference, `states` is what a call leaves in a session, such as keys and
+    values.
     """
     import msgspec
 
     from penstock.capture import capture
+    from penstock.capture.states import check_parts
     from penstock.cli.arguments import device_list, load_example
     from penstock.devices.allocator import keep_freed_memory
     from penstock.devices.choice import existing_devices, threads_per_worker
     from penstock.display.progress import callback
     from penstock.planning.planner import with_overheads
     from penstock.profile.cache import cached_profiles
-    from penstock.profile.measure import SECONDS
+    from penstock.profile.measure import SECONDS, with_states
     from penstock.workers.kinds import measuring
 
     module, args, kwargs = load_example(model, inputs, example, seed, empty)
     if output is not None:
         make_directory(output.parent)
     there = existing_devices(device_list(devices))
-    count = microbatch_count(microbatches)
+    count, named = microbatch_count(microbatches), parts_of(states)
+    if named and not inference:
+        raise InputError(f"--states {states} is about sessions: give --inference as well")
     keep_freed_memory()  # as the pipelines that it is for will
     with callback("capturing") as progress:
+        program = capture(module, args, kwargs)
+        check_parts(program.train, named)
         (costs,), was_kept = cached_profiles(
-            capture(module, args, kwargs),
+            program,
             choices=[([str(device) for device in there], threads_per_worker(there))],
             num_microbatches=count,
             seconds=SECONDS if seconds is None else seconds,
+            inference=inference,
             progress=progress,
             fresh=no_cache,
         )
+        costs = with_states(costs, program, named)
     with measuring(workers, there) as backend:
         costs = with_overheads(costs, there, backend.probe)
     show(msgspec.to_builtins(costs), _text(costs, calls), as_json)
@@ -119,9 +135,10 @@ def _text(costs: Profile, every: bool) -> str:
     if left:
         lines.append(_cells(costs, left, "", f"({len(left)} others)"))
     lines.append(_cells(costs, range(costs.num_calls), "", "total"))
+    heading = _FORWARD_HEADING if costs.inference else _HEADING
     return "\n".join(
         [
-            *aligned([_HEADING, *lines], _LEFT, width_of_stdout()),
+            *aligned([heading, *lines], _LEFT, width_of_stdout()),
             "",
             f"{rows} rows on {costs.devices[0]}; measured at {', '.join(map(str, kind.rows))} rows",
             f"confidence: {costs.confidence}",
@@ -140,6 +157,13 @@ def _cells(costs: Profile, calls: Sequence[int], number: str, label: str) -> tup
     share = (forward + backward) / max(sum(costs.call_seconds()), 1e-12)
     held = sum(costs.saved[k] for k in calls) * kind.rows[-1] if costs.saved else 0
     weights = sum(costs.weights[k] for k in calls)
+    if costs.inference:
+        states = sum(costs.states[k] for k in calls) * kind.rows[-1]
+        return (
+            *(number, label, _milliseconds(forward), f"{share:.1%}"),
+            show_bytes(states) if states else "",
+            show_bytes(weights) if weights else "",
+        )
     return (
         *(number, label, _milliseconds(forward), _milliseconds(backward)),
         _milliseconds(weight) if weight else "",

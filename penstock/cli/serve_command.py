@@ -59,7 +59,8 @@ from penstock.names import target_of
     "--in-flight",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Sequences under way at a time; default: one more than keep all stages busy.",
+    help="Sequences under way at a time, for which the plan has room; default: one more than keep "
+    "all stages busy.",
 )
 @click.option(
     "--queue",
@@ -67,6 +68,14 @@ from penstock.names import target_of
     default=64,
     show_default=True,
     help="Sequences that may wait besides; then requests get 429.",
+)
+@click.option(
+    "--kinds",
+    type=click.IntRange(0, 31),
+    default=16,
+    show_default=True,
+    help="Kinds of inputs, such as other sizes, that POST /predict may have besides the example's: "
+    "each is recorded and stays.",
 )
 @click.option(
     "--timeout",

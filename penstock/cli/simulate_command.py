@@ -12,6 +12,7 @@ import click
 
 from penstock.cli.common import (
     figure_option,
+    in_flight_option,
     make_directory,
     memory_option,
     optimizer_option,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.profile.data import Profile
 
 D = TypeVar("D")
-Made = TypeVar("Made", "Plan", "Profile")
 T = TypeVar("T")
 
 _HEADING = (
@@ -95,6 +95,12 @@ _LEFT = (0, 13)
     help="Replicas of the pipeline; auto: as in PLAN, or, for other workers, as few as the places "
     "to cut allow.",
 )
+@click.option(
+    "--inference",
+    is_flag=True,
+    help="Predict a steady flow of forwards, as it is done for plans and profiles for inference.",
+)
+@in_flight_option
 @stages_option
 @memory_option
 @optimizer_option
@@ -108,14 +114,15 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Predict the step of a model on machines that you do not have.
+    """Predict the step, or the flow, of a model on machines that you do not have.
 
     PLAN is a plan, or a profile. With a profile the model is cut anew for so many workers, all
     alike; a plan's own is found beside it. Every LIST with commas sweeps: all combinations are
     simulated.
 
     The batch grows with the micro-batches and replicas, as their size stays; --batch keeps it.
-    Efficiency compares with as many workers that each work alone and wait for nothing.
+    Efficiency compares with as many workers that each work alone and wait for nothing. Of plans and
+    profiles for inference it is a steady flow of forwards that is predicted, from batch to batch.
     """
     plan, profile = _loaded(source, profile_path)
     cases = _cases(plan, profile, **options)
@@ -153,8 +160,8 @@ def _loaded(source: Path, profile_path: Path | None) -> tuple[Plan | None, Profi
     if what == "profile":
         if profile_path is not None:
             raise InputError(f"{source} is a profile itself: give a plan, or leave out --profile")
-        return None, _for_training(Profile.load(source), source)
-    plan, beside = _for_training(Plan.load(source), source), profile_beside(source)
+        return None, Profile.load(source)
+    plan, beside = Plan.load(source), profile_beside(source)
     if profile_path is None and not beside.exists():
         talk(f"no profile beside {source} ({beside.name}): taking the plan's own stages")
         return plan, None
@@ -165,21 +172,6 @@ def _loaded(source: Path, profile_path: Path | None) -> tuple[Plan | None, Profi
             f"{profile.fingerprint}, not {plan.fingerprint}"
         )
     return plan, profile
-
-
-def _for_training(found: Made, source: Path) -> Made:
-    """The same, unless it says nothing of training steps.
-
-    Raises:
-        InputError: it is for inference.
-    """
-    if found.inference:
-        raise InputError(
-            f"{source} is for inference, and penstock simulate predicts training steps: give one "
-            "that penstock plan makes without --inference; print(plan) says what is predicted of a "
-            "steady flow of forwards"
-        )
-    return found
 
 
 def _cases(
@@ -195,6 +187,8 @@ def _cases(
     microbatch_size: int | None,
     batch: int | None,
     replicas: str,
+    inference: bool,
+    in_flight: int | None,
     stages_per_worker: int | None,
     memory_limit: str | None,
     optimizer_state: float,
@@ -216,10 +210,19 @@ def _cases(
             "a profile says nothing of micro-batches: give --microbatches, and --microbatch-size "
             "or --batch; or give a plan"
         )
+    inference = inference or any(found is not None and found.inference for found in (plan, profile))
+    if inference and schedules is not None:
+        raise InputError(
+            f"--schedule {schedules} is about backwards or their order, and a flow of forwards has "
+            "none: leave it out, or give a plan that is made without --inference"
+        )
     request = Request(
         recompute=recompute_of(recompute),
         memory_limit=memory_limit,
         optimizer_state=optimizer_state,
+        stages_per_worker=stages_per_worker or "auto",
+        inference=inference,
+        in_flight=in_flight,
     )
     count_of_replicas: int | None = None
     if replicas != "auto":
@@ -249,6 +252,8 @@ def _cases(
             speed=speed,
             memory=request.memory,
             recompute=request.recompute,
+            inference=inference,
+            in_flight=in_flight,
         )
         for count, m, schedule, link_speed, link_latency in every
     ]
@@ -318,14 +323,16 @@ def _text(outcomes: Sequence[Outcome], width: int | None) -> str:
     from penstock.display.tables import aligned
 
     rows = [_row(outcome) for outcome in outcomes]
-    lines = aligned([_HEADING, *rows], _LEFT)
+    of_flow = any(outcome.case.inference for outcome in outcomes)
+    heading = tuple("per batch" if of_flow and name == "step" else name for name in _HEADING)
+    lines = aligned([heading, *rows], _LEFT)
     if width is None or max(map(len, lines)) <= width:
         return "\n".join(lines)
     settings = range(_HEADING.index("step"))
     common = [k for k in settings if rows[0][k] and len({row[k] for row in rows}) == 1]
     said = ", ".join(f"{_HEADING[k]} {rows[0][k]}" for k in common)
     kept = [k for k in range(len(_HEADING)) if k not in common]
-    cells = [[row[k] for k in kept] for row in (_HEADING, *rows)]
+    cells = [[row[k] for k in kept] for row in (heading, *rows)]
     left = [place for place, k in enumerate(kept) if k in _LEFT]
     return "\n".join([*([said, ""] if said else []), *aligned(cells, left, width)])
 
@@ -336,7 +343,11 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
     case, seconds = outcome.case, outcome.step_seconds
     settings = (
-        *(case.schedule, f"{case.workers}", f"{outcome.replicas}" if outcome.replicas > 1 else ""),
+        *(
+            "" if case.inference else case.schedule,
+            f"{case.workers}",
+            f"{outcome.replicas}" if outcome.replicas > 1 else "",
+        ),
         *(f"{outcome.stages}" if outcome.stages else "-", f"{case.num_microbatches}"),
         f"{show_bytes(case.bandwidth)}/s" if case.bandwidth else "",
         show_seconds(case.latency) if case.latency is not None else "",

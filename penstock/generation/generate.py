@@ -344,7 +344,7 @@ def _tokens(
     else:
         size = 1 if options.rowwise else options.group_size
         groups = groups_of(args, kwargs, size, sessions.width)
-    most = options.in_flight or sessions.width + (len(groups) > sessions.width)
+    most = options.in_flight or sessions.most
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
     generator = Generator(model, sessions, most, threads)
     return _generated(generator, jobs, None if listed else _padding(model, kwargs))

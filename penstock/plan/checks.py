@@ -46,6 +46,8 @@ def _of_inference(plan: Decisions) -> Iterator[str]:
         yield "a plan for inference recomputes nothing, as it has no backwards"
     if plan.inference and len(plan.stages) != len({*plan.placement}):
         yield "a plan for inference has one stage on each worker"
+    if plan.in_flight < 0:
+        yield f"in_flight={plan.in_flight} is less than 0"
 
 
 def _of_replicas(plan: Decisions) -> Iterator[str]:

@@ -55,8 +55,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         held_bytes: bytes held for every micro-batch in flight.
         memory_bytes: the most it holds: weights, gradients, optimizer state, activations; in a plan
             for inference weights, states, activations.
-        state_bytes: the part of it that is states of sessions, such as keys and values, of all
-            groups of sequences that keep the stages busy; in plans for inference.
+        state_bytes: the part of it that is states of sessions, such as keys and values, of as many
+            groups of sequences as `Plan.groups` says; in plans for inference.
         recompute: spans of its calls, each `(first, one after the last)`, whose activations are
             recomputed in the backward instead of held.
     """
@@ -163,6 +163,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
             train.
         way_seconds: of a plan for inference: how long one batch takes alone, from the first stage
             to the last.
+        in_flight: of a plan for inference: for how many groups of sequences, of all replicas
+            together, there is room for states; 0 in plans of before that was said.
         version: of the file format.
     """
 
@@ -189,6 +191,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
     considered: tuple[Candidate, ...] = ()
     inference: bool = False
     way_seconds: float = 0.0
+    in_flight: int = 0
     version: int = VERSION
 
     @property
@@ -242,7 +245,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def costs(self) -> Costs:
         """The times of the first replica's stages for the largest micro-batch."""
-        return _costs(self.stages)
+        return costs_of(self.stages)
 
     def schedule_for(self, num_microbatches: int) -> Schedule:
         """The schedule of a replica that runs this many micro-batches."""
@@ -276,6 +279,16 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         return max(held)
 
     @property
+    def batches_under_way(self) -> int:
+        """How many batches `Pipeline.map` has under way, so that all stages are busy."""
+        return 1 + -(-len(self.stages) * self.replicas // self.num_microbatches)
+
+    @property
+    def groups(self) -> int:
+        """For how many groups of sequences a plan for inference has room for states."""
+        return self.in_flight or len(self.devices)
+
+    @property
     def weights(self) -> tuple[int, ...]:
         """By which the replicas share the micro-batches, one for each; see `shares.dealt`."""
         return self.shares or (1,) * self.replicas
@@ -290,7 +303,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
 
     def costs_of(self, replica: int) -> Costs:
         """The times of a replica's stages for the largest micro-batch."""
-        return _costs(self.stages_of(replica))
+        return costs_of(self.stages_of(replica))
 
     def timeline(self) -> Timeline:
         """The predicted step, if all micro-batches were as large as the largest.
@@ -308,7 +321,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
             own, before = self.stages_of(replica), replica * self.workers_per_replica
             kind = own, len(share) if self.shares else most
             if kind not in alike:
-                costs = _costs(own)
+                costs = costs_of(own)
                 network = Network.of(costs, overlap=self.overlap, overhead=self.overhead_seconds)
                 alike[kind] = simulate(self.schedule_for(kind[1]), costs.seconds, network)
             events += [
@@ -333,7 +346,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         return alone is None or self.predicted_step_seconds < alone
 
 
-def _costs(stages: Sequence[StagePlan]) -> Costs:
+def costs_of(stages: Sequence[StagePlan]) -> Costs:
     """The times of these stages for the largest micro-batch."""
     return Costs(
         forward=tuple(stage.forward_seconds for stage in stages),

@@ -16,7 +16,8 @@ All of it is exact. A worker is busy with the forwards of its stage, with what a
 besides, and with sending, unless that goes on by itself; then the link is busy with it. The thread
 of the script is busy as well: it splits each batch, hands it out and puts its result together.
 
-Memory is weights, the states of all groups under way (see `docs/generation.md`), what is live
+Memory is weights, the states of all groups under way (`Request.in_flight`, by default one more than
+keep all stages busy; see `docs/generation.md`), what is live
 within the stage at its worst call, and what waits to enter it. There are no gradients, no
 optimizer, and nothing is saved for a backward.
 """
@@ -245,6 +246,7 @@ def _considered(
         num_microbatches=request.num_microbatches,
         memory_limit=request.memory_limit,
         inference=True,
+        in_flight=request.in_flight,
     )
     for profile in profiles:
         if len(profile.devices) == 1:
@@ -371,18 +373,27 @@ class _Search:
         return ahead * len(self.share)
 
     @property
+    def in_flight(self) -> int:
+        """How many groups of sequences all replicas have under way."""
+        return self.request.in_flight or self.stages * self.replicas + 1
+
+    @property
     def groups(self) -> int:
-        """How many groups of sequences each replica has under way."""
-        return self.stages
+        """How many of them one replica has at most, see `Sessions.open`."""
+        return -(-self.in_flight // self.replicas)
+
+    @property
+    def group_rows(self) -> int:
+        """The rows of a group: those of the example, or of a micro-batch if that is asked for."""
+        given = self.request.num_microbatches
+        return self.profile.batch_size if given == "auto" else self.layout.most_rows
 
     @cached_property
     def _until_states(self) -> Floats:
         """(places,): bytes of the states, of all groups, that calls before each place make."""
         profile = self.profile
-        given = self.request.num_microbatches
-        rows = profile.batch_size if given == "auto" else self.layout.most_rows
         states = np.asarray(profile.states or (0.0,) * profile.num_calls)
-        found: Floats = _until(states * (rows * self.groups))[self.places]
+        found: Floats = _until(states * (self.group_rows * self.groups))[self.places]
         return found
 
     @cached_property
@@ -402,7 +413,8 @@ class _Search:
     @cached_property
     def _waiting(self) -> Floats:
         """(places,): bytes of what waits to enter a stage that begins there."""
-        found: Floats = (self.flying - 1) * self.layout.boundary[self.places]
+        rows = (self.flying - 1) * self.layout.most_rows, (self.groups - 1) * self.group_rows
+        found: Floats = np.asarray(self.profile.boundary)[self.places] * max(rows)
         return found
 
     def needed(self, end: int) -> Floats:
@@ -522,8 +534,8 @@ class _Search:
             f"{labels[last]} takes {show_bytes(needed)}, and {device} may hold "
             f"{show_bytes(self.caps[stage])}: {show_bytes(short[stage])} too little. Of these, "
             f"weights are {show_bytes(weights)}, and the states of {self.groups} groups as large "
-            f"as the example {show_bytes(states)}. Use more devices, a higher memory_limit=, or an "
-            "example with fewer rows or shorter texts"
+            f"as the example {show_bytes(states)}. Use more devices, a higher memory_limit=, a "
+            "smaller in_flight=, or an example with fewer rows or shorter texts"
         )
         return ShortError(text, short[stage])
 
@@ -659,6 +671,7 @@ class Flow:
             note=search.case.note,
             inference=True,
             way_seconds=self.way_seconds,
+            in_flight=search.in_flight,
         )
 
     def _stages(self, part: Sequence[int]) -> Iterator[StagePlan]:

@@ -52,10 +52,15 @@ class Request:
             stages per worker that are asked for leave out the plans without stages.
         inference: whether the plan is for a steady flow of forwards, see `penstock.plan.flow`.
             There is one stage per worker, nothing is recomputed, and there is no optimizer.
+        in_flight: for how many groups of sequences, of all replicas together, a plan for inference
+            has room for states. `None` for one more than keep all stages busy, which is what
+            `generate` and `penstock serve` have under way.
+        states: parts of the model's result that are states besides those in objects of plain
+            classes, as of `Pipeline.session`; for plans for inference.
 
     Raises:
         InputError: there is no such schedule, recomputation or limit; or the plan is for inference,
-            and what is asked for is about training.
+            and what is asked for is about training; or the other way round.
     """
 
     num_microbatches: int | Auto = "auto"
@@ -69,6 +74,8 @@ class Request:
     boundary_dtype: str | None = None
     replicas: int | Auto = "auto"
     inference: bool = False
+    in_flight: int | None = None
+    states: Sequence[int | str] = ()
 
     def __post_init__(self) -> None:
         if self.schedule != "auto" and self.schedule not in SCHEDULES:
@@ -101,8 +108,24 @@ class Request:
             )
         if self.memory.limit is not None and self.memory.limit <= 0:
             raise InputError(f"memory_limit={self.memory_limit!r} must be greater than 0")
+        self._check_groups()
         if self.inference:
             self._check_inference()
+
+    def _check_groups(self) -> None:
+        """Raise unless states and groups have a meaning, if they are given."""
+        if self.in_flight is not None and not (type(self.in_flight) is int and self.in_flight > 0):
+            raise InputError(f"in_flight={self.in_flight!r} must be a positive integer")
+        if isinstance(self.states, (str, int)):
+            raise InputError(
+                f"states={self.states!r} is not a list; write states=[{self.states!r}]"
+            )
+        if not self.inference and (self.in_flight is not None or self.states):
+            name = "states" if self.in_flight is None else "in_flight"
+            raise InputError(
+                f"{name}={getattr(self, name)!r} is about states of sessions, which are in plans "
+                f"for inference only: give inference=True, or leave out {name}="
+            )
 
     def _check_inference(self) -> None:
         """Raise if something is asked for that only training has."""

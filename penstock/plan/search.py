@@ -32,6 +32,7 @@ def plan(
     any_order: bool = False,
     replicas: int | Auto = "auto",
     inference: bool = False,
+    in_flight: int | None = None,
 ) -> Plan:
     """Find the fastest plan of all kinds for the profile's devices.
 
@@ -42,7 +43,7 @@ def plan(
         profile: measured costs.
         num_microbatches, schedule, cuts, recompute, memory_limit: as in
             `penstock.plan.request.Request`.
-        optimizer_state, stages_per_worker, any_order, replicas, inference: likewise.
+        optimizer_state, stages_per_worker, any_order, replicas, inference, in_flight: likewise.
 
     Returns:
         the plan, with its predicted step time and the bound.
@@ -64,6 +65,7 @@ def plan(
         any_order=any_order,
         replicas=replicas,
         inference=inference,
+        in_flight=in_flight,
     )
     return plans(profile, request)[0]
 

@@ -201,6 +201,27 @@ def stages(plan: Decisions, width: int | None = None) -> list[str]:
     return aligned([_STAGE_HEADING, *rows], _STAGE_TEXTS, width)
 
 
+def flow(plan: Decisions) -> list[str]:
+    """A line per worker of a plan for inference, a cell per unit of time: which batch is where.
+
+    A cell is `F` and the number of the batch, with that of the micro-batch after it where there are
+    several: `F2.0`. All forwards take one unit here, and what comes after goes on in this way.
+    """
+    stages, has_several = len(plan.stages), plan.num_microbatches > 1
+    lines = []
+    for replica in range(plan.replicas):
+        share = plan.share(replica)
+        batches = range(1 + -(-2 * stages // len(share)))
+        cells = [f"F{b}.{m}" if has_several else f"F{b}" for b in batches for m in share]
+        lines += [[".."] * stage + cells[: len(cells) - stage] for stage in range(stages)]
+    width = max(len(cell) for line in lines for cell in line)
+    digits = len(str(len(lines) - 1))
+    return [
+        f"worker {worker:>{digits}} | {' '.join(cell.ljust(width) for cell in line)} …"
+        for worker, line in enumerate(lines)
+    ]
+
+
 def replicas(plan: Decisions, width: int | None = None) -> list[str]:
     """A line for every replica, if they have other devices; no longer than `width`."""
     if not plan.other_stages:

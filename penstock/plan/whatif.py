@@ -2,11 +2,13 @@
 
 One replica of the pipeline is cut and simulated, so thousands of workers take seconds. Of several
 replicas, each on workers of its own, the gradients are added in order at the end of the step.
+For inference, a steady flow of forwards is predicted instead (`penstock.plan.flow`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -15,10 +17,12 @@ from penstock.errors import InputError, PlanError
 from penstock.plan.alternatives import adding_seconds, chain_seconds
 from penstock.plan.bound import schedule_bound
 from penstock.plan.candidates import STAGES_PER_WORKER, Option, cutter_for, fastest
+from penstock.plan.decisions import StagePlan, costs_of
+from penstock.plan.flow import ShortError, plans_of_flow
 from penstock.plan.layout import Layout, Memory
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Plan
-from penstock.plan.request import Recompute, Request
+from penstock.plan.request import Limits, Recompute, Request
 from penstock.profile.data import Link, Profile
 from penstock.profile.hardware import Hardware, Machine
 from penstock.schedule import (
@@ -57,6 +61,9 @@ class WhatIf:
         latency: one way, in seconds; `None` as measured.
         memory: what training holds besides activations, and may hold.
         recompute: as in `penstock.plan.request.Request`.
+        inference: whether it is about a steady flow of forwards; then schedule, recomputation and
+            stages per worker have no meaning.
+        in_flight: of such a flow, as in `penstock.plan.request.Request`.
 
     Raises:
         InputError: a number that is not possible, or an unknown schedule.
@@ -74,6 +81,8 @@ class WhatIf:
     latency: float | None = None
     memory: Memory = field(default_factory=Memory)
     recompute: Recompute = "auto"
+    inference: bool = False
+    in_flight: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("workers", "num_microbatches", "microbatch_size", "replicas", "batch"):
@@ -102,7 +111,9 @@ class WhatIf:
 
     @property
     def per_worker(self) -> int:
-        """How many stages each worker has with this schedule."""
+        """How many stages each worker has with this schedule; one in a flow of forwards."""
+        if self.inference:
+            return 1
         takes = SCHEDULES[self.schedule].stages_per_worker
         if takes is StagesPerWorker.ONE:
             return 1
@@ -121,7 +132,8 @@ class Outcome:
         replicas: of the pipeline.
         stages: of each replica.
         batch_size: rows of all replicas together.
-        step_seconds: of a training step without the optimizer; `None` if it is not possible.
+        step_seconds: of a training step without the optimizer, or from batch to batch in a steady
+            flow of forwards; `None` if it is not possible.
         reduce_seconds: the part of it in which the replicas add up their gradients.
         bound_seconds: with these cuts no schedule is faster.
         one_worker_seconds: for the same batch, one worker alone with memory for it.
@@ -163,6 +175,8 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
         PlanError: more stages are asked for than there are places to cut.
     """
     replicas, note = _replicas(profile, case)
+    if case.inference:
+        return _what_if_flow(profile, case, replicas, note)
     link = case.link(_measured(profile))
     is_shared = not link.bytes_per_second
     case = replace(case, memory=replace(case.memory, replicas=replicas, is_shared=is_shared))
@@ -206,6 +220,8 @@ def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
     Raises:
         PlanError: the case needs other stages, or other sizes of micro-batches.
     """
+    if case.inference:
+        return _what_if_planned_flow(plan, case)
     if plan.replicas > 1:
         raise PlanError(
             f"the plan has {plan.replicas} replicas, of which the plan alone does not say how they "
@@ -228,6 +244,75 @@ def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
         step_seconds=simulate(schedule, costs.seconds, network).seconds + plan.pass_seconds,
         bound_seconds=schedule_bound(costs, count, plan.placement, split=split),
         one_worker_seconds=alone * count + plan.pass_seconds,
+    )
+
+
+# -- a steady flow of forwards ------------------------------------------------------------
+
+
+def _what_if_flow(profile: Profile, case: WhatIf, replicas: int, note: str) -> Outcome:
+    """Cut the program anew for a steady flow through these workers."""
+    rows = case.batch or _rows(case, replicas) * replicas
+    request = Request(
+        num_microbatches=case.num_microbatches * replicas,
+        memory_limit=case.memory.limit,
+        replicas=replicas,
+        inference=True,
+        in_flight=case.in_flight,
+    )
+    outcome = Outcome(case, replicas, case.workers // replicas, rows, None, note=note)
+    alone = msgspec.structs.replace(_machines(profile, case, 1, rows), capacity={})
+    one = replace(request, memory_limit=None, replicas=1)
+    here = _machines(profile, case, case.workers, rows)
+    try:
+        found = plans_of_flow([here], request, 1, Limits())[0]
+    except ShortError as error:
+        return replace(outcome, note=f"does not fit the memory by {show_bytes(error.missing)}")
+    return replace(
+        outcome,
+        step_seconds=found.predicted_step_seconds,
+        bound_seconds=found.bound_seconds,
+        one_worker_seconds=plans_of_flow([alone], one, 1, Limits())[0].predicted_step_seconds,
+        memory_bytes=max(stage.memory_bytes for stage in found.stages),
+    )
+
+
+def _what_if_planned_flow(plan: Plan, case: WhatIf) -> Outcome:
+    """A steady flow through the plan's own stages, without the profile that they were cut by.
+
+    Raises:
+        PlanError: the case needs other stages, or other sizes of micro-batches.
+    """
+    replicas = case.replicas or 1
+    _check_planned(
+        {
+            "workers": (case.workers, len(plan.devices)),
+            "replicas": (replicas, plan.replicas),
+            "rows in a micro-batch": (case.microbatch_size, plan.microbatch_size),
+            "rows in a batch": (case.batch or plan.batch_size, plan.batch_size),
+            "groups in flight": (case.in_flight or plan.groups, plan.groups),
+        }
+    )
+    every = [_planned_costs(plan, case, plan.stages_of(k)) for k in range(replicas)]
+    count, overhead = case.num_microbatches, plan.overhead_seconds
+    busiest, alone = 0.0, math.inf
+    for costs in every:
+        for work, send in zip(costs.forward, (*costs.transfer, 0.0), strict=True):
+            both = max(work + overhead, send) if plan.overlap else work + overhead + send
+            busiest = max(busiest, count * both)
+        alone = min(alone, count * replicas * (sum(costs.forward) + overhead))
+    held = max(s.memory_bytes for k in range(replicas) for s in plan.stages_of(k))
+    rows = case.batch or count * replicas * case.microbatch_size
+    outcome = Outcome(case, replicas, len(plan.stages), rows, None, memory_bytes=held)
+    if case.memory.limit is not None and held > case.memory.limit:
+        short = show_bytes(held - case.memory.limit)
+        return replace(outcome, note=f"does not fit the memory by {short}")
+    seconds = max(busiest, plan.pass_seconds)
+    return replace(
+        outcome,
+        step_seconds=seconds,
+        bound_seconds=seconds,
+        one_worker_seconds=max(alone, plan.pass_seconds),
     )
 
 
@@ -330,12 +415,9 @@ def _planned_schedule(plan: Plan, case: WhatIf) -> Schedule:
         "rows in a batch": (case.batch or plan.batch_size, plan.batch_size),
         "stages": (case.per_worker * case.workers, len(plan.stages)),
     }
-    for what, (wanted, planned) in compared.items():
-        if wanted != planned and (what != "stages" or case.schedule != "fitted"):
-            raise PlanError(
-                f"the plan is for {planned} {what}, and for {wanted} the model has to be cut "
-                "again: give the profile that the plan was made from, or plan again"
-            )
+    if case.schedule == "fitted":
+        del compared["stages"]
+    _check_planned(compared)
     if case.schedule == plan.schedule:
         return plan.schedule_for(case.num_microbatches)
     placement = placement_of(case.schedule, len(plan.stages), case.workers)
@@ -347,12 +429,35 @@ def _planned_schedule(plan: Plan, case: WhatIf) -> Schedule:
     return build(case.schedule, len(plan.stages), case.num_microbatches, num_workers=case.workers)
 
 
-def _planned_costs(plan: Plan, case: WhatIf) -> Costs:
-    """What the plan's stages take on the machines of the case."""
-    costs, speed = plan.costs, case.speed
+def _check_planned(compared: Mapping[str, tuple[int, int]]) -> None:
+    """Raise unless what is asked for is what was planned.
+
+    Args:
+        compared: what is asked for and what was planned, by what it is.
+
+    Raises:
+        PlanError: something is not.
+    """
+    for what, (wanted, planned) in compared.items():
+        if wanted != planned:
+            raise PlanError(
+                f"the plan is for {planned} {what}, and for {wanted} the model has to be cut "
+                "again: give the profile that the plan was made from, or plan again"
+            )
+
+
+def _planned_costs(plan: Plan, case: WhatIf, stages: Sequence[StagePlan] = ()) -> Costs:
+    """What the plan's stages take on the machines of the case.
+
+    Args:
+        plan, case: as of `what_if_planned`.
+        stages: those of a replica; of the first one by default.
+    """
+    own = stages or plan.stages
+    costs, speed = costs_of(own), case.speed
     transfer, latency = costs.transfer, costs.latency
     if case.bandwidth is not None:
-        transfer = tuple(stage.input_bytes / case.bandwidth for stage in plan.stages[1:])
+        transfer = tuple(stage.input_bytes / case.bandwidth for stage in own[1:])
     if case.latency is not None:
         latency = (case.latency,) * len(latency)
     return Costs(

@@ -14,6 +14,7 @@ from msgspec.structs import replace as replace_fields
 
 from penstock.capture import Program
 from penstock.capture.one_replica import why_one_replica
+from penstock.capture.states import check_parts
 from penstock.devices.choice import threads_per_worker
 from penstock.display.terminal import Progress
 from penstock.errors import InputError, PlanError
@@ -25,7 +26,7 @@ from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profiles
-from penstock.profile.measure import SECONDS, bytes_across, weights_across
+from penstock.profile.measure import SECONDS, bytes_across, weights_across, with_states
 from penstock.workers.backend import Backend
 from penstock.workers.probe import LinkProbe, with_links
 from penstock.workers.threads.backend import ThreadProbe
@@ -69,8 +70,10 @@ def decide_plan(
 
     Raises:
         PlanError: the program cannot be cut as the plan says, or as it was asked for.
-        InputError: the file cannot be read, or there are more micro-batches than rows.
+        InputError: the file cannot be read, there are more micro-batches than rows, or the plan
+            that was given has no room for what is asked for.
     """
+    check_parts(program.train, request.states)
     with backend.operation("the planning"):
         made = None
         if backend.leads and plan is not None:
@@ -81,6 +84,7 @@ def decide_plan(
                     "penstock plan --inference or ps.plan(..., inference=True), or leave out "
                     "inference="
                 )
+            _check_room(made, request)
             backend.take(made, is_given=True)
             backend.check_replicas(made.replicas)
             if request.boundary_dtype is not None:
@@ -109,6 +113,21 @@ def decide_plan(
     edges = [first for stage in decided.stages for first, _, _ in stage.spans]
     program.check_cuts([edge for edge in edges if edge > 0])
     return decided
+
+
+def _check_room(plan: Plan, request: Request) -> None:
+    """Raise unless a plan that was given has room for the states of so many groups.
+
+    Raises:
+        InputError: it has room for fewer.
+    """
+    has_states = any(stage.state_bytes for stage in plan.stages)
+    if request.in_flight is not None and has_states and request.in_flight > plan.groups:
+        raise InputError(
+            f"in_flight={request.in_flight}, and the plan that was given has room for the states "
+            f"of {plan.groups} groups: make one by penstock plan --inference --in-flight "
+            f"{request.in_flight}, or have at most {plan.groups} under way"
+        )
 
 
 @dataclass(frozen=True)
@@ -250,8 +269,7 @@ def plan_for(
 
     Raises:
         PlanError: the program cannot be cut so.
-        InputError: more micro-batches than rows; or training steps were to be measured, and the
-            plan is for inference.
+        InputError: more micro-batches than rows.
     """
     costs = profiles_for(
         program,
@@ -266,11 +284,6 @@ def plan_for(
         where=where,
         progress=progress,
     )
-    if tune and request.inference:
-        raise InputError(
-            "tune=True measures training steps of the best few plans, and this one is for "
-            "inference: leave out tune=, or inference="
-        )
     if not tune:
         return plans_on_any(costs, request, limits=limits)[0]
     best = plans_on_any(costs, request, TUNED, limits)
@@ -329,9 +342,10 @@ def profiles_for(
         progress=progress,
         fresh=fresh,
     )
+    costs = [with_states(own, program, request.states) for own in costs]
     if request.boundary_dtype is not None:
         dtype: torch.dtype = getattr(torch, request.boundary_dtype)
-        travelling = bytes_across(program, dtype, request.inference)
+        travelling = bytes_across(program, dtype, request.inference, request.states)
         tied = () if request.inference else weights_across(program, dtype)
         costs = [replace_fields(own, travelling=travelling, tied=tied) for own in costs]
     measured_with = where or ThreadProbe()
@@ -392,7 +406,9 @@ def tuned(
     *,
     progress: Progress | None = None,
 ) -> list[tuple[float, Plan]]:
-    """The median seconds of a step by every one of these plans, the fastest first.
+    """The median seconds of a step, or from batch to batch in a flow, by every one of these plans.
+
+    The fastest comes first.
 
     Args:
         candidates: what is measured, in turns, on a copy of the model.

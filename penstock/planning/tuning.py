@@ -1,16 +1,21 @@
-"""Measuring plans: the same batch through several of them, in turn, on a copy of the model."""
+"""Measuring plans: the same batch through several of them, in turn, on a copy of the model.
+
+Plans for training are measured by training steps, plans for inference by a flow of forwards.
+"""
 
 from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from penstock.capture import Program
+from penstock.capture import Program, Sizes
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten_result
@@ -21,13 +26,14 @@ from penstock.engine.ends import Loss
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.profile.shadow import shadow
-from penstock.runner import Runner
+from penstock.runner import Runner, Started
 from penstock.workers.gate import gate_of
 from penstock.workers.placement import place
 from penstock.workers.threads.workers import ThreadWorkers
 
 _ROUNDS = 2
 _WARM_UPS, _STEPS = 2, 3  # of a plan in a row
+_FLOWING = 8  # batches of a flow in a row, besides those that fill the stages
 _TIMEOUTS = 50  # times what was predicted
 
 
@@ -40,6 +46,9 @@ def measured(
     progress: Progress | None = None,
 ) -> list[list[float]]:
     """The seconds of `train_step`s with every plan, without the optimizer.
+
+    Of plans for inference they are those from one batch to the next in a steady flow, the mean of
+    some batches, one for each round.
 
     The plans take turns, so that what disturbs one disturbs all, a few steps each, as memory that
     another plan has used is slow at first. The model's weights are read, and its gradients,
@@ -62,17 +71,20 @@ def measured(
     devices = [torch.device(name) for name in dict.fromkeys(n for p in plans for n in p.devices)]
     with objects_kept(program.model.modules()), generators_kept(devices):
         twin.model = shadow(program.model, devices[0], program.written)
+        if all(plan.inference for plan in plans):
+            twin.model.eval()
         for turn in range(rounds):
             for number, plan in enumerate(plans):
                 if progress:
                     done = turn * len(plans) + number
-                    progress(done, rounds * len(plans), f"measuring {plan.schedule}")
-                taken[number] += _steps(twin, leaves, plan)
+                    what = f"{len(plan.stages)} stages" if plan.inference else plan.schedule
+                    progress(done, rounds * len(plans), f"measuring {what}")
+                taken[number] += _times(twin, leaves, plan)
     return taken
 
 
-def _steps(program: Program, leaves: Sequence[Any], plan: Plan) -> list[float]:
-    """The seconds of some steps in a row."""
+def _times(program: Program, leaves: Sequence[Any], plan: Plan) -> list[float]:
+    """The seconds of some steps in a row, or from batch to batch in a flow."""
     devices = [torch.device(name) for name in plan.devices]
     place(program, plan.cuts, [devices[worker] for worker in plan.placement])
     timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
@@ -80,16 +92,47 @@ def _steps(program: Program, leaves: Sequence[Any], plan: Plan) -> list[float]:
     workers = ThreadWorkers(plan, devices, threads, timeout, gate_of(program.model))
     runner = Runner(program, plan, workers)
     batch = Batch.split(program.signatures.inputs(leaves), plan.num_microbatches)
+    with closing(runner):
+        return [_flow(runner, batch)] if plan.inference else _steps(runner, batch, program)
+
+
+def _steps(runner: Runner, batch: Batch, program: Program) -> list[float]:
+    """The seconds of some training steps in a row."""
     shares = [rows / sum(batch.rows) for rows in batch.rows]
     loss = Loss(mean_square, [()] * len(batch), shares)
     taken = []
-    with closing(runner):
-        for _ in range(_WARM_UPS + _STEPS):
-            program.model.zero_grad()
-            start = time.perf_counter()
-            runner.run(runner.order("train", batch, True, loss))
-            taken.append(time.perf_counter() - start)
+    for _ in range(_WARM_UPS + _STEPS):
+        program.model.zero_grad()
+        start = time.perf_counter()
+        runner.run(runner.order("train", batch, True, loss))
+        taken.append(time.perf_counter() - start)
     return taken[_WARM_UPS:]
+
+
+def _flow(runner: Runner, batch: Batch) -> float:
+    """The seconds from batch to batch, with as many under way as `Pipeline.map` has."""
+    under_way: deque[Started] = deque()
+    ends = []
+    numbers = [runner.ways(training=False).numbers(0, part) for part in batch.parts]
+    sizes: list[Sizes] = [{**own, **more} for own, more in zip(batch.sizes, numbers, strict=True)]
+    # By the recording in evaluation mode; the user's model may be in training mode.
+    batch = replace(batch, ways=[0] * len(batch), sizes=sizes)
+
+    def finish() -> None:
+        runner.finish(under_way.popleft())
+        ends.append(time.perf_counter())
+
+    most = runner.plan.batches_under_way
+    with torch.no_grad(), runner.given_up():
+        for number in range(most + _FLOWING):
+            while len(under_way) >= most:
+                finish()
+            numbered = replace(batch, number=number, step=-1 - number)
+            under_way.append(runner.start(runner.order("infer", numbered, training=False)))
+        while under_way:
+            finish()
+    first, last = ends[most - 1], ends[-1]
+    return (last - first) / _FLOWING
 
 
 def mean_square(output: Any) -> torch.Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,7 +20,7 @@ from penstock.capture.explain import first_used
 from penstock.capture.one_replica import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
-from penstock.capture.trees import leaves_in_objects
+from penstock.capture.states import check_parts, states_in
 from penstock.devices.kinds import kind_of
 from penstock.display.terminal import Progress
 from penstock.profile.agenda import Agenda
@@ -59,6 +60,7 @@ def profile(
     threads: int = 1,
     seconds: float = SECONDS,
     inference: bool = False,
+    states: Collection[int | str] = (),
     progress: Progress | None = None,
 ) -> Profile:
     """Measure every call of `program` at several micro-batch sizes.
@@ -80,14 +82,16 @@ def profile(
         threads: intra-op threads of each CPU worker.
         seconds: about how long to measure. A slow model is measured at fewer sizes, but at two.
         inference: measure forwards alone, in evaluation mode, as a plan for inference needs them.
+        states: parts of the result that are states, as of `Pipeline.session`.
         progress: called as the measurement goes on.
 
     Returns:
         seconds per call, on every kind of device.
 
     Raises:
-        InputError: more micro-batches than rows.
+        InputError: more micro-batches than rows, or `states` names no part of the result.
     """
+    check_parts(program.train, states)
     (found,) = profiles(
         program,
         args,
@@ -98,7 +102,28 @@ def profile(
         inference=inference,
         progress=progress,
     )
-    return found
+    return with_states(found, program, states)
+
+
+def with_states(profile: Profile, program: Program, states: Collection[int | str]) -> Profile:
+    """The profile, in which these parts of the result are states as well.
+
+    Args:
+        profile: of the program.
+        program: the captured program.
+        states: as of `profile`.
+
+    Raises:
+        InputError: they are no parts of the result.
+    """
+    if not states:
+        return profile
+    check_parts(program.train, states)
+    return msgspec.structs.replace(
+        profile,
+        states=_states(program, states),
+        boundary=bytes_across(program, inference=profile.inference, states=states),
+    )
 
 
 def profiles(
@@ -438,7 +463,10 @@ def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
 
 
 def bytes_across(
-    program: Program, boundary_dtype: torch.dtype | None = None, inference: bool = False
+    program: Program,
+    boundary_dtype: torch.dtype | None = None,
+    inference: bool = False,
+    states: Collection[int | str] = (),
 ) -> tuple[float, ...]:
     """Bytes per row across every cut, without weights.
 
@@ -446,10 +474,11 @@ def bytes_across(
         program: what is cut.
         boundary_dtype: the dtype in which wider values travel, if they do.
         inference: whether the states in its result stay where they are made, as in a session.
+        states: parts of the result that are states as well.
     """
     sizes, places = program.sizes(_MANY), range(len(program) + 1)
     cuts = program.cuts
-    if inference and (kept := _kept(program)):
+    if inference and (kept := _kept(program, states)):
         cuts = Cuts(program.train, apart=Apart(outputs=frozenset(kept)))
     return tuple(cuts.num_bytes(k, sizes, boundary_dtype) / _MANY for k in places)
 
@@ -468,10 +497,10 @@ def weights_across(
     return tuple(found) if any(found) else ()
 
 
-def _kept(program: Program) -> dict[int, Ref]:
-    """The states in the result, by leaf: tensors in objects of plain classes that calls make."""
+def _kept(program: Program, states: Collection[int | str] = ()) -> dict[int, Ref]:
+    """The states in the result, by leaf: tensors that calls make."""
     trace = program.train
-    leaves = {k: trace.outputs[k] for k in leaves_in_objects(trace.output_structure)}
+    leaves = {k: trace.outputs[k] for k in sorted(states_in(trace, states))}
     return {
         k: leaf
         for k, leaf in leaves.items()
@@ -481,7 +510,7 @@ def _kept(program: Program) -> dict[int, Ref]:
     }
 
 
-def _states(program: Program) -> tuple[float, ...]:
+def _states(program: Program, states: Collection[int | str] = ()) -> tuple[float, ...]:
     """Bytes per row of the memory that the states occupy which every call makes.
 
     A state that is a view keeps all of what it is a view of.
@@ -493,7 +522,7 @@ def _states(program: Program) -> tuple[float, ...]:
         if isinstance(info, TensorInfo):
             memory[info.storage] = max(memory.get(info.storage, 0), info.num_bytes(sizes))
     found = [0.0] * len(trace.calls)
-    for leaf in _kept(program).values():
+    for leaf in _kept(program, states).values():
         info = trace.info(leaf)
         if isinstance(info, TensorInfo):
             found[leaf.call] += memory.pop(info.storage, 0) / _MANY

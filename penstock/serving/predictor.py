@@ -8,8 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch import is_tensor
+
+from penstock.capture.trees import flatten
 from penstock.errors import ClosedError, StatesLost
 from penstock.generation.generate import Tokens
+from penstock.serving.refusal import Refusal
 from penstock.sessions.session import Pass, Sessions
 
 _MOST_BEGINNINGS = 5
@@ -54,10 +58,13 @@ class Predictor:
     Args:
         sessions: of the pipeline.
         most: how many calls are under way at a time.
+        kinds: how many kinds of inputs there may be besides that of the example: the forward is
+            recorded for each, and recordings stay.
     """
 
-    def __init__(self, sessions: Sessions, most: int) -> None:
+    def __init__(self, sessions: Sessions, most: int, kinds: int) -> None:
         self._sessions = sessions
+        self._kinds = kinds
         self._most = most
         self._waiting: deque[tuple[Prediction, int]] = deque()
         self._running: deque[_Started] = deque()
@@ -108,11 +115,30 @@ class Predictor:
 
     def _start(self, job: Prediction, begun: int) -> None:
         try:
+            self._check(job)
             started = self._sessions.start(self._sessions.open(), job.args, job.kwargs)
         except Exception as error:
             job.error, job.is_over = error, True
         else:
             self._running.append(_Started(job, started, begun))
+
+    def _check(self, job: Prediction) -> None:
+        """Raise if a call would be one kind of inputs too many.
+
+        Raises:
+            Refusal: it would.
+        """
+        is_known, count = self._sessions.kinds(job.args, job.kwargs)
+        if not is_known and count > self._kinds:
+            shapes = [list(x.shape) for x in flatten((job.args, job.kwargs))[0] if is_tensor(x)]
+            raise Refusal(
+                400,
+                f"inputs of the shapes {shapes} are new, and {count} kinds of inputs were recorded "
+                "before, which is as many as this server keeps: rows may vary, but give inputs "
+                "that are padded to one of the sizes before. Start it with a larger --kinds, or "
+                'let build return Served(pipeline={"dynamic": ...}) with the dimensions that vary',
+                code="too_many_kinds",
+            )
 
     def _finish(self, one: _Started) -> None:
         job = one.job

@@ -44,9 +44,12 @@ class Settings:
         workers: as of `Pipeline`; `"auto"` is processes on CPUs, which are replaced if they end,
             and threads on GPUs.
         devices, plan, cuts, memory_limit, replicas: as of `Pipeline`.
-        in_flight: sequences, or calls, that are under way at a time; `None` for one more than keep
-            all stages busy.
+        in_flight: sequences, or calls, that are under way at a time, for whose states the plan has
+            room; `None` for as many as a plan that is given has, or one more than keep all stages
+            busy.
         queue: how many may wait besides.
+        kinds: how many kinds of inputs, such as other sizes, a model without `generate` may be
+            called with besides the example's.
         timeout: seconds that a request may take, with its wait.
         grace: seconds that requests may go on for when the server is stopped.
         max_tokens: the most tokens that a request may ask for, for each sequence.
@@ -62,6 +65,7 @@ class Settings:
     replicas: int = 1
     in_flight: int | None = None
     queue: int = 64
+    kinds: int = 16
     timeout: float = 300.0
     grace: float = 30.0
     max_tokens: int = 1024
@@ -90,14 +94,14 @@ class Server:
             listener = stack.enter_context(_listening(settings.host, settings.port))
             self.pipe = stack.enter_context(_pipeline(served, settings))
             sessions = self.pipe._sessions
-            width = settings.in_flight or sessions.width + 1
+            width = settings.in_flight or sessions.most
             work: Work
             if served.generates:
                 threads = self.pipe.threads_per_worker
                 work = Generator(served.model, sessions, width, threads)
                 _warm(work, served)
             else:
-                work = Predictor(sessions, width)
+                work = Predictor(sessions, width, settings.kinds)
             most = width + settings.queue
             self._engine = Engine(work, most, sessions.drop, sessions.check)
             counts = Counts(self.pipe.status, lambda: self._engine.open)
@@ -191,8 +195,10 @@ def _pipeline(served: Served, settings: Settings) -> Pipeline:
         "on_failure": "replace" if kind == "processes" else "raise",
         "audit": None,
     }
+    if settings.plan is None or settings.plan.inference:
+        options |= {"inference": True, "in_flight": settings.in_flight}
     if settings.plan is None:
-        options |= {"replicas": settings.replicas, "inference": True}
+        options |= {"replicas": settings.replicas}
         options |= {"num_microbatches": _ROWS} if is_own else {}
     return Pipeline(served.model, args, kwargs, **{**options, **served.pipeline})
 

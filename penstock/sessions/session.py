@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -17,11 +19,10 @@ from penstock.capture.cuts import Apart
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.capture.numbers import Number
 from penstock.capture.signatures import Inputs
+from penstock.capture.states import states_in
 from penstock.capture.trees import (
     flatten_result,
     is_plain_object,
-    leaf_paths,
-    leaves_in_objects,
     unflatten,
 )
 from penstock.engine.batch import Batch
@@ -93,7 +94,7 @@ class Sessions:
         self._runner = runner
         self._program = program
         self._kept = 0
-        self._opened = 0
+        self._open: WeakSet[Session] = WeakSet()
         self._living = Living()
         self._opened_modules = Opened(program)
         self._passes = 0
@@ -106,16 +107,31 @@ class Sessions:
         """How many passes of different sessions keep all stages of all replicas busy."""
         return self._runner.plan.replicas * len(self._runner.plan.stages)
 
+    @property
+    def most(self) -> int:
+        """How many groups are under way where nobody says otherwise: as many as were planned."""
+        plan = self._runner.plan
+        return plan.groups if plan.inference else self.width + 1
+
     def open(
         self,
         batch_dim: BatchDim = 0,
         dynamic: Dynamic | None = None,
         states: Collection[int | str] = (),
     ) -> Session:
-        """A session; its states are with one of the replicas, in turns."""
-        number, self._opened = self._opened, self._opened + 1
-        replica = number % self._runner.plan.replicas
-        return Session(self, Growing(batch_dim, dynamic), replica, frozenset(states))
+        """A session; its states are with the replica that has the fewest open sessions."""
+        replicas = self._runner.plan.replicas
+        taken = Counter(session.replica % replicas for session in self._open)
+        replica = min(range(replicas), key=lambda number: taken[number])
+        session = Session(self, Growing(batch_dim, dynamic), replica, frozenset(states))
+        self._open.add(session)
+        return session
+
+    def kinds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, int]:
+        """Whether there was a call with such arguments before, and with how many kinds."""
+        signatures = self._program.signatures
+        leaves, structure = flatten_result((tuple(args), dict(kwargs)), is_plain_object)
+        return signatures.knows(leaves, structure), len(signatures)
 
     def start(
         self,
@@ -330,10 +346,7 @@ class Sessions:
     def _apart(self, leaves: Sequence[Any], parts: Collection[int | str], trace: Trace) -> Apart:
         """The states among the inputs and the results of a way."""
         inputs = frozenset(k for k, leaf in enumerate(leaves) if isinstance(leaf, Resident))
-        states = set(leaves_in_objects(trace.output_structure))
-        if parts:
-            paths = enumerate(leaf_paths(trace.output_structure))
-            states |= {k for k, path in paths if path and path[0] and path[0][1] in parts}
+        states = states_in(trace, parts)
         kept = frozenset(
             k
             for k, leaf in enumerate(trace.outputs)

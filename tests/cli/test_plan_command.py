@@ -96,12 +96,23 @@ def test_a_plan_for_inference() -> None:
     data = json.loads(run("plan", *SMALL, *asked, "--json").stdout)
     assert data["microbatches_per_second"] == pytest.approx(2 / data["predicted_step_seconds"])
     for path in ("plan.json", "plan.profile.json"):
-        refused = run("simulate", path, "--microbatches", "2", "--microbatch-size", "1")
-        assert refused.exit_code != 0
-        assert f"{path} is for inference" in refused.stderr
-    for option in ("--tune", "--show-schedule"):
-        refused = run("plan", *SMALL, *asked, option)
-        assert f"{option} is about training steps" in refused.stderr
+        simulated = run("simulate", path, "--microbatches", "2", "--microbatch-size", "3", "--json")
+        (outcome,) = json.loads(simulated.stdout)["outcomes"]
+        assert outcome["step_seconds"] == pytest.approx(data["predicted_step_seconds"], rel=1e-4)
+
+
+def test_a_flow_is_drawn_and_measured() -> None:
+    asked = (*TWO, *IN_STAGES, "--microbatches", "2", "--inference", "--in-flight", "4")
+    result = run("plan", *SMALL, *asked, "--show-schedule", "--tune")
+    assert result.exit_code == 0, result.output
+    *_, drawing = result.stdout.split("\n\n")
+    assert drawing == (
+        "worker 0 | F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 …\nworker 1 | ..   F0.0 F0.1 F1.0 F1.1 F2.0 …\n"
+    )
+    measured = [line for line in result.stderr.splitlines() if line.startswith("measured ")]
+    assert measured
+    assert all(" a batch, " in line and " predicted" in line for line in measured)
+    assert ps.Plan.load("plan.json").groups == 4
 
 
 def test_plan_and_profile_are_written_and_named() -> None:

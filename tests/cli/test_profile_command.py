@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
@@ -21,6 +22,23 @@ HERE = "tests.cli.test_profile_command"
 def small() -> nn.Module:
     """A model that the command is given."""
     return mlp(4, 4, 4)
+
+
+class Remembering(nn.Module):
+    """Returns a part that is a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.layer(x)
+        return state.tanh(), state
+
+
+def remembering() -> nn.Module:
+    """A model with a state."""
+    return Remembering()
 
 
 def long() -> nn.Module:
@@ -55,6 +73,20 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes[2].endswith(" us, by reference")
     assert notes[3].startswith("overhead: ")
     assert "profiling 6 rows" in result.stderr
+
+
+def test_forwards_alone() -> None:
+    result = run("--calls", "--inference", "--states", "1", model="remembering")
+    assert result.exit_code == 0, result.output
+    heading, *lines = result.stdout.splitlines()
+    assert heading.split() == "call what forward share states weights".split()
+    total = next(line for line in lines if line.split()[:1] == ["total"])
+    assert total.split()[-4:] == ["96", "B", "80", "B"]  # six rows of four numbers
+    assert not run("--inference").stdout.count("backward")
+    refused = run("--states", "1", model="remembering")
+    assert "give --inference as well" in refused.stderr
+    refused = run("--inference", "--states", "other", model="remembering")
+    assert "the result for the example has no part 'other'" in refused.stderr
 
 
 def test_the_heaviest_calls_first_and_the_others_together() -> None:

@@ -184,3 +184,23 @@ def test_a_plan_of_replicas_is_simulated_as_it_is() -> None:
     (found,) = outcomes("plan.json")
     assert (found["replicas"], found["stages"], found["batch_size"]) == (2, 2, 16)
     assert found["case"]["num_microbatches"] == 4
+
+
+def test_a_flow_of_forwards() -> None:
+    """Of a plan for inference, or of any profile if that is asked for."""
+    plan = ps.plan(COSTS, num_microbatches=4, replicas=1, inference=True)
+    plan.save("flow.json")
+    COSTS.save("flow.profile.json")
+    heading, line = run("flow.json").stdout.splitlines()
+    assert heading.split()[:4] == ["workers", "stages", "micro-batches", "batch"]
+    assert "per batch" in heading
+    assert line.split()[:3] == ["2", "2", "4"]
+    asked = ("flow.profile.json", "--inference", "--microbatches", "4", "--batch", "16")
+    for found in (outcomes("flow.json"), outcomes(*asked, "--workers", "2")):
+        assert found[0]["step_seconds"] == pytest.approx(plan.predicted_step_seconds)
+    (more,) = outcomes("flow.json", "--in-flight", "7")
+    assert more["case"]["in_flight"] == 7
+    refused = run("flow.json", "--schedule", "1f1b")
+    assert "--schedule 1f1b is about backwards or their order" in refused.stderr
+    refused = run("flow.json", "--recompute", "all")
+    assert "a plan for inference has forwards only" in refused.stderr

@@ -24,6 +24,7 @@ from tests.generation.subjects import (
     t5,
     tokens,
 )
+from tests.support.models import uniform_plan
 
 KINDS: Any = ["threads", "processes"]
 pytestmark = pytest.mark.usefixtures("pool")
@@ -74,6 +75,32 @@ def test_other_states(make: Callable[[], Any], stages: int) -> None:
         for options in (MODES["greedy"], MODES["beams"]):
             wanted = padded(expected(model, [ids[:2], ids[2:]], **options))
             assert torch.equal(pipe.generate(ids, group_size=2, **options), wanted)
+
+
+def test_an_encoder_runs_once_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages can have the decoder alone, by an example with what the encoder has returned."""
+    model, ids = t5(), tokens(4, 5)
+    stack = type(model.encoder)
+    forward, calls = stack.forward, []
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.config.is_decoder:
+            calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    with torch.no_grad():
+        hidden = model.encoder(ids[:2])[0]
+    example = {"encoder_outputs": (hidden,), "decoder_input_ids": ids[:2]}
+    program = ps.capture(model, kwargs=example)
+    assert not any(label.startswith("encoder.") for label in program.labels)
+    plan = uniform_plan(program, 2, 1)
+    options: Any = {"plan": plan, "threads_per_worker": 1, "audit": None, "progress": None}
+    wanted = padded(expected(model, [ids[:2], ids[2:]], max_new_tokens=8))
+    with ps.Pipeline(model, kwargs=example, program=program, **options) as pipe:
+        monkeypatch.setattr(stack, "forward", noting)
+        found = pipe.generate(ids, group_size=2, max_new_tokens=8)
+    assert torch.equal(found, wanted)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -285,6 +285,16 @@ def generating() -> Names:
     return names | {"ps": ps, "model": transformers.GPT2LMHeadModel(names["config"])}
 
 
+def translating() -> Names:
+    """A small model with an encoder, a text and an answer."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=50, decoder_start_token_id=0, **sizes)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    longest, answer = torch.randint(3, 50, (2, 12)), torch.randint(3, 50, (2, 8))
+    return {"ps": ps, "torch": torch, "model": model, "longest": longest, "longest_answer": answer}
+
+
 def generating_pipeline() -> Names:
     """A pipeline of that."""
     names = generating()
@@ -306,9 +316,10 @@ class Cell(nn.Module):
 
 
 def recurrent() -> Names:
-    """A pipeline of a recurrent cell."""
-    x = torch.randn(4, 4)
-    return {"x": x, "pipe": ps.Pipeline(Cell().eval(), (x,), devices=["cpu", "cpu"])}
+    """A recurrent cell, and a pipeline of it."""
+    x, model = torch.randn(4, 4), Cell().eval()
+    pipe = ps.Pipeline(model, (x,), devices=["cpu", "cpu"])
+    return {"ps": ps, "x": x, "model": model, "pipe": pipe}
 
 
 class Lit(lightning.LightningModule):

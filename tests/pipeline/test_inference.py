@@ -15,7 +15,8 @@ import penstock as ps
 from penstock.bench.generation import planner
 from penstock.plan.request import Request
 from penstock.planning.planner import plan_for, profiles_for
-from tests.sessions.test_sessions import Memory, Remembering
+from penstock.units import show_bytes
+from tests.sessions.test_sessions import Memory, Recurrent, Remembering
 from tests.support.models import mlp
 
 CPU = torch.device("cpu")
@@ -161,8 +162,8 @@ def test_a_plan_that_is_given_is_for_inference_or_is_not() -> None:
         trained.train_step(X, loss_fn=torch.sum)
     with pytest.raises(ps.InputError, match="the plan that was given is for training"):
         pipeline(model, plan=trained.plan)
-    with pytest.raises(ps.InputError, match="tune=True measures training steps"):
-        pipeline(model, tune=True)
+    with pipeline(model, tune=True) as tuned:
+        assert tuned.plan.inference
     with pytest.raises(ps.InputError, match="has forwards only"):
         pipeline(model, schedule="1f1b")
 
@@ -197,30 +198,88 @@ def test_states_are_in_the_plan() -> None:
         with pipeline(Remembering().eval(), torch.randn(3, length, 4)) as pipe:
             plans[length] = pipe.plan
             states = [stage.state_bytes for stage in pipe.plan.stages]
-        # Three layers, each with as many numbers as the input has, for two groups.
-        assert sum(states) == 2 * 3 * (3 * length * 4 * 4)
+        # Three layers, each with as many numbers as the input has, for three groups.
+        assert sum(states) == 3 * 3 * (3 * length * 4 * 4)
         assert all(stage.memory_bytes > stage.state_bytes for stage in pipe.plan.stages)
         assert "states" in str(pipe.plan)
     limit = max(stage.memory_bytes for stage in plans[2].stages)
     with pipeline(Remembering().eval(), torch.randn(3, 2, 4), memory_limit=limit):
         pass
-    with pytest.raises(ps.PlanError, match=r"no plan for inference fits .*states of 2 groups"):
+    with pytest.raises(ps.PlanError, match=r"no plan for inference fits .*states of 3 groups"):
         pipeline(Remembering().eval(), torch.randn(3, 200, 4), memory_limit=limit)
 
 
 def test_sessions_hold_what_the_plan_says() -> None:
-    """Two groups at the length of the example hold the bytes that were planned."""
+    """As many groups as planned, at the length of the example, hold the bytes of the plan."""
     x = torch.randn(3, 20, 4)
-    with pipeline(Remembering().eval(), x, audit=None) as pipe, torch.no_grad():
-        kept = []
-        for _ in range(2):
-            memory = Memory()
-            pipe.session()(x, memory)
-            kept.append(memory)
-        held = pipe._sessions.held()
-        assert {k: held[k] for k in (0, 1)} == {
-            k: stage.state_bytes for k, stage in enumerate(pipe.plan.stages)
-        }
+    for in_flight, count in ((None, 3), (5, 5)):
+        options: Any = {"audit": None, "in_flight": in_flight}
+        with pipeline(Remembering().eval(), x, **options) as pipe, torch.no_grad():
+            kept = []
+            for _ in range(count):
+                memory = Memory()
+                pipe.session()(x, memory)
+                kept.append(memory)
+            assert pipe._sessions.held() == planned(pipe)
+            size = show_bytes(pipe.plan.stages[0].state_bytes)
+            assert f"states of sessions: {size} of {size} planned with stage 0" in str(
+                pipe.status()
+            )
+            kept.clear()
+            del memory
+            assert f"states of sessions: 0 B of {size} planned" in str(pipe.status())
+
+
+def planned(pipe: ps.Pipeline) -> dict[int, int]:
+    """Bytes of the states of every stage that has some."""
+    stages = enumerate(pipe.plan.stages)
+    return {k: stage.state_bytes for k, stage in stages if stage.state_bytes}
+
+
+def test_states_that_are_named_are_in_the_plan_and_in_sessions() -> None:
+    """A plain tuple, of which the example says nothing."""
+    x = torch.randn(6, 4)
+    model = Recurrent().eval()
+    with pipeline(model, x) as pipe:
+        assert not planned(pipe)
+        unnamed = max(stage.memory_bytes for stage in pipe.plan.stages)
+    options: Any = {"states": [1], "in_flight": 4, "audit": None}
+    with pipeline(model, x, **options) as pipe, torch.no_grad():
+        kept = [pipe.session()(x)[1] for _ in range(4)]
+        assert all(isinstance(state, ps.Resident) for pair in kept for state in pair)
+        assert pipe._sessions.held() == planned(pipe)
+        assert sum(planned(pipe).values()) == 4 * 2 * 6 * 5 * 4  # groups, cells, rows, width, bytes
+        assert not any(isinstance(s, ps.Resident) for s in pipe.session(states=())(x)[1])
+    with pytest.raises(ps.PlanError, match=r"states of 4000 groups"):
+        pipeline(model, x, states=[1], in_flight=4000, memory_limit=unnamed)
+    with pytest.raises(ps.InputError, match=r"has no part 'hidden'; it has 0, 1"):
+        pipeline(model, x, states=["hidden"])
+    costs = ps.profile(ps.capture(model, (x,)), devices=["cpu"], seconds=0.1, states=[1])
+    assert sum(costs.states) == pytest.approx(2 * 5 * 4)
+
+
+def test_a_plan_that_was_given_has_room_for_as_many_groups_as_it_says() -> None:
+    x = torch.randn(3, 20, 4)
+    with pipeline(Remembering().eval(), x, in_flight=5) as pipe:
+        plan = pipe.plan
+    with pipeline(Remembering().eval(), x, plan=plan, in_flight=4) as again:
+        assert again._sessions.most == 5
+    with ps.Pipeline(Remembering().eval(), (x,), plan=plan, devices=2, progress=None) as again:
+        assert again.resize(3, progress=None)
+        assert again.plan.in_flight == 5
+    with pytest.raises(ps.InputError, match="has room for the states of 5 groups"):
+        pipeline(Remembering().eval(), x, plan=plan, in_flight=6)
+
+
+def test_open_sessions_are_shared_evenly_by_replicas() -> None:
+    x = torch.randn(4, 20, 4)
+    options: Any = {"devices": 2, "replicas": 2, "num_microbatches": 2, "audit": None}
+    with pipeline(Remembering().eval(), x, **options) as pipe:
+        sessions = [pipe.session() for _ in range(4)]
+        assert [session.replica for session in sessions] == [0, 1, 0, 1]
+        del sessions[1], sessions[2]
+        others = [pipe.session() for _ in range(2)]
+        assert [session.replica for session in others] == [1, 1]
 
 
 def test_the_benchmark_has_plans_of_any_number_of_micro_batches() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 import penstock as ps
 from penstock.plan.flow import plans_of_flow
+from penstock.plan.layout import Memory
 from penstock.plan.request import Limits, Request
+from penstock.plan.whatif import WhatIf, what_if, what_if_planned
 from penstock.profile import DeviceProfile
 from penstock.profile.data import Link
 
@@ -164,7 +167,7 @@ def test_what_the_script_does_for_a_batch_is_the_least_that_it_takes() -> None:
 
 
 def held(profile: ps.Profile, found: ps.Plan) -> list[float]:
-    """Bytes of every stage: weights, states of as many groups as stages, and activations."""
+    """Bytes of every stage: weights, states of a group more than stages, and activations."""
     rows, stages = profile.batch_size, len(found.stages)
     flying = 1 + stages
     every = []
@@ -173,7 +176,7 @@ def held(profile: ps.Profile, found: ps.Plan) -> list[float]:
         live = [profile.boundary[k] + profile.outputs[k] for k in range(start, end)]
         every.append(
             sum(profile.weights[start:end])
-            + sum(profile.states[start:end]) * rows * stages
+            + sum(profile.states[start:end]) * rows * (stages + 1)
             + max(live) * rows
             + (flying - 1) * profile.boundary[start] * rows
         )
@@ -185,7 +188,7 @@ def test_memory_is_weights_states_and_activations() -> None:
     found = ps.plan(profile, num_microbatches=1, replicas=1, inference=True)
     assert [s.memory_bytes for s in found.stages] == pytest.approx(held(profile, found), abs=1)
     for stage in found.stages:
-        states = sum(profile.states[slice(*stage.calls)]) * profile.batch_size * 2
+        states = sum(profile.states[slice(*stage.calls)]) * profile.batch_size * 3
         assert stage.state_bytes == pytest.approx(states)
     training = ps.plan(profile, num_microbatches=1, replicas=1)
     assert [s.state_bytes for s in training.stages] == [0, 0]
@@ -218,11 +221,49 @@ def test_a_limit_that_is_enough_without_states_and_not_with_them() -> None:
     peak = max(s.memory_bytes for s in ps.plan(without, replicas=1, inference=True).stages)
     limited: Any = {"replicas": 1, "inference": True, "memory_limit": peak}
     ps.plan(without, **limited)
-    with pytest.raises(ps.PlanError, match=r"layer.* too little. Of these, .*states of 2 groups"):
+    with pytest.raises(ps.PlanError, match=r"layer.* too little. Of these, .*states of 3 groups"):
         ps.plan(profile, **limited)
     states = [bytes_ / 100 for bytes_ in profile.states]
     small = msgspec.structs.replace(profile, states=tuple(states))
     ps.plan(small, **{**limited, "memory_limit": round(1.2 * peak)})
+
+
+@pytest.mark.parametrize(("in_flight", "replicas", "each"), [(5, 1, 5), (1, 1, 1), (5, 2, 3)])
+def test_groups_are_as_many_as_are_asked_for(in_flight: int, replicas: int, each: int) -> None:
+    """Replicas share them, and what waits to enter a stage is of all that one has."""
+    profile = costs(("cpu",) * 2 * replicas, seed=8)
+    asked: Any = {"num_microbatches": 4, "replicas": replicas, "inference": True}
+    found = ps.plan(profile, in_flight=in_flight, **asked)
+    assert (found.in_flight, found.groups) == (in_flight, in_flight)
+    for stage in found.stages:
+        states = sum(profile.states[slice(*stage.calls)]) * each
+        assert stage.state_bytes == pytest.approx(states, abs=1)
+    usual = ps.plan(profile, **asked)
+    assert usual.groups == 2 * replicas + 1
+    assert sum(s.state_bytes for s in usual.stages) == pytest.approx(3 * sum(profile.states), abs=2)
+
+
+def test_a_limit_that_is_enough_for_some_groups_and_not_for_more() -> None:
+    profile = costs(seed=6)
+    limited: Any = {"num_microbatches": 1, "replicas": 1, "inference": True}
+    peak = max(s.memory_bytes for s in ps.plan(profile, in_flight=4, **limited).stages)
+    ps.plan(profile, in_flight=4, memory_limit=peak, **limited)
+    with pytest.raises(ps.PlanError, match=r"states of 40 groups .* a smaller in_flight="):
+        ps.plan(profile, in_flight=40, memory_limit=peak, **limited)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"in_flight": 3}, "in_flight=3 is about states of sessions"),
+        ({"in_flight": 0, "inference": True}, "in_flight=0 must be a positive integer"),
+        ({"states": [1]}, r"states=\[1\] is about states of sessions"),
+        ({"states": "hidden", "inference": True}, "is not a list; write states="),
+    ],
+)
+def test_groups_and_states_that_mean_nothing(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ps.InputError, match=said):
+        Request(**asked)
 
 
 def test_a_group_is_a_micro_batch_if_that_is_asked_for() -> None:
@@ -277,3 +318,45 @@ def test_a_profile_without_backwards_is_for_inference_only() -> None:
     with pytest.raises(ps.InputError, match="the profile was measured for inference"):
         ps.plan(costs(inference=True))
     ps.plan(costs(inference=True), inference=True)
+
+
+# -- on other machines ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_flow_on_the_machines_that_were_measured_is_the_plans_own(replicas: int) -> None:
+    """With the profile and without it, also where a link is what is busiest."""
+    devices = ("cpu",) * 2 * replicas
+    for speed in (1e6, 1e4):
+        profile = costs(devices, seed=9, overhead_seconds=1e-4)
+        link = Link(latency_seconds=1e-3, bytes_per_second=speed)
+        profile = msgspec.structs.replace(profile, links=dict.fromkeys(profile.links, link))
+        asked: Any = {"num_microbatches": 2 * replicas, "replicas": replicas}
+        found = ps.plan(profile, inference=True, **asked)
+        size = found.microbatch_size
+        case = WhatIf(len(devices), 2, size, replicas=replicas, batch=4, inference=True)
+        planned = msgspec.structs.replace(found)
+        for outcome in (what_if(profile, case), what_if_planned(planned, case)):
+            assert outcome.step_seconds == pytest.approx(found.predicted_step_seconds)
+            assert outcome.memory_bytes == max(s.memory_bytes for s in found.stages)
+            assert outcome.stages == 2
+            assert 0 < (outcome.efficiency or 0) <= 1
+
+
+def test_a_flow_on_machines_that_are_others() -> None:
+    profile = costs(seed=9, overlap=False)
+    base = WhatIf(2, 2, 2, replicas=1, inference=True)
+    seconds = what_if(profile, base).step_seconds or 0
+    fast = what_if(profile, replace(base, speed=10.0, bandwidth=1e12)).step_seconds or 0
+    assert fast < seconds / 8
+    assert what_if(profile, replace(base, workers=4)).stages == 4
+    few, many = (what_if(profile, replace(base, in_flight=n)).memory_bytes for n in (1, 9))
+    assert few < many
+    limit = Memory(limit=few)
+    assert what_if(profile, replace(base, in_flight=1, memory=limit)).step_seconds
+    short = what_if(profile, replace(base, in_flight=9, memory=limit))
+    assert short.step_seconds is None
+    assert short.note.startswith("does not fit the memory by ")
+    plan = ps.plan(profile, num_microbatches=2, replicas=1, inference=True)
+    with pytest.raises(ps.PlanError, match="for 3 groups in flight, and for 9 the model"):
+        what_if_planned(plan, replace(base, in_flight=9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,32 @@ def test_every_plan_is_measured_in_every_round() -> None:
     assert [len(seconds) for seconds in steps] == [9, 9, 9]
     assert all(second > 0 for seconds in steps for second in seconds)
     assert said[:3] == ["measuring 1f1b", "measuring zero-bubble", "measuring gpipe"]
+
+
+def test_plans_for_inference_are_measured_by_forwards_in_evaluation_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time from batch to batch, as many of which are under way as of `map`."""
+    program, seen = ps.capture(net(), (X,)), []
+    options: dict[str, Any] = {"inference": True, "replicas": 1, "num_microbatches": 2}
+    costs = ps.profile(program, devices=["cpu", "cpu"], seconds=0.1, inference=True)
+    plans = [ps.plan(costs, **options), ps.plan(costs, **{**options, "num_microbatches": 4})]
+    forward = nn.BatchNorm1d.forward
+
+    def noting(self: nn.BatchNorm1d, x: torch.Tensor) -> torch.Tensor:
+        seen.append((self.training, torch.is_grad_enabled()))
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.BatchNorm1d, "forward", noting)
+    said: list[str] = []
+    times = measured(program, [X], plans, progress=lambda done, total, what: said.append(what))
+    assert [len(seconds) for seconds in times] == [2, 2]
+    assert all(second > 0 for seconds in times for second in seconds)
+    assert said == ["measuring 2 stages"] * 4
+    assert set(seen) == {(False, False)}
+    batches = {m: 8 + plan.batches_under_way for m, plan in zip((2, 4), plans, strict=True)}
+    assert len(seen) == 2 * sum(m * count for m, count in batches.items())
+    assert program.model.training
 
 
 def test_the_model_is_left_alone() -> None:
