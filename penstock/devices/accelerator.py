@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from penstock.devices.kind import Kind, Memory, Stream
+from penstock.devices.kind import Kind, Memory, Moment, Stream
 
-_NEEDED = ("Stream", "current_stream", "device", "device_count", "stream", "synchronize")
+_NEEDED = ("Event", "Stream", "current_stream", "device", "device_count", "stream", "synchronize")
 
 
 class Accelerator(Kind):
@@ -65,6 +65,12 @@ class Accelerator(Kind):
     def using(self, stream: Stream) -> AbstractContextManager[object]:
         """While open, the calling thread's work on the stream's device goes there."""
         return cast("AbstractContextManager[object]", self._module.stream(stream))
+
+    def moment(self, device: torch.device) -> Moment:
+        """An event of this kind, on the current stream."""
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(device))
+        return cast(Moment, event)
 
     def used_on(self, stream: Stream, tensor: torch.Tensor) -> None:
         """Keep the tensor's memory until the stream has done what is there now."""

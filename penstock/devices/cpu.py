@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from penstock.devices.kind import Kind, Memory, Stream
+from penstock.devices.kind import Kind, Memory, Moment, Stream
 from penstock.devices.machine import processor
 
 
@@ -42,6 +42,10 @@ class Cpu(Kind):
         raise TypeError("CPUs have no streams")
 
     def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """There are none."""
+        raise TypeError("CPUs have no streams")
+
+    def moment(self, device: torch.device) -> Moment:
         """There are none."""
         raise TypeError("CPUs have no streams")
 

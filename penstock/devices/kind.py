@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,13 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait here, in this thread, until the stream has come this far."""
+
+
+class Moment(Event, Protocol):
+    """An event that knows when the stream came there; `torch.Event(enable_timing=True)` is one."""
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds from this one to a later one of the same device; both have come."""
 
 
 class Stream(Protocol):
@@ -100,6 +107,10 @@ class Kind(ABC):
     @abstractmethod
     def using(self, stream: Stream) -> AbstractContextManager[object]:
         """While open, the calling thread's work on the stream's device goes there."""
+
+    @abstractmethod
+    def moment(self, device: torch.device) -> Moment:
+        """An event with a time, behind all that is on the calling thread's current stream now."""
 
     @abstractmethod
     def used_on(self, stream: Stream, tensor: torch.Tensor) -> None:

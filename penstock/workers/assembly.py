@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.board.activity import LOSS, SENDING, code
-from penstock.board.memory import Record
+from penstock.board.memory import Log, Record
 from penstock.board.phases import title_of
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ROWS, Ambient
+from penstock.devices.kinds import kind_of
 from penstock.devices.memory import in_use
+from penstock.devices.timing import DeviceLog
 from penstock.engine.compile import Run, compile_actions
 from penstock.engine.ends import Endings, Feed, LossFailed, Outlet
 from penstock.engine.orders import Order, Outcome, Pass
@@ -125,12 +127,11 @@ class Assembly:
         if order.profiled:
             compiled = _named(compiled)
         number = self._replica.first + worker
-        if order.recorded:  # the log goes on until the next pass: with what comes after this one
-            outcome.logs[number] = record.log = []
-        else:
-            record.log = None
+        record.log = log = _log_of(self._devices[worker]) if order.recorded else None
         self._begin(own, order, record, own_share)
         _run(number, compiled, order, record, self._gate)
+        if log is not None:  # it goes on until the next pass: with what comes after this one
+            outcome.logs[number] = record.log = log.times() if isinstance(log, DeviceLog) else log
         self._end(own, order, outcome, own_share[0])
         if any(m.states is not None for m in order.microbatches):
             outcome.kept, residents.shapes = residents.shapes, {}
@@ -215,6 +216,11 @@ class Assembly:
         for stage in self.stages.values():
             stage.clear()
             stage.residents.shapes = {}
+
+
+def _log_of(device: torch.device) -> Log | DeviceLog:
+    """What keeps what a worker of this device notes in a pass."""
+    return DeviceLog(device) if kind_of(device).has_streams else []
 
 
 def _as_planned(link: Any, plan: Plan) -> Any:

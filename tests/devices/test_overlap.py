@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.schedule import Action, Kind, build
+from penstock.observe.trace import RecordedTimeline
+from penstock.schedule import Action, Event, Kind, build
 from penstock.simulate import Network, simulate
 from tests.interleavings.cases import Case
 from tests.interleavings.mutations import Mutation
@@ -29,6 +32,13 @@ def _blocks() -> nn.Module:
 
 def measured(schedule: str, copy: float) -> float:
     """The seconds of a step on three devices, from the first kernel to the last."""
+    return recorded(schedule, copy, recording=False)[0]
+
+
+def recorded(
+    schedule: str, copy: float, recording: bool = True
+) -> tuple[float, list[RecordedTimeline]]:
+    """A step on three devices: its seconds, and what was recorded of it."""
     cuts = (2 * BLOCKS[0], 2 * (BLOCKS[0] + BLOCKS[1]))
     devices = ("sim:0", "sim:1", "sim:2")
     case = Case(_blocks, cuts, shape=(3,), devices=devices, schedule=schedule)
@@ -52,26 +62,46 @@ def measured(schedule: str, copy: float) -> float:
             machine.run_all()
             for stream in machine.streams:
                 stream.clock = 0.0
-            pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
+            with pipe.recording() if recording else nullcontext([]) as timelines:
+                pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
             machine.run_all()
-            return max(stream.clock for stream in machine.streams)
+            return max(stream.clock for stream in machine.streams), timelines
 
 
 def predicted(schedule: str, copy: float) -> float:
+    return max(event.end for event in events_of(schedule, copy))
+
+
+def events_of(schedule: str, copy: float) -> list[Event]:
     def seconds(action: Action) -> float:
         block = FORWARD if action.kind is Kind.FORWARD else BACKWARD
         return BLOCKS[action.stage] * block
 
     hops = [copy for _ in pairwise(BLOCKS)]
     plan = build(schedule, len(BLOCKS), MICROBATCHES)
-    events = simulate(plan, seconds, Network(latency=[0.0] * len(hops), transfer=hops)).events
-    return max(event.end for event in events)
+    return simulate(plan, seconds, Network(latency=[0.0] * len(hops), transfer=hops)).events
 
 
 @pytest.mark.parametrize("copy", [0.5, 10.0])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_a_step_takes_as_long_as_predicted(schedule: str, copy: float) -> None:
     assert measured(schedule, copy) == pytest.approx(predicted(schedule, copy), rel=0.01)
+
+
+def test_a_timeline_has_the_times_of_devices() -> None:
+    """Each action takes as long as its kernels, and not as long as it takes to give them."""
+    _, (timeline,) = recorded("1f1b", 0.5)
+    lengths = {event.action: event.end - event.start for event in timeline.events}
+    expected = {event.action: event.end - event.start for event in events_of("1f1b", 0.5)}
+    assert lengths == pytest.approx(expected, rel=0.01)
+    spans = [_spans(timeline.events), _spans(events_of("1f1b", 0.5))]
+    assert spans[0] == pytest.approx(spans[1], rel=0.01)
+
+
+def _spans(events: Sequence[Event]) -> list[float]:
+    """For every worker the seconds from its first action to the end of its last one."""
+    own = [[event for event in events if event.worker == worker] for worker in range(len(BLOCKS))]
+    return [max(e.end for e in each) - min(e.start for e in each) for each in own]
 
 
 def test_copies_on_the_stream_that_computes_take_longer() -> None:

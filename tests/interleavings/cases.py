@@ -93,6 +93,8 @@ class Case:
         options: of the pipeline.
         integers: whether the input is integers below 11.
         own_streams: whether the user's thread works on streams of its own.
+        replicas: of the stages; they share the devices.
+        more: whether it maps batches, evaluates a loss, records a timeline, saves and restores.
     """
 
     build: Callable[[], nn.Module]
@@ -104,6 +106,8 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     integers: bool = False
     own_streams: bool = False
+    replicas: int = 1
+    more: bool = False
 
     def model(self) -> nn.Module:
         """The model, with the same weights every time."""
@@ -157,4 +161,15 @@ CASES: dict[str, Case] = {
     "own streams": Case(_chain, _TWO, own_streams=True),
     "images, own streams": Case(Images, (3,), shape=(2, 6, 6), own_streams=True),
     "one device twice": Case(_chain, _TWO, devices=("sim:0", "sim:0")),
+    "chain, and more": Case(_chain, (2, 5), devices=_THREE_DEVICES, more=True),
+    "tied, and more": Case(Tied, (2,), integers=True, more=True),
+    "images, and more": Case(Images, (3,), shape=(2, 6, 6), more=True),
+    "own streams, and more": Case(_chain, _TWO, own_streams=True, more=True),
+    "to the CPU, and more": Case(_chain, (7,), devices=("sim:0", "cpu"), more=True),
+    "replicas on one device": Case(
+        Images, (), shape=(2, 6, 6), devices=("sim:0", "sim:0"), replicas=2, more=True
+    ),
+    "replicas of stages on the same devices": Case(
+        Skips, (4,), devices=("sim:0", "sim:1", "sim:0", "sim:1"), replicas=2, more=True
+    ),
 }

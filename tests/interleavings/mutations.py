@@ -62,7 +62,8 @@ def _handover(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
 
 _BETWEEN = ["chain, 1f1b", "skips", "tied", "images"]
 _FROM_CPU, _TO_CPU = ["from the CPU", "by way of the CPU"], ["to the CPU", "by way of the CPU"]
-_OWN = ["own streams", "images, own streams"]
+_OWN = ["own streams", "images, own streams", "own streams, and more"]
+_SAVED = ["tied, and more", "images, and more", "own streams, and more"]
 _FREE = "; [v.untyped_storage().handle.__del__() for v in values if hasattr(v, 'untyped_storage')]"
 
 MUTATIONS: dict[str, Mutation] = {
@@ -115,6 +116,13 @@ MUTATIONS: dict[str, Mutation] = {
         [("non_blocking=kind_of(device).has_streams", "non_blocking=True")],
         ["penstock.engine.ends.to_device"],
         ["from the CPU"],
+        leaves_races=False,
+    ),
+    "the CPU does not wait for what is saved": Mutation(
+        "penstock.storage.part",
+        [('tensor.detach().to("cpu", copy=True)', 'tensor.detach().to("cpu", non_blocking=True)')],
+        ["penstock.storage.part.copied"],
+        _SAVED,
         leaves_races=False,
     ),
     "workers do not wait for the user's streams": _handover(

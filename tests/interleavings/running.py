@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,6 +30,7 @@ from tests.support.simulated.module import install, simulated
 
 _LOSS = nn.functional.mse_loss
 _LEARNING_RATE = 0.05
+_MAPPED = 4  # batches
 
 
 @dataclass
@@ -111,7 +116,37 @@ def _computed(case: Case) -> dict[str, Tensor]:
         found[f"loss {step}"] = oracle.train_step(step, _LOSS, y)
         found.update(_state(model, step))
         optimizer.step()
-    return {**found, **_state(model, 3)}
+        if step == 0:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    found.update(_state(model, 3))
+    if case.more:
+        model.eval()
+        with torch.no_grad():
+            for k in range(_MAPPED):
+                x, y = case.batch(k)
+                oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
+                parts = oracle.forwards(0)
+                found[f"mapped {k}"] = oracle.merged(parts)
+                if k == 0:
+                    found["evaluated"] = _weighed(parts, y)
+        model.train()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        x, y = case.batch(1)
+        oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
+        optimizer.zero_grad()
+        found["loss again"] = oracle.train_step(1, _LOSS, y)
+        found.update(_state(model, 4))
+        optimizer.step()
+        found.update(_state(model, 5))
+    return found
+
+
+def _weighed(parts: Sequence[Tensor], y: Tensor) -> Tensor:
+    """The loss of a batch, of the results of its micro-batches."""
+    pairs = zip(parts, y.tensor_split(len(parts)), strict=True)
+    losses = [_LOSS(part, target) * (len(target) / len(y)) for part, target in pairs]
+    return sum(losses[1:], losses[0])
 
 
 def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
@@ -123,6 +158,7 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
     last = torch.device(case.devices[plan_of(case, program).placement[-1]])
     torch.manual_seed(5)
     with (
+        TemporaryDirectory() as folder,
         ps.Pipeline(
             model,
             (case.batch(0)[0].to(_home(case)),),
@@ -148,11 +184,37 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
                     _scale(pipe.model)
                 pipe.train()
             optimizer.zero_grad()
-            found[f"loss {step}"] = pipe.train_step(x, target=y.to(last), loss_fn=_LOSS)
+            with pipe.recording() if case.more else nullcontext([]) as timelines:
+                found[f"loss {step}"] = pipe.train_step(x, target=y.to(last), loss_fn=_LOSS)
+            if any(not timeline.events for timeline in timelines):
+                raise RuntimeError("a timeline is empty")
             found.update(_state(pipe.model, step))
             optimizer.step()
+            if step == 0 and case.more:
+                pipe.save(folder, background=True, optimizer=optimizer)
         found.update(_state(pipe.model, 3))
+        if case.more:
+            found.update(_more(case, pipe, optimizer, folder))
         return {name: value.cpu() for name, value in found.items()}
+
+
+def _more(case: Case, pipe: ps.Pipeline, optimizer: Any, folder: str) -> dict[str, Tensor]:
+    """Batches mapped and evaluated; and a step after the one that was saved."""
+    found: dict[str, Tensor] = {}
+    last = pipe.members[len(pipe.plan.placement) // pipe.plan.replicas - 1].device
+    pipe.eval()
+    batches = (case.batch(k)[0].to(_home(case)) for k in range(_MAPPED))
+    for k, result in enumerate(pipe.map(batches)):
+        found[f"mapped {k}"] = result
+    x, y = case.batch(0)
+    found["evaluated"] = pipe.eval_step(x.to(_home(case)), target=y.to(last), loss_fn=_LOSS)
+    pipe.train()
+    ps.load(folder).restore(pipe, optimizer=optimizer)
+    x, y = case.batch(1)
+    found["loss again"] = pipe.train_step(x.to(_home(case)), target=y.to(last), loss_fn=_LOSS)
+    found.update(_state(pipe.model, 4))
+    optimizer.step()
+    return {**found, **_state(pipe.model, 5)}
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
@@ -202,7 +264,8 @@ def _home(case: Case) -> torch.device:
 def plan_of(case: Case, program: Program, num_microbatches: int = MICROBATCHES) -> Plan:
     """A plan that nobody has measured."""
     edges = (0, *case.cuts, len(program))
-    placement = placement_of(case.schedule, len(edges) - 1, len(case.devices))
+    each = len(case.devices) // case.replicas
+    placement = placement_of(case.schedule, len(edges) - 1, each)
     stages = tuple(
         StagePlan(
             worker=worker,
@@ -225,6 +288,9 @@ def plan_of(case: Case, program: Program, num_microbatches: int = MICROBATCHES) 
         schedule=case.schedule,
         stages=stages,
         predicted_step_seconds=1e-3,
+        other_replicas=tuple(
+            case.devices[each * k : each * (k + 1)] for k in range(1, case.replicas)
+        ),
         bound_seconds=1e-3,
         one_device_seconds=None,
     )
@@ -242,6 +308,9 @@ def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
     gc.disable()
     try:
         with (
+            mock.patch(
+                "penstock.engine.turns.threading", SimpleNamespace(Condition=hosts.condition)
+            ),
             mock.patch("penstock.links.local.SimpleQueue", hosts.queue),
             mock.patch("penstock.workers.threads.pool.SimpleQueue", hosts.queue),
         ):

@@ -33,12 +33,14 @@ class ThreadBackend(DrivenBackend):
         self.probe = ThreadProbe()
 
     def check_replicas(self, replicas: int) -> None:
-        """Raise unless they can share the weights: only CPUs have one memory.
+        """Raise unless they can share the weights: each stage has to be in one memory.
 
         Raises:
             InputError: they cannot.
         """
-        if replicas > 1 and any(device.type != "cpu" for device in self.devices):
+        count = len(self.devices) // replicas
+        first = list(self.devices[:count])
+        if replicas > 1 and list(self.devices) != first * replicas:
             raise InputError(
                 f"replicas={replicas} need devices of one memory, and there are "
                 f"{', '.join(map(str, self.devices))}; replicas=1 splits the model over them"

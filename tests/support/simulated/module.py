@@ -48,7 +48,7 @@ class Module(types.ModuleType):
     def Stream(self, device: Any = None) -> Stream:  # noqa: N802
         return RUNNING.here.new_stream(self._numbered(device))
 
-    def Event(self) -> MachineEvent:  # noqa: N802
+    def Event(self, enable_timing: bool = False) -> MachineEvent:  # noqa: N802
         return MachineEvent(RUNNING.here)
 
     def current_stream(self, device: Any = None) -> Stream:
