@@ -80,6 +80,14 @@ class Accelerator(Kind):
         """Wait for all streams of the device."""
         self._module.synchronize(device)
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """As PyTorch says."""
+        return tensor.is_pinned()
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """By PyTorch's allocator, which keeps the memory until the copy of it is done."""
+        return tensor.pin_memory()
+
     def memory(self, device: torch.device) -> Memory | None:
         """As the driver says."""
         found = getattr(self._module, "mem_get_info", None)

@@ -55,6 +55,14 @@ class Cpu(Kind):
     def synchronize(self, device: torch.device) -> None:
         """It has done everything."""
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """All of its memory is read at once."""
+        return False
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """There is no such memory, and no use for it."""
+        return tensor
+
     def memory(self, device: torch.device) -> Memory | None:
         """It is that of the whole machine, which all workers share."""
         return None

@@ -123,6 +123,17 @@ class Kind(ABC):
     def synchronize(self, device: torch.device) -> None:
         """Wait here, in this thread, until a device has done all that it was given."""
 
+    @abstractmethod
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the CPU is in memory that these devices read by themselves.
+
+        Then a copy of it may be under way when it has been given.
+        """
+
+    @abstractmethod
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of the CPU in such memory."""
+
     # -- memory -------------------------------------------------------------------------------
 
     @abstractmethod

@@ -77,7 +77,7 @@ class Assembly:
         self._last = len(plan.stages) - 1
         self.feed = Feed(devices[self._placement[0]])
         self._endings = Endings()
-        self.outlet = Outlet(self._endings)
+        self.outlet = Outlet(self._endings, devices[self._placement[self._last]])
         self.stages: dict[int, Stage] = {}
         for index, worker in enumerate(self._placement):
             if worker in workers:
@@ -177,11 +177,11 @@ class Assembly:
             stage.record = record
             stage.begin(order.microbatches, order.wanted, order.before, share)
             if stage.index == 0:
-                self.feed.values = list(order.values)
+                self.feed.begin(order.values, share)
             if stage.index == self._last:
                 keys = [m.key for m in order.microbatches]
                 self._endings.taken = [(m.sizes, m.way) for m in order.microbatches]
-                self.outlet.begin(order.loss, order.gradients, keys)
+                self.outlet.begin(order.loss, order.gradients, keys, share)
             if order.what == "backward":
                 stage.held = self._waiting.pop((order.number, stage.index))
 
@@ -191,7 +191,7 @@ class Assembly:
             stage.end()
             if stage.index == 0:
                 outcome.gradients = self.feed.gradients
-                self.feed.clear()
+                self.feed.end()
             if stage.index == self._last:
                 outcome.results, outcome.losses = self.outlet.results, self.outlet.losses
                 outcome.weights = order.loss.weights if order.loss else ()
@@ -199,7 +199,7 @@ class Assembly:
                 if order.what == "forward":
                     end = stage.held[first].end
                     outcome.differentiable = [root is not None for root in end.roots]
-                self.outlet.clear()
+                self.outlet.end()
             if order.what == "forward":
                 self._waiting[order.number, stage.index] = stage.held
             stage.clear()

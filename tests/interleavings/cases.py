@@ -93,6 +93,8 @@ class Case:
         options: of the pipeline.
         integers: whether the input is integers below 11.
         own_streams: whether the user's thread works on streams of its own.
+        given: where inputs and targets are: with the first and last stage, on the `"cpu"`, or
+            `"pinned"` there, and written when a step is over.
         replicas: of the stages; they share the devices.
         more: whether it maps batches, evaluates a loss, records a timeline, saves and restores.
     """
@@ -106,6 +108,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     integers: bool = False
     own_streams: bool = False
+    given: str = ""
     replicas: int = 1
     more: bool = False
 
@@ -166,6 +169,10 @@ CASES: dict[str, Case] = {
     "images, and more": Case(Images, (3,), shape=(2, 6, 6), more=True),
     "own streams, and more": Case(_chain, _TWO, own_streams=True, more=True),
     "to the CPU, and more": Case(_chain, (7,), devices=("sim:0", "cpu"), more=True),
+    "inputs of the CPU": Case(_chain, _TWO, given="cpu", more=True),
+    "pinned inputs": Case(_chain, _TWO, given="pinned"),
+    "pinned images": Case(Images, (3,), shape=(2, 6, 6), given="pinned", more=True),
+    "pinned integers": Case(Tied, (1, 3), integers=True, devices=_THREE_DEVICES, given="pinned"),
     "replicas on one device": Case(
         Images, (), shape=(2, 6, 6), devices=("sim:0", "sim:0"), replicas=2, more=True
     ),

@@ -60,6 +60,14 @@ def _handover(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
     return Mutation("penstock.devices.streams", lines, uses, cases)
 
 
+def _ahead(*lines: tuple[str, str], cases: Sequence[str], leaves_races: bool = True) -> Mutation:
+    uses = ["penstock.engine.ends.Ahead"]
+    return Mutation("penstock.devices.streams", lines, uses, cases, leaves_races)
+
+
+_FROM_DEVICE = "            arrival.synchronize()\n            return\n"
+_PINNED = ["pinned inputs", "pinned images", "pinned integers"]
+_GIVEN = [*_PINNED, "inputs of the CPU"]
 _BETWEEN = ["chain, 1f1b", "skips", "tied", "images"]
 _FROM_CPU, _TO_CPU = ["from the CPU", "by way of the CPU"], ["to the CPU", "by way of the CPU"]
 _OWN = ["own streams", "images, own streams", "own streams, and more"]
@@ -78,7 +86,7 @@ MUTATIONS: dict[str, Mutation] = {
         cases=_BETWEEN,
     ),
     "no wait before weights are written": _copies(
-        ("self._from.current_stream(self._source).wait_event(self._last)", "pass"),
+        ("self._from.current_stream(self._source).wait_event(last)", "pass"),
         cases=["tied", "tied, gpipe, three devices"],
     ),
     "no record_stream of what is copied": _copies(
@@ -109,13 +117,17 @@ MUTATIONS: dict[str, Mutation] = {
         cases=_BETWEEN,
     ),
     "the CPU does not wait for a copy": _copies(
-        ("            arrival.synchronize()\n", ""), cases=_TO_CPU, leaves_races=False
+        (_FROM_DEVICE, "            return\n"), cases=_TO_CPU, leaves_races=False
     ),
-    "the CPU does not wait for inputs": Mutation(
-        "penstock.engine.ends",
-        [("non_blocking=kind_of(device).has_streams", "non_blocking=True")],
-        ["penstock.engine.ends.to_device"],
-        ["from the CPU"],
+    "the CPU does not wait for inputs": _ahead(
+        (_FROM_DEVICE, "            return\n"), cases=["from the CPU"], leaves_races=False
+    ),
+    "no wait for inputs and targets": _ahead(
+        ("            copies.wait(made, arrival)\n", "            pass\n"), cases=_GIVEN
+    ),
+    "inputs may be written before they are read": _ahead(
+        ("            arrival.synchronize()\n        self", "            pass\n        self"),
+        cases=_PINNED,
         leaves_races=False,
     ),
     "the CPU does not wait for what is saved": Mutation(

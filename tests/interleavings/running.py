@@ -27,6 +27,7 @@ from tests.support.simulated.detector import Detector
 from tests.support.simulated.hosts import Hosts
 from tests.support.simulated.machine import Machine
 from tests.support.simulated.module import install, simulated
+from tests.support.simulated.tensors import pinned
 
 _LOSS = nn.functional.mse_loss
 _LEARNING_RATE = 0.05
@@ -176,7 +177,7 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
     ):
         optimizer = pipe.optimizer(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
         for step in range(3):
-            x, y = (value.to(_home(case)) for value in case.batch(step))
+            x, y = _given(case, step, last)
             if step == 1:
                 pipe.eval()
                 with torch.no_grad():
@@ -185,7 +186,9 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
                 pipe.train()
             optimizer.zero_grad()
             with pipe.recording() if case.more else nullcontext([]) as timelines:
-                found[f"loss {step}"] = pipe.train_step(x, target=y.to(last), loss_fn=_LOSS)
+                found[f"loss {step}"] = pipe.train_step(x, target=y, loss_fn=_LOSS)
+            for value in (x, y) if case.given else ():
+                value.fill_(0)
             if any(not timeline.events for timeline in timelines):
                 raise RuntimeError("a timeline is empty")
             found.update(_state(pipe.model, step))
@@ -198,20 +201,28 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in found.items()}
 
 
+def _given(case: Case, step: int, last: torch.device) -> tuple[Tensor, Tensor]:
+    """A batch, where the case has it."""
+    x, y = case.batch(step)
+    if case.given:
+        return (pinned(x), pinned(y)) if case.given == "pinned" else (x, y)
+    return x.to(_home(case)), y.to(last)
+
+
 def _more(case: Case, pipe: ps.Pipeline, optimizer: Any, folder: str) -> dict[str, Tensor]:
     """Batches mapped and evaluated; and a step after the one that was saved."""
     found: dict[str, Tensor] = {}
     last = pipe.members[len(pipe.plan.placement) // pipe.plan.replicas - 1].device
     pipe.eval()
-    batches = (case.batch(k)[0].to(_home(case)) for k in range(_MAPPED))
+    batches = (_given(case, k, last)[0] for k in range(_MAPPED))
     for k, result in enumerate(pipe.map(batches)):
         found[f"mapped {k}"] = result
-    x, y = case.batch(0)
-    found["evaluated"] = pipe.eval_step(x.to(_home(case)), target=y.to(last), loss_fn=_LOSS)
+    x, y = _given(case, 0, last)
+    found["evaluated"] = pipe.eval_step(x, target=y, loss_fn=_LOSS)
     pipe.train()
     ps.load(folder).restore(pipe, optimizer=optimizer)
-    x, y = case.batch(1)
-    found["loss again"] = pipe.train_step(x.to(_home(case)), target=y.to(last), loss_fn=_LOSS)
+    x, y = _given(case, 1, last)
+    found["loss again"] = pipe.train_step(x, target=y, loss_fn=_LOSS)
     found.update(_state(pipe.model, 4))
     optimizer.step()
     return {**found, **_state(pipe.model, 5)}
@@ -311,6 +322,7 @@ def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
             mock.patch(
                 "penstock.engine.turns.threading", SimpleNamespace(Condition=hosts.condition)
             ),
+            mock.patch("penstock.devices.streams._PAGEABLE", 0),
             mock.patch("penstock.links.local.SimpleQueue", hosts.queue),
             mock.patch("penstock.workers.threads.pool.SimpleQueue", hosts.queue),
         ):

@@ -368,17 +368,17 @@ def _put(into: torch.Tensor, out_of: torch.Tensor) -> None:
 def _from_cpu(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     with undisturbed():
         _shadow(target).copy_(source)
-        is_pinned = _is_pinned(source)
-        read = source.detach() if is_pinned else source.detach().clone()
+        is_late = is_pinned(source)
+        read = source.detach() if is_late else source.detach().clone()
     stream, into = RUNNING.stream(_device_of(target)), _real(target)
     RUNNING.here.launch(stream, "upload", lambda: _put(into, read), (), [_block_of(target)])
-    if is_pinned and not non_blocking:
+    if is_late and not non_blocking:
         _wait_for(stream)
     return target
 
 
 def _to_cpu(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-    is_late = non_blocking and _is_pinned(target)
+    is_late = non_blocking and is_pinned(target)
     with undisturbed():
         into = target.detach()
         if is_late:
@@ -391,8 +391,17 @@ def _to_cpu(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> t
     return target
 
 
-def _is_pinned(tensor: torch.Tensor) -> bool:
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether copies of a tensor of the CPU to devices are late."""
     return getattr(tensor.untyped_storage(), "is_pinned_here", False)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of the CPU for which that is so."""
+    with undisturbed():
+        copy = tensor.detach().clone()
+    copy.untyped_storage().is_pinned_here = True  # type: ignore[attr-defined]
+    return copy
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
