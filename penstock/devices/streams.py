@@ -41,11 +41,14 @@ class Handover:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._before = _recorded(devices)
         self._after: list[tuple[torch.device, Event]] = []
+        self._streams: dict[torch.device, Stream] = {}  # of the others
 
     @contextmanager
     def taken(self, *devices: torch.device) -> Iterator[None]:
         """While open, another thread works on these devices."""
         _await(self._before)
+        with_streams = (device for device in devices if kind_of(device).has_streams)
+        self._streams |= {each: kind_of(each).current_stream(each) for each in with_streams}
         try:
             yield
         finally:
@@ -58,6 +61,9 @@ class Handover:
             made: what the caller gets from them; values other than tensors do not count.
         """
         _await(self._after)
+        own = {device: kind_of(device).current_stream(device) for device in self._streams}
+        if own == self._streams:
+            return
         for value in made:
             if isinstance(value, torch.Tensor) and kind_of(value.device).has_streams:
                 kind = kind_of(value.device)

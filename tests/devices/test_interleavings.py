@@ -39,7 +39,7 @@ def test_the_detector_finds_mistakes_in_one_order(name: str) -> None:
     mutation = MUTATIONS[name]
     with mutation.made():
         outcome = interleaving(mutation.cases[0], 0, detect=True, is_late=False)
-    assert outcome.is_right or name == "memory freed early"  # its owner still reads it
+    assert outcome.is_right or mutation.always or name == "memory freed early"  # its owner reads it
     assert bool(outcome.races) == mutation.leaves_races
 
 

@@ -132,6 +132,7 @@ class Case:
 # Stages on the CPU have no weights: PyTorch does not let a tensor become one of another class.
 _FOUR, _TWO = (2, 4, 6), (4,)
 _THREE_DEVICES = ("sim:0", "sim:1", "sim:2")
+_FOUR_DEVICES = (*_THREE_DEVICES, "sim:3")
 
 
 def _of_schedule(name: str) -> Case:
@@ -175,6 +176,20 @@ CASES: dict[str, Case] = {
     "pinned integers": Case(Tied, (1, 3), integers=True, devices=_THREE_DEVICES, given="pinned"),
     "replicas on one device": Case(
         Images, (), shape=(2, 6, 6), devices=("sim:0", "sim:0"), replicas=2, more=True
+    ),
+    "replicas": Case(_chain, (), replicas=2, more=True),
+    "three replicas, own streams": Case(
+        _chain, (), devices=_THREE_DEVICES, replicas=3, own_streams=True
+    ),
+    "replicas of images": Case(Images, (), shape=(2, 6, 6), replicas=2, more=True),
+    "replicas of images, recomputed": Case(Images, (), shape=(2, 6, 6), replicas=2, recompute=True),
+    "replicas, tied": Case(Tied, (), integers=True, replicas=2, given="pinned"),
+    "replicas of stages": Case(Skips, (4,), devices=_FOUR_DEVICES, replicas=2, more=True),
+    "replicas of stages, tied": Case(
+        Tied, (2,), integers=True, devices=_FOUR_DEVICES, replicas=2, schedule="gpipe"
+    ),
+    "replicas of stages across": Case(
+        Images, (3,), shape=(2, 6, 6), devices=("sim:0", "sim:1", "sim:1", "sim:0"), replicas=2
     ),
     "replicas of stages on the same devices": Case(
         Skips, (4,), devices=("sim:0", "sim:1", "sim:0", "sim:1"), replicas=2, more=True

@@ -22,6 +22,7 @@ class Mutation:
         uses: who has what of it: `package.module.name`.
         cases: in which it can be found.
         leaves_races: whether there are races for the detector; it does not see the CPU's memory.
+        always: whether bits are wrong also if everything is done as soon as it is given.
     """
 
     module: str
@@ -29,6 +30,7 @@ class Mutation:
     uses: Sequence[str]
     cases: Sequence[str]
     leaves_races: bool = True
+    always: bool = False
 
     @contextmanager
     def made(self) -> Iterator[None]:
@@ -65,6 +67,12 @@ def _ahead(*lines: tuple[str, str], cases: Sequence[str], leaves_races: bool = T
     return Mutation("penstock.devices.streams", lines, uses, cases, leaves_races)
 
 
+def _twins(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
+    uses = ["penstock.workers.threads.workers.Twins"]
+    return Mutation("penstock.engine.twins", lines, uses, cases)
+
+
+_REPLICAS = ["replicas of stages, tied", "replicas of stages", "replicas, tied"]
 _FROM_DEVICE = "            arrival.synchronize()\n            return\n"
 _PINNED = ["pinned inputs", "pinned images", "pinned integers"]
 _GIVEN = [*_PINNED, "inputs of the CPU"]
@@ -142,6 +150,32 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "the user's streams do not wait for workers": _handover(
         ("        _await(self._after)\n", ""), cases=_OWN
+    ),
+    "replicas have old weights": Mutation(
+        "penstock.engine.twins",
+        [("            self._there.into(stale)\n", "")],
+        ["penstock.workers.threads.workers.Twins"],
+        _REPLICAS,
+        leaves_races=False,
+        always=True,
+    ),
+    "no wait before weights are copied to replicas": Mutation(
+        "penstock.devices.streams",
+        [("        self._reads.wait_event(made)\n", "")],
+        ["penstock.engine.twins.Copies"],
+        _REPLICAS,
+    ),
+    "weights are written before replicas have them": _twins(
+        ("        self._there.settle()\n", "        pass\n"), cases=_REPLICAS
+    ),
+    "no wait for gradients of replicas": _twins(
+        ("        self._back.wait(sent.gradients, sent.arrival)\n", ""), cases=_REPLICAS
+    ),
+    "nobody waits for sums of replicas": Mutation(
+        "penstock.workers.threads.workers",
+        [("*([twins.home] if twins else [])", "")],
+        ["penstock.workers.threads.backend.ThreadWorkers"],
+        ["three replicas, own streams"],
     ),
     "no record_stream of what the user gets": _handover(
         ("kind.used_on(kind.current_stream(value.device), value)", "pass"), cases=_OWN

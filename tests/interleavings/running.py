@@ -68,7 +68,7 @@ def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = Tru
     case, detector = CASES[name], Detector()
     outcome = Outcome()
     hosts = Hosts(seed)
-    machine = Machine(3, seed, is_late, detector if detect else None)
+    machine = Machine(4, seed, is_late, detector if detect else None)
     with simulated(machine), _one_at_a_time(hosts), _one_core():
         try:
             outcome.wrong = _differences(_run(case, hosts), expected(name))
@@ -140,6 +140,9 @@ def _computed(case: Case) -> dict[str, Tensor]:
         found.update(_state(model, 4))
         optimizer.step()
         found.update(_state(model, 5))
+        optimizer.zero_grad()
+        oracle.call_and_backward(2, _LOSS, y)
+        found.update(_state(model, 6))
     return found
 
 
@@ -212,7 +215,7 @@ def _given(case: Case, step: int, last: torch.device) -> tuple[Tensor, Tensor]:
 def _more(case: Case, pipe: ps.Pipeline, optimizer: Any, folder: str) -> dict[str, Tensor]:
     """Batches mapped and evaluated; and a step after the one that was saved."""
     found: dict[str, Tensor] = {}
-    last = pipe.members[len(pipe.plan.placement) // pipe.plan.replicas - 1].device
+    last = torch.device(case.devices[pipe.plan.placement[-1]])
     pipe.eval()
     batches = (_given(case, k, last)[0] for k in range(_MAPPED))
     for k, result in enumerate(pipe.map(batches)):
@@ -225,7 +228,11 @@ def _more(case: Case, pipe: ps.Pipeline, optimizer: Any, folder: str) -> dict[st
     found["loss again"] = pipe.train_step(x, target=y, loss_fn=_LOSS)
     found.update(_state(pipe.model, 4))
     optimizer.step()
-    return {**found, **_state(pipe.model, 5)}
+    found.update(_state(pipe.model, 5))
+    optimizer.zero_grad()
+    x, y = _given(case, 1, last)
+    _LOSS(pipe(x), y.to(last)).backward()
+    return {**found, **_state(pipe.model, 6)}
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

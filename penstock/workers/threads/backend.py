@@ -33,16 +33,14 @@ class ThreadBackend(DrivenBackend):
         self.probe = ThreadProbe()
 
     def check_replicas(self, replicas: int) -> None:
-        """Raise unless they can share the weights: each stage has to be in one memory.
+        """Raise unless they compute the same bits, as far as the kind of device is concerned.
 
         Raises:
-            InputError: they cannot.
+            InputError: they do not.
         """
-        count = len(self.devices) // replicas
-        first = list(self.devices[:count])
-        if replicas > 1 and list(self.devices) != first * replicas:
+        if replicas > 1 and len({device.type for device in self.devices}) > 1:
             raise InputError(
-                f"replicas={replicas} need devices of one memory, and there are "
+                f"replicas={replicas} need devices of one kind, and there are "
                 f"{', '.join(map(str, self.devices))}; replicas=1 splits the model over them"
             )
 

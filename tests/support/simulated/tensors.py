@@ -20,6 +20,7 @@ from tests.support.simulated.machine import (
 )
 
 aten = torch.ops.aten
+_UNREAD = {aten.empty_like.default}
 _TO_HOST = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -171,10 +172,13 @@ def _is_simulated(value: object) -> bool:
 
 def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator at once for its shapes, and put it on the current stream."""
+    asked = kwargs.get("device")  # where `empty_like` and others make something new
     kwargs = {name: _here(value) for name, value in kwargs.items() if name != "pin_memory"}
     leaves, structure = tree_flatten((args, kwargs))
     own = [leaf for leaf in leaves if _is_simulated(leaf)]
     device = _one_device(func, leaves, own)
+    if asked is not None and asked.type == "sim" and asked.index is not None:
+        device = asked
     stream = RUNNING.stream(device)
     if _TO_HOST & set(func.tags):
         _wait_for(stream)
@@ -204,7 +208,8 @@ def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
         written = _written(func, args, kwargs)
         writes = [_block_of(t) for t in (*written, *fresh) if t is not None]
         name = str(func)
-        RUNNING.here.launch(stream, name, work.run, [_block_of(t) for t in own], writes)
+        reads = [] if func in _UNREAD else [_block_of(t) for t in own]
+        RUNNING.here.launch(stream, name, work.run, reads, writes)
     return tree_unflatten(outputs, results)
 
 
