@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,11 @@ class Case:
     given: str = ""
     replicas: int = 1
     more: bool = False
+
+    def on(self, kind: str, count: int) -> Case:
+        """The same on so many devices of a kind, which stand for all there are."""
+        names = (f"{kind}:{int(name.partition(':')[2]) % count}" for name in self.devices)
+        return replace(self, devices=tuple(names))
 
     def model(self) -> nn.Module:
         """The model, with the same weights every time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.capture import Program
 from penstock.comparison.reference import one_device
+from penstock.devices.kinds import kind_of
 from penstock.plan.plan import Plan, StagePlan
 from penstock.schedule import placement_of
 from tests.interleavings.cases import CASES, MICROBATCHES, ROWS, Case
@@ -27,7 +28,6 @@ from tests.support.simulated.detector import Detector
 from tests.support.simulated.hosts import Hosts
 from tests.support.simulated.machine import Machine
 from tests.support.simulated.module import install, simulated
-from tests.support.simulated.tensors import pinned
 
 _LOSS = nn.functional.mse_loss
 _LEARNING_RATE = 0.05
@@ -69,9 +69,10 @@ def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = Tru
     outcome = Outcome()
     hosts = Hosts(seed)
     machine = Machine(4, seed, is_late, detector if detect else None)
-    with simulated(machine), _one_at_a_time(hosts), _one_core():
+    with simulated(machine), _one_at_a_time(hosts), one_core():
         try:
-            outcome.wrong = _differences(_run(case, hosts), expected(name))
+            turns = hosts.in_turns(len(case.devices))
+            outcome.wrong = differences(run(case, turns), expected(name))
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}"
     outcome.races = [str(race) for race in detector.races]
@@ -80,7 +81,7 @@ def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = Tru
 
 
 @contextmanager
-def _one_core() -> Iterator[None]:
+def one_core() -> Iterator[None]:
     """While open, operators have one intra-op thread, on which bits depend."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -93,19 +94,21 @@ def _one_core() -> Iterator[None]:
 @cache
 def expected(name: str) -> dict[str, Tensor]:
     """What one CPU computes, in plain PyTorch."""
-    with _one_core():
-        return _computed(CASES[name])
+    with one_core():
+        return computed(CASES[name])
 
 
-def _computed(case: Case) -> dict[str, Tensor]:
+def computed(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+    """What one device computes, in plain PyTorch."""
     model = case.model()
+    _move(model, torch.device(device))
     found: dict[str, Tensor] = {}
-    program = ps.capture(model, (case.batch(0)[0],))
+    program = ps.capture(model, (_on(device, case, 0)[0],))
     torch.manual_seed(5)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
     deferred = case.options.get("batchnorm") == "deferred"
     for step in range(3):
-        x, y = case.batch(step)
+        x, y = _on(device, case, step)
         oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
         if step == 1:
             model.eval()
@@ -124,7 +127,7 @@ def _computed(case: Case) -> dict[str, Tensor]:
         model.eval()
         with torch.no_grad():
             for k in range(_MAPPED):
-                x, y = case.batch(k)
+                x, y = _on(device, case, k)
                 oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
                 parts = oracle.forwards(0)
                 found[f"mapped {k}"] = oracle.merged(parts)
@@ -133,7 +136,7 @@ def _computed(case: Case) -> dict[str, Tensor]:
         model.train()
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
-        x, y = case.batch(1)
+        x, y = _on(device, case, 1)
         oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
         optimizer.zero_grad()
         found["loss again"] = oracle.train_step(1, _LOSS, y)
@@ -143,7 +146,13 @@ def _computed(case: Case) -> dict[str, Tensor]:
         optimizer.zero_grad()
         oracle.call_and_backward(2, _LOSS, y)
         found.update(_state(model, 6))
-    return found
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def _on(device: str, case: Case, step: int) -> tuple[Tensor, Tensor]:
+    """A batch on a device."""
+    x, y = case.batch(step)
+    return x.to(device), y.to(device)
 
 
 def _weighed(parts: Sequence[Tensor], y: Tensor) -> Tensor:
@@ -153,8 +162,13 @@ def _weighed(parts: Sequence[Tensor], y: Tensor) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
-    """Two training steps, an evaluation, weights changed by hand, another training step."""
+def run(case: Case, turns: AbstractContextManager[None]) -> dict[str, Tensor]:
+    """Two training steps, an evaluation, weights changed by hand, another training step.
+
+    Args:
+        case: what is run, and on which devices.
+        turns: open while workers are at work.
+    """
     model = case.model()
     found: dict[str, Tensor] = {}
     _move(model, _home(case))
@@ -175,7 +189,7 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
             progress=None,
             **case.options,
         ) as pipe,
-        hosts.in_turns(len(case.devices)),
+        turns,
         _own_streams(case),
     ):
         optimizer = pipe.optimizer(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
@@ -208,7 +222,8 @@ def _given(case: Case, step: int, last: torch.device) -> tuple[Tensor, Tensor]:
     """A batch, where the case has it."""
     x, y = case.batch(step)
     if case.given:
-        return (pinned(x), pinned(y)) if case.given == "pinned" else (x, y)
+        kind = kind_of(_home(case))
+        return (kind.pinned(x), kind.pinned(y)) if case.given == "pinned" else (x, y)
     return x.to(_home(case)), y.to(last)
 
 
@@ -250,7 +265,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 @contextmanager
 def _own_streams(case: Case) -> Iterator[None]:
     """While open, the thread works on streams of its own, if the case says so."""
-    module = torch.get_device_module("sim")
+    module = torch.get_device_module(_home(case).type)
     with ExitStack() as stack:
         for name in sorted({*case.devices} - {"cpu"}) if case.own_streams else ():
             stream = module.Stream(name)
@@ -314,7 +329,8 @@ def plan_of(case: Case, program: Program, num_microbatches: int = MICROBATCHES) 
     )
 
 
-def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """The names of what has other bits, or is in one of them only."""
     missing = sorted(found.keys() ^ wanted.keys())
     same = (name for name in wanted if name in found)
     return missing + [name for name in same if not torch.equal(found[name], wanted[name])]
