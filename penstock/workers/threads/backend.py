@@ -31,6 +31,11 @@ class ThreadBackend(DrivenBackend):
     def __init__(self, devices: Devices | None, least: int = 1, threads: int = 0) -> None:
         super().__init__(devices, least, threads)
         self.probe = ThreadProbe()
+        if any(device.type != "cpu" for device in self.devices):
+            self.why_one_replica = (
+                "There is one replica, as replicas in threads were never measured on such devices; "
+                "replicas=2 asks for them."
+            )
 
     def check_replicas(self, replicas: int) -> None:
         """Raise unless they compute the same bits, as far as the kind of device is concerned.
