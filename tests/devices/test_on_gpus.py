@@ -22,7 +22,7 @@ from tests.support.simulated.machine import Machine
 from tests.support.simulated.module import simulated
 
 _NAMES = [name for name, case in CASES.items() if "cpu" not in case.devices]
-_SIMULATED = ["skips", "pinned images", "replicas of stages"]  # all of them are elsewhere
+_SIMULATED = ["replicas of stages"]  # all of them are elsewhere
 
 
 @pytest.fixture
@@ -62,7 +62,9 @@ def test_bits_are_those_of_one_device(name: str, devices: tuple[str, int]) -> No
         assert differences(run(case, nullcontext()), computed(case, case.devices[0])) == []
 
 
-@pytest.mark.parametrize("devices", [("cpu", 1), *_gpus(1, 2)])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(("cpu", 1), marks=pytest.mark.slow), *_gpus(1, 2)]
+)
 def test_ranks_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
     """Two ranks of torchrun; with one GPU on that one, by gloo."""
     kind, count = devices
