@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs
 
-.PHONY: setup demo test test-torch test-share test-slow zoo faults resume elastic fuzz lint bench figures docs clean
+.PHONY: setup demo test test-torch test-share test-slow test-cuda zoo faults resume elastic fuzz lint bench figures docs clean
 
 setup: $(READY)
 
@@ -42,6 +42,10 @@ test-share: $(READY)
 
 test-slow: $(READY)
 	$(TESTS) -m slow --timeout 1200
+
+# On this machine's GPUs; what needs more of them than there are is skipped, and says so.
+test-cuda: $(READY)
+	$(BIN)/pytest -m cuda --timeout 600
 
 zoo: $(READY)
 	$(BIN)/python -W ignore -m tests.zoo --output docs/zoo

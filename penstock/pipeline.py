@@ -130,8 +130,8 @@ class Pipeline:
             gradients are rounded to it where they cross from stage to stage. This changes results.
         replicas: the number of replicas of all stages, which share the micro-batches of a batch;
             each runs on its part of the devices. Gradients are added in the order of micro-batches,
-            so the results do not depend on it. More than one is possible on CPUs, and under
-            torchrun on any device. `"auto"` takes the plan that is predicted to be fastest of all
+            so the results do not depend on it. All devices of a process have to be of one
+            kind. `"auto"` takes the plan that is predicted to be fastest of all
             kinds that fit the memory: stages, replicas, replicas of stages, or one of the devices
             alone; under torchrun it means stages. If `schedule`, `cuts` or `stages_per_worker` are
             given, there are stages; models whose forwards change more than BatchNorm's statistics

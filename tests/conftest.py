@@ -41,7 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid in left:
             item.add_marker("slow")
             item.add_marker("tail")
-    chosen = [i for i in items if torch.cuda.is_available() or "cuda" not in i.keywords]
+    chosen = items
+    if not torch.cuda.is_available():
+        asked = "cuda" in config.getoption("markexpr")
+        chosen = [item for item in items if asked or "cuda" not in item.keywords]
+        for item in chosen if asked else ():
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
     if share := config.getoption("share"):
         expression = config.getoption("markexpr")
         if expression != "slow":

@@ -28,6 +28,7 @@ from penstock.audit.pace import Pace, Setting
 from penstock.capture import Program, Trace, untouched
 from penstock.capture.calls import TensorInfo, ambient, input_leaves
 from penstock.capture.replay import seeded
+from penstock.capture.signatures import Inputs
 from penstock.capture.trees import leaves_of, unflatten
 from penstock.comparison.compare import Comparison, compare, compare_results
 from penstock.comparison.reference import (
@@ -36,6 +37,7 @@ from penstock.comparison.reference import (
     run_with_threads,
 )
 from penstock.devices.kinds import kind_of
+from penstock.devices.layout import alike
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
@@ -161,7 +163,8 @@ class Auditor:
             AuditError: something differs.
         """
         k = self.found.microbatches % len(order.microbatches)
-        subject = _Subject(self._program, self._runner, order, batch.parts[k], k)
+        leaves = _moved(batch.parts[k], self._runner.loss_device)
+        subject = _Subject(self._program, self._runner, order, leaves, k)
         results_only = self._without_gradients(order)
         try:
             self._compare(subject, learns=not results_only)
@@ -289,6 +292,19 @@ class _Split:
     differentiable: Sequence[bool]
     gradients: dict[int, torch.Tensor]
     learns: bool
+
+
+def _moved(leaves: Inputs, device: torch.device) -> Inputs:
+    """Inputs on the model's device, where the pipeline copies them, too."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device == device:
+            return leaf
+        return alike(leaf, lambda t: t.to(device)).requires_grad_(leaf.requires_grad)
+
+    found = list(map(moved, leaves))
+    same = all(one is other for one, other in zip(found, leaves, strict=True))
+    return leaves if same else Inputs(found, leaves.signature)
 
 
 class _Subject:

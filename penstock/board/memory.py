@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
+from typing import Protocol
 
 from penstock.board.activity import Activity, is_waiting, waiting, within
 from penstock.files import anonymous_memory
@@ -26,6 +27,14 @@ DESCRIPTION = ".json"
 
 Log = list[tuple[int, int]]
 """What a worker has noted: when, by `time.monotonic_ns()`, and which code."""
+
+
+class Noting(Protocol):
+    """What keeps what a worker notes: a `Log`, or what knows better when it happens."""
+
+    def append(self, entry: tuple[int, int], /) -> None:
+        """Keep one more of what is in a `Log`."""
+
 
 _CELLS = 8  # of 64 bits, for each worker
 _CODE, _SINCE, _WORKED, _WAITED, _PASSES, _HELD, _MOST_HELD = range(7)
@@ -93,7 +102,7 @@ class Record:
         cells = memoryview(array("q", [0] * _CELLS)) if cells is None else cells
         self._cells, self._now = cells, cells[: _WAITED + 1]
         self._state = array("q", self._now)
-        self.log: Log | None = None
+        self.log: Noting | None = None
 
     @property
     def code(self) -> int:

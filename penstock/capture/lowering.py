@@ -353,6 +353,22 @@ class StageModule(fx.GraphModule):
         )
         return made
 
+    def elsewhere(self, in_place_of: Callable[[Any], Any]) -> StageModule:
+        """The same stretch on another device.
+
+        Args:
+            in_place_of: what takes the place of a leaf, or of a device among the arguments; all
+                else it gives back.
+        """
+        restored, (leaves, nodes, training) = self.__reduce__()
+        moved = [
+            (op, name, target, *(fx.node.map_aggregate(tree, in_place_of) for tree in trees), meta)
+            for op, name, target, *trees, meta in nodes
+        ]
+        leaves = {name: in_place_of(leaf) for name, leaf in leaves.items()}
+        made: StageModule = restored(leaves, moved, training)
+        return made
+
     def with_functions(
         self, others: Mapping[Callable[..., Any], Callable[..., Any]]
     ) -> StageModule:

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from penstock.devices.kind import Kind, Memory, Stream
+from penstock.devices.kind import Kind, Memory, Moment, Stream
 
-_NEEDED = ("Stream", "current_stream", "device", "device_count", "stream", "synchronize")
+_NEEDED = ("Event", "Stream", "current_stream", "device", "device_count", "stream", "synchronize")
 
 
 class Accelerator(Kind):
@@ -66,6 +66,12 @@ class Accelerator(Kind):
         """While open, the calling thread's work on the stream's device goes there."""
         return cast("AbstractContextManager[object]", self._module.stream(stream))
 
+    def moment(self, device: torch.device) -> Moment:
+        """An event of this kind, on the current stream."""
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(device))
+        return cast(Moment, event)
+
     def used_on(self, stream: Stream, tensor: torch.Tensor) -> None:
         """Keep the tensor's memory until the stream has done what is there now."""
         tensor.record_stream(cast(torch.Stream, stream))
@@ -73,6 +79,14 @@ class Accelerator(Kind):
     def synchronize(self, device: torch.device) -> None:
         """Wait for all streams of the device."""
         self._module.synchronize(device)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """As PyTorch says."""
+        return tensor.is_pinned()
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """By PyTorch's allocator, which keeps the memory until the copy of it is done."""
+        return tensor.pin_memory()
 
     def memory(self, device: torch.device) -> Memory | None:
         """As the driver says."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from penstock.devices.kind import Kind, Memory, Stream
+from penstock.devices.kind import Kind, Memory, Moment, Stream
 from penstock.devices.machine import processor
 
 
@@ -45,11 +45,23 @@ class Cpu(Kind):
         """There are none."""
         raise TypeError("CPUs have no streams")
 
+    def moment(self, device: torch.device) -> Moment:
+        """There are none."""
+        raise TypeError("CPUs have no streams")
+
     def used_on(self, stream: Stream, tensor: torch.Tensor) -> None:
         """Memory of CPUs is freed when nobody refers to it, and all work on it is done by then."""
 
     def synchronize(self, device: torch.device) -> None:
         """It has done everything."""
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """All of its memory is read at once."""
+        return False
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """There is no such memory, and no use for it."""
+        return tensor
 
     def memory(self, device: torch.device) -> Memory | None:
         """It is that of the whole machine, which all workers share."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,13 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait here, in this thread, until the stream has come this far."""
+
+
+class Moment(Event, Protocol):
+    """An event that knows when the stream came there; `torch.Event(enable_timing=True)` is one."""
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds from this one to a later one of the same device; both have come."""
 
 
 class Stream(Protocol):
@@ -102,6 +109,10 @@ class Kind(ABC):
         """While open, the calling thread's work on the stream's device goes there."""
 
     @abstractmethod
+    def moment(self, device: torch.device) -> Moment:
+        """An event with a time, behind all that is on the calling thread's current stream now."""
+
+    @abstractmethod
     def used_on(self, stream: Stream, tensor: torch.Tensor) -> None:
         """A tensor that was made on another stream is used on this one, by what is there now.
 
@@ -111,6 +122,17 @@ class Kind(ABC):
     @abstractmethod
     def synchronize(self, device: torch.device) -> None:
         """Wait here, in this thread, until a device has done all that it was given."""
+
+    @abstractmethod
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the CPU is in memory that these devices read by themselves.
+
+        Then a copy of it may be under way when it has been given.
+        """
+
+    @abstractmethod
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of the CPU in such memory."""
 
     # -- memory -------------------------------------------------------------------------------
 

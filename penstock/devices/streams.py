@@ -7,14 +7,19 @@ model-parallel tutorial leaves this as future work.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from penstock.devices.kind import Event, Stream
 from penstock.devices.kinds import kind_of
+from penstock.devices.layout import alike
+
+_PAGEABLE = 1 << 16  # bytes; of more than these, copies from memory that is not pinned block
+_AT_ONCE = 2  # micro-batches whose values are on their way
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -36,15 +41,18 @@ class Handover:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._before = _recorded(devices)
         self._after: list[tuple[torch.device, Event]] = []
+        self._streams: dict[torch.device, Stream] = {}  # of the others
 
     @contextmanager
-    def taken(self, device: torch.device) -> Iterator[None]:
-        """While open, another thread works on a device."""
+    def taken(self, *devices: torch.device) -> Iterator[None]:
+        """While open, another thread works on these devices."""
         _await(self._before)
+        with_streams = (device for device in devices if kind_of(device).has_streams)
+        self._streams |= {each: kind_of(each).current_stream(each) for each in with_streams}
         try:
             yield
         finally:
-            self._after += _recorded([device])
+            self._after += _recorded(devices)
 
     def back(self, made: Iterable[Any] = ()) -> None:
         """The caller goes on; nobody else works any more.
@@ -53,6 +61,9 @@ class Handover:
             made: what the caller gets from them; values other than tensors do not count.
         """
         _await(self._after)
+        own = {device: kind_of(device).current_stream(device) for device in self._streams}
+        if own == self._streams:
+            return
         for value in made:
             if isinstance(value, torch.Tensor) and kind_of(value.device).has_streams:
                 kind = kind_of(value.device)
@@ -129,15 +140,140 @@ class Copies:
 
         What was copied may be written then. While a pass runs, nobody writes it.
         """
-        if self._last is not None:
-            self._from.current_stream(self._source).wait_event(self._last)
-            self._last = None
+        last, self._last = self._last, None
+        if last is not None:
+            self._from.current_stream(self._source).wait_event(last)
+
+    @torch.no_grad()
+    def into(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy into tensors of the target, in a thread that goes on there when that is done.
+
+        `settle` lets the source wait.
+
+        Args:
+            pairs: of tensors there and what they are to hold.
+        """
+        pairs = list(pairs)
+        if self._reads is None or not pairs:
+            for there, here in pairs:
+                there.data.copy_(here)
+            return
+        made = self._from.current_stream(self._source).record_event()
+        self._reads.wait_event(made)
+        with self._from.using(self._reads):
+            for there, here in pairs:
+                there.data.copy_(here, non_blocking=True)
+        self._last = self._reads.record_event()
 
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        copy = value.detach().to(self._target, non_blocking=True)
+        copy = alike(value, self._moved)
         return copy.requires_grad_(value.requires_grad)
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        if self._reads is None and self._writes is not None and value.nbytes >= _PAGEABLE:
+            is_plain = value.layout is torch.strided and not self._to.is_pinned(value)
+            value = self._to.pinned(value) if is_plain else value
+        return value.to(self._target, non_blocking=True)
+
+
+class Ahead:
+    """Values of micro-batches that a worker needs on its device, copied before it needs them.
+
+    Each has an event of its own, so that what is computed with one waits for that one alone. The
+    next two are under way meanwhile, so that few of them take memory there.
+
+    Args:
+        device: the worker's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[torch.device, Copies] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._left: deque[tuple[int, Sequence[Any]]] = deque()
+        self._started: dict[int, _Started] = {}
+        self._reading: list[Event] = []
+
+    def begin(self, values: Mapping[int, Sequence[Any]]) -> None:
+        """A pass begins; what is on the device is left alone, and not `in` here.
+
+        Args:
+            values: of micro-batches, by number, in the order in which they are needed.
+        """
+        self.clear()
+        self._left.extend(item for item in values.items() if not self._are_here(item[1]))
+        self._go_on()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._started or any(number == other for other, _ in self._left)
+
+    def take(self, number: int) -> Sequence[Any]:
+        """The values of a micro-batch, for what follows on the current stream."""
+        while number not in self._started:
+            self._start(*self._left.popleft())
+        values, waits = self._started.pop(number)
+        self._go_on()
+        for copies, made, arrival in waits:
+            copies.wait(made, arrival)
+        return values
+
+    def settle(self) -> None:
+        """Wait until all of the CPU's memory was read that devices read by themselves.
+
+        Nobody waits for them when the pass is over, and the script may write there.
+        """
+        for arrival in self._reading:
+            arrival.synchronize()
+        self._reading.clear()
+
+    def _are_here(self, values: Sequence[Any]) -> bool:
+        return not any(isinstance(v, torch.Tensor) and v.device != self._device for v in values)
+
+    def _go_on(self) -> None:
+        while self._left and len(self._started) < _AT_ONCE:
+            self._start(*self._left.popleft())
+
+    def _start(self, number: int, values: Sequence[Any]) -> None:
+        values, waits = list(values), []
+        others = (v.device for v in values if isinstance(v, torch.Tensor))
+        for source in dict.fromkeys(device for device in others if device != self._device):
+            if source not in self._copies:
+                self._copies[source] = Copies(source, self._device)
+            copies = self._copies[source]
+            places = [
+                k
+                for k, v in enumerate(values)
+                if isinstance(v, torch.Tensor) and v.device == source
+            ]
+            own = [values[k] for k in places]
+            made, arrival = copies.start(own)
+            for k, copy in zip(places, made, strict=True):
+                values[k] = copy
+            waits.append(_Wait(copies, made, arrival))
+            is_read = source.type == "cpu" and any(map(kind_of(self._device).is_pinned, own))
+            if arrival is not None and is_read:
+                self._reading.append(arrival)
+        self._started[number] = _Started(values, waits)
+
+
+class _Wait(NamedTuple):
+    """A copy that is to be waited for."""
+
+    copies: Copies
+    made: Sequence[Any]
+    arrival: Event | None
+
+
+class _Started(NamedTuple):
+    """The values of a micro-batch, on their way."""
+
+    values: Sequence[Any]
+    waits: Sequence[_Wait]
 
 
 def _used_on(stream: Stream, values: Sequence[Any]) -> None:

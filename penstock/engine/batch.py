@@ -14,7 +14,6 @@ from penstock.capture import ROWS, Program, Sizes
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.capture.trees import flatten, unflatten
-from penstock.engine.ends import to_device
 from penstock.engine.microbatch import split
 from penstock.errors import InputError
 
@@ -161,8 +160,8 @@ def arguments(inputs: object) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return (inputs, {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
-def split_target(target: object, rows: Sequence[int], device: torch.device) -> Targets:
-    """The targets of a batch's micro-batches, on the device of the loss.
+def split_target(target: object, rows: Sequence[int]) -> Targets:
+    """The targets of a batch's micro-batches, on whatever device.
 
     Raises:
         InputError: it has not as many rows as the batch, or no tensor is found in it.
@@ -184,14 +183,11 @@ def split_target(target: object, rows: Sequence[int], device: torch.device) -> T
             "whole can be given in loss_kwargs"
         )
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    moved = [to_device(leaf, device) for leaf in leaves]
-    return [(unflatten(structure, part),) for part in split(moved, dims, len(rows))]
+    return [(unflatten(structure, part),) for part in split(leaves, dims, len(rows))]
 
 
-def given_targets(
-    targets: Sequence[Any] | None, rows: Sequence[int], device: torch.device
-) -> Targets:
-    """The targets that came with micro-batches, on the device of the loss.
+def given_targets(targets: Sequence[Any] | None, rows: Sequence[int]) -> Targets:
+    """The targets that came with micro-batches, on whatever device.
 
     Raises:
         InputError: there are not as many.
@@ -202,11 +198,7 @@ def given_targets(
         raise InputError(f"the targets are a {type(targets).__name__}, not a list of one for each")
     if len(targets) != len(rows):
         raise InputError(f"{len(targets)} targets were given for {len(rows)} micro-batches")
-    moved = []
-    for target in targets:
-        leaves, structure = flatten(target)
-        moved.append((unflatten(structure, [to_device(leaf, device) for leaf in leaves]),))
-    return moved
+    return [(target,) for target in targets]
 
 
 def weights(weight: Weight, targets: Targets, rows: Sequence[int]) -> list[float]:

@@ -14,8 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.capture.calls import ROWS, Join, Sizes
 from penstock.capture.lowering import assembled
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
-from penstock.capture.trees import map_leaves
+from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.devices.kinds import kind_of
+from penstock.devices.streams import Ahead
 from penstock.engine.microbatch import pieces_of, repeated
 from penstock.engine.state import values_saved
 from penstock.errors import InputError
@@ -149,10 +150,29 @@ class Feed:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._ahead = Ahead(device)
+        self.values: list[Values] = []
+        self.gradients: dict[int, Gradients] = {}
+
+    def begin(self, values: Sequence[Values], share: Sequence[int]) -> None:
+        """A pass begins: what is elsewhere is copied to the device before it is needed.
+
+        Args:
+            values: of every micro-batch.
+            share: the micro-batches that are run here.
+        """
+        self.values = list(values)
+        self._ahead.begin({k: self.values[k] for k in share} if self.values else {})
+
+    def end(self) -> None:
+        """A pass has ended well; waits until the script may write what has entered."""
+        self._ahead.settle()
         self.clear()
 
     def receive(self, microbatch: int) -> Values:
         """The values of a micro-batch; they are there already, on whatever device."""
+        if microbatch in self._ahead:
+            return tuple(self._ahead.take(microbatch))
         return tuple(to_device(value, self._device) for value in self.values[microbatch])
 
     def send_gradients(self, microbatch: int, gradients: Gradients) -> None:
@@ -162,8 +182,8 @@ class Feed:
 
     def clear(self) -> None:
         """Drop the values of the batch and their gradients."""
-        self.values: list[Values] = []
-        self.gradients: dict[int, Gradients] = {}
+        self._ahead.clear()
+        self.values, self.gradients = [], {}
 
 
 class Outlet:
@@ -171,6 +191,7 @@ class Outlet:
 
     Args:
         endings: how results are put together.
+        device: where the last stage is; by default targets are there, whichever it is.
 
     Attributes:
         results: what the last stage gave, by micro-batch, without history.
@@ -180,8 +201,10 @@ class Outlet:
         mismatch: the loss of a micro-batch, and what its pieces make, if that is something else.
     """
 
-    def __init__(self, endings: Endings) -> None:
+    def __init__(self, endings: Endings, device: torch.device | None = None) -> None:
         self._endings = endings
+        self._device = device
+        self._ahead = None if device is None else Ahead(device)
         self._loss: Loss | None = None
         self.clear()
 
@@ -194,6 +217,7 @@ class Outlet:
         loss: Loss | None,
         gradients: Mapping[int, Gradients] = MappingProxyType({}),
         keys: Sequence[Key] = (),
+        share: Sequence[int] = (),
     ) -> None:
         """From now on collect results, or turn them into losses if there is a loss.
 
@@ -201,7 +225,15 @@ class Outlet:
             loss: the step's.
             gradients: of results that were collected before, for their backward.
             keys: where the random numbers of every micro-batch are.
+            share: the micro-batches that are run here, whose targets are copied to the device
+                before they are needed.
         """
+        if self._ahead is not None:
+            targets = {k: loss.targets[k] for k in share} if loss is not None else {}
+            flat = {k: flatten(t) for k, t in targets.items() if not self._is_here(t)}
+            self._structures = {k: structure for k, (_, structure) in flat.items()}
+            self._ahead.begin({k: leaves for k, (leaves, _) in flat.items()})
+        self._more = {} if loss is None else map_leaves(self._here, loss.more)
         self.results: dict[int, Values] = {}
         self.gradients: dict[int, Gradients] = dict(gradients)
         self.losses: dict[int, torch.Tensor] = {}
@@ -221,7 +253,7 @@ class Outlet:
             self.results[microbatch] = tuple(without_history(r) for r in results)
         if self._loss is None:
             return edges(results)
-        key = self._keys[microbatch]
+        key, target = self._keys[microbatch], self._target(self._loss, microbatch)
         pieces = self._loss.pieces
         outputs = []
         if pieces and pieces.microbatch == microbatch:
@@ -230,11 +262,11 @@ class Outlet:
                 for rows in ([sum(pieces.rows)], pieces.rows)
                 for output in self._endings.pieces(microbatch, results, rows, pieces.copies)
             ]
-        loss, weight = self._loss.of(microbatch, key, results, self._endings)
+        loss, weight = self._loss.of(microbatch, key, results, self._endings, target, self._more)
         if outputs:
             self.mismatch = self._loss.mismatch(loss.detach(), outputs)
         if self._loss.metrics is not None:
-            found = self._loss.measured(microbatch, key, results, self._endings)
+            found = self._loss.measured(microbatch, key, results, self._endings, target)
             self.metrics[microbatch] = found
         self.losses[microbatch] = loss.detach()
         self.gradients[microbatch] = [weight]
@@ -242,7 +274,27 @@ class Outlet:
 
     def receive_gradients(self, microbatch: int) -> Gradients:
         """The gradients of what was sent; they are there already."""
-        return self.gradients.pop(microbatch)
+        return [self._here(gradient) for gradient in self.gradients.pop(microbatch)]
+
+    def end(self) -> None:
+        """A pass has ended well; waits until the script may write the targets."""
+        if self._ahead is not None:
+            self._ahead.settle()
+        self.clear()
+
+    def _target(self, loss: Loss, microbatch: int) -> tuple[Any, ...]:
+        """What the loss function gets after the output, on this device."""
+        if self._ahead is None or microbatch not in self._ahead:
+            return loss.targets[microbatch]
+        leaves = self._ahead.take(microbatch)
+        return unflatten(self._structures[microbatch], leaves)  # type: ignore[no-any-return]
+
+    def _is_here(self, target: tuple[Any, ...]) -> bool:
+        """Whether a target is nothing but tensors of this device."""
+        return all(isinstance(t, torch.Tensor) and t.device == self._device for t in target)
+
+    def _here(self, value: Any) -> Any:
+        return value if self._device is None else to_device(value, self._device)
 
 
 class Loss:
@@ -250,7 +302,7 @@ class Loss:
 
     Attributes:
         function: the user's.
-        targets: for every micro-batch what the function gets after the output.
+        targets: for every micro-batch what the function gets after the output, wherever it is.
         weights: of every micro-batch.
         more: keyword arguments of the function.
         metrics: another function of the same outputs and targets, if there is one.
@@ -291,7 +343,13 @@ class Loss:
         return list(self.function.buffers()) if isinstance(self.function, nn.Module) else []
 
     def of(
-        self, microbatch: int, key: Key, results: Values, endings: Endings
+        self,
+        microbatch: int,
+        key: Key,
+        results: Values,
+        endings: Endings,
+        target: tuple[Any, ...],
+        more: Mapping[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of a micro-batch, and its weight, scaled, as the gradient to start from.
 
@@ -304,7 +362,7 @@ class Loss:
         try:
             output = endings.result(microbatch, results)
             with values_saved(self.buffers):
-                loss = self._of(key, LOSS, output, *self.targets[microbatch], **self.more)
+                loss = self._of(key, LOSS, output, *target, **more)
             check_scalar(loss)
             _check_parameters(loss, results, self.apart)
         except BaseException as error:  # a sys.exit() as well
@@ -324,11 +382,14 @@ class Loss:
         """
         if self.pieces is None or self._of.draws:
             return None
-        targets = [self.pieces.whole, *self.pieces.targets]
+        targets, more = map_leaves(
+            lambda leaf: to_device(leaf, loss.device),
+            ([self.pieces.whole, *self.pieces.targets], self.more),
+        )
         try:
             with torch.no_grad():
                 found = [
-                    self.function(output, *target, **self.more)
+                    self.function(output, *target, **more)
                     for output, target in zip(outputs, targets, strict=True)
                 ]
             whole, *parts = map(float, found)
@@ -341,7 +402,14 @@ class Loss:
         scale = max(abs(value) for value in (whole, *parts) if value == value)
         return None if abs(made - whole) <= bound * scale else (whole, made)
 
-    def measured(self, microbatch: int, key: Key, results: Values, endings: Endings) -> Any:
+    def measured(
+        self,
+        microbatch: int,
+        key: Key,
+        results: Values,
+        endings: Endings,
+        target: tuple[Any, ...],
+    ) -> Any:
         """What the metrics function says of a micro-batch.
 
         Raises:
@@ -350,7 +418,6 @@ class Loss:
         try:
             with torch.no_grad():
                 output = endings.result(microbatch, results)
-                target = self.targets[microbatch]
                 found = self._measured(key, METRICS, output, *target)  # type: ignore[misc]
             return map_leaves(without_history, found)
         except BaseException as error:

@@ -60,14 +60,14 @@ class Objective:
         """What may have tensors among it: the target and the keyword arguments of the loss."""
         return self.target, self.loss_kwargs
 
-    def targets(self, rows: Sequence[int], device: torch.device) -> Targets:
-        """The targets of micro-batches that have so many rows, on this device.
+    def targets(self, rows: Sequence[int]) -> Targets:
+        """The targets of micro-batches that have so many rows, wherever they are.
 
         Raises:
             InputError: they do not fit.
         """
         make = given_targets if self.by_hand else split_target
-        return make(self.target, rows, device)
+        return make(self.target, rows)
 
     @property
     def wants_more(self) -> bool:
@@ -113,7 +113,7 @@ class Objective:
             raise InputError(
                 f"loss_kwargs={self.loss_kwargs!r} is not a dict of keyword arguments for loss_fn"
             )
-        found = self.targets(rows, device)
+        found = self.targets(rows)
         shares = weights(self.weight, found, rows)
         has_target = bool(found and found[0])
         function = callable_as("loss_fn", self.loss_fn, has_target, self.loss_kwargs or {})

@@ -34,6 +34,7 @@ from penstock.engine.ends import Outlet
 from penstock.engine.span import Entry, MicroBatch, Span, calls_of, read_by
 from penstock.engine.stage import Before, Stage
 from penstock.engine.turns import Turns
+from penstock.engine.twins import Twins
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
 from penstock.plan.shares import dealt
@@ -85,7 +86,7 @@ class OrderedSum:
         self.turns = turns
         self.adding = adding
         self.lends = adding is not nullcontext
-        self._early: deque[tuple[int, Sequence[Terms]]] = deque()
+        self._early: deque[tuple[int, Sequence[Any]]] = deque()
 
     def has_come(self, number: int) -> bool:
         """Whether the gradients of all micro-batches before this one have been added."""
@@ -98,7 +99,7 @@ class OrderedSum:
             number: of the micro-batch; larger than those before.
             gradients: as one device would add them, one after the other.
         """
-        self._early.append((number, gradients))
+        self._early.append((number, [self._sent(terms) for terms in gradients]))
         while self._early and self.turns.has_come(self._early[0][0]):
             self._add(*self._early.popleft())
 
@@ -122,8 +123,7 @@ class OrderedSum:
         self.settle()
         self.turns.wait(number)
         for terms in earlier:
-            with self.adding([leaf for leaf, _ in terms]):
-                accumulate(terms)
+            self._add_terms(self._sent(terms))
         with self.adding(leaves):
             yield
 
@@ -131,11 +131,43 @@ class OrderedSum:
         """Forget what was not added."""
         self._early.clear()
 
-    def _add(self, number: int, gradients: Sequence[Terms]) -> None:
-        for terms in gradients:
-            with self.adding([leaf for leaf, _ in terms]):
-                accumulate(terms)
+    def _add(self, number: int, gradients: Sequence[Any]) -> None:
+        for sent in gradients:
+            self._add_terms(sent)
         self.turns.done(number)
+
+    def _sent(self, terms: Terms) -> Any:
+        """Gradients on their way to `.grad`, as soon as they are computed."""
+        return terms
+
+    def _add_terms(self, sent: Any) -> None:
+        """Add gradients that were sent."""
+        with self.adding([leaf for leaf, _ in sent]):
+            accumulate(sent)
+
+
+class TwinSum(OrderedSum):
+    """The part of a replica on another device, whose leaves are twins.
+
+    Args:
+        turns: of the micro-batches.
+        twins: know the leaves that these stand for.
+    """
+
+    def __init__(self, turns: Turns, twins: Twins) -> None:
+        super().__init__(turns, twins.lent)
+        self._twins = twins
+
+    def has_come(self, number: int) -> bool:
+        """Never: no backward adds to `.grad` on another device."""
+        super().has_come(number)  # which raises if the pass is given up
+        return False
+
+    def _sent(self, terms: Terms) -> Any:
+        return self._twins.send(terms)
+
+    def _add_terms(self, sent: Any) -> None:
+        accumulate(self._twins.arrived(sent))
 
 
 def accumulate(terms: Terms) -> None:
@@ -190,6 +222,8 @@ class InOrder:
         self._called: dict[nn.Module, None] = {}  # on all ways, in the same order everywhere
         self._users: dict[object, set[nn.Module | None]] = {}  # of what forwards remember
         self._turns: dict[nn.Module, Turns] = {}
+        self._twins: dict[int, Twins] = {}  # by the identity of a way's spans
+        self._twins_of: dict[nn.Module, Twins] = {}
         self._forwards = make(0)
         self._one_by_one = False  # whether whole forwards have turns
         self._ends = make(0)
@@ -226,6 +260,18 @@ class InOrder:
                 turns[module] = self._make(first)
         self._turns = turns  # another one: workers may be going through the former
 
+    def add_twins(self, spans: Sequence[Span], originals: Sequence[Span], twins: Twins) -> None:
+        """Note what a replica on another device runs on a way, after `add`.
+
+        Args:
+            spans: of the replica.
+            originals: that they are twins of.
+            twins: the modules.
+        """
+        self._calls[id(spans)] = self._calls[id(originals)]
+        self._twins[id(spans)] = twins
+        self._twins_of = {**self._twins_of, **dict.fromkeys(twins.modules(), twins)}
+
     def begin(self, share: Sequence[int], before: Before, count: int) -> None:
         """A replica begins a pass.
 
@@ -252,11 +298,16 @@ class InOrder:
         """
         if self._one_by_one:
             self._forwards.wait(number)
+        twins = self._twins.get(id(spans)) if self._one_by_one else None
+        if twins is not None:
+            twins.fetch(None)
         self._current.number, self._current.left = number, Counter(self._calls[id(spans)])
         try:
             yield
         finally:
             self._current.number = None
+        if twins is not None:
+            twins.give_back(None)
         for turns in self._every_turns():
             turns.done(number)
 
@@ -294,13 +345,21 @@ class InOrder:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         number = getattr(self._current, "number", None)
-        if number is not None:
-            self._turns[module].wait(number)
+        if number is None:
+            return
+        twins = self._twins_of.get(module)
+        self._turns[twins.original(module) if twins else module].wait(number)
+        if twins and not self._one_by_one:
+            twins.fetch(module)
 
     def _after(self, module: nn.Module, args: Any, result: Any) -> None:
         number = getattr(self._current, "number", None)
         if number is None:
             return
+        twins = self._twins_of.get(module)
+        if twins and not self._one_by_one:
+            twins.give_back(module)
+        module = twins.original(module) if twins else module
         self._current.left[module] -= 1
         if self._current.left[module] == 0:  # else at the end of the forward
             self._turns[module].done(number)
@@ -474,7 +533,10 @@ class ReplicaStage(SummedStage):
     def __init__(
         self, index: int, source: Source, sink: Sink, common: InOrder, replica: Replica
     ) -> None:
+        twins = replica.twins.get(index)
         self._sum = OrderedSum(common.sums, common.adding)
+        if twins is not None:
+            self._sum = TwinSum(common.sums, twins)
         super().__init__(index, source, sink, self._sum)
         self.norms = common.norms
         self._common = common
@@ -541,12 +603,14 @@ class Replica:
         first: the number of its first worker.
         common: for every stage that is here what it has in common with those of other replicas;
             empty for the only replica.
+        twins: of the stages that are on another device than those of the first replica.
     """
 
     number: int = 0
     weights: tuple[int, ...] = (1,)
     first: int = 0
     common: Mapping[int, InOrder] = field(default_factory=dict)
+    twins: Mapping[int, Twins] = field(default_factory=dict)
 
     @property
     def of(self) -> int:

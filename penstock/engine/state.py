@@ -24,6 +24,7 @@ from penstock.capture.preserve import (
     same_state,
     state_of,
 )
+from penstock.devices.layout import alike, extent
 
 _SMALL = 1 << 16  # bytes of a tensor that a plain object holds
 
@@ -145,8 +146,6 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 # -- what autograd saves of what changes -------------------------------------------------------
 
-_ALIGNMENT = 64  # bytes; kernels may choose their way by it
-
 
 class _Saved(NamedTuple):
     """A tensor that autograd saves.
@@ -173,16 +172,16 @@ def values_saved(changing: Collection[torch.Tensor]) -> AbstractContextManager[A
     memory: dict[int, list[tuple[int, int]]] = {}  # by storage, from which byte to which
     for tensor in changing:
         start = tensor.data_ptr()
-        stop = start + _extent(tensor) * tensor.itemsize
+        stop = start + extent(tensor) * tensor.itemsize
         memory.setdefault(tensor.untyped_storage()._cdata, []).append((start, stop))
 
     def save(tensor: torch.Tensor) -> _Saved:
         if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory:
             start = tensor.data_ptr()
-            stop = start + _extent(tensor) * tensor.itemsize
+            stop = start + extent(tensor) * tensor.itemsize
             parts = memory[tensor.untyped_storage()._cdata]
             if any(start < end and begin < stop for begin, end in parts):
-                return _Saved(_copied(tensor.detach()), None)
+                return _Saved(alike(tensor, torch.clone, sparse=True), None)
         return _Saved(tensor.detach(), tensor._version)
 
     return saved_tensors_hooks(save, _load)
@@ -197,23 +196,6 @@ def _load(saved: _Saved) -> torch.Tensor:
             f"{tensor._version}; expected version {version} instead"
         )
     return tensor
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """The elements from the first to the last one in memory."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides and alignment, so that kernels compute the same bits with it."""
-    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-        return tensor.clone()
-    before = tensor.data_ptr() % _ALIGNMENT // tensor.itemsize
-    before = min(before, int(tensor.storage_offset()))
-    flat = (before + _extent(tensor),), (1,), tensor.storage_offset() - before
-    return tensor.as_strided(*flat).clone().as_strided(tensor.shape, tensor.stride(), before)
 
 
 # -- a step that failed -----------------------------------------------------------------------

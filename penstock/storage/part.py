@@ -133,7 +133,7 @@ class Part:
             self.workplace.rmdir()
             files[weights.name] = entry(weights)
         if any(states.values()):
-            torch.save(compact(states), optimizers)
+            torch.save(on_cpu(compact(states)), optimizers)
             sync(optimizers)
             files[optimizers.name] = entry(optimizers)
         size = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -166,6 +166,11 @@ def _reason(error: Exception) -> str:
 def copied(value: Any) -> Any:
     """With tensors of their own, on the CPU, in the containers that there are."""
     return _mapped(value, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def on_cpu(value: Any) -> Any:
+    """With tensors of the CPU: what reads a file may have no device of another kind."""
+    return _mapped(value, lambda tensor: tensor.detach().cpu())
 
 
 def compact(value: Any) -> Any:

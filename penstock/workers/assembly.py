@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.board.activity import LOSS, SENDING, code
-from penstock.board.memory import Record
+from penstock.board.memory import Log, Record
 from penstock.board.phases import title_of
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ROWS, Ambient
+from penstock.devices.kinds import kind_of
 from penstock.devices.memory import in_use
+from penstock.devices.timing import DeviceLog
 from penstock.engine.compile import Run, compile_actions
 from penstock.engine.ends import Endings, Feed, LossFailed, Outlet
 from penstock.engine.orders import Order, Outcome, Pass
@@ -76,7 +78,7 @@ class Assembly:
         self._last = len(plan.stages) - 1
         self.feed = Feed(devices[self._placement[0]])
         self._endings = Endings()
-        self.outlet = Outlet(self._endings)
+        self.outlet = Outlet(self._endings, devices[self._placement[self._last]])
         self.stages: dict[int, Stage] = {}
         self._once: dict[int, dict[int, OnceSource | OnceSink]] = {}  # by stage: by the one after
         for index, worker in enumerate(self._placement):
@@ -134,12 +136,11 @@ class Assembly:
         if order.profiled:
             compiled = _named(compiled)
         number = self._replica.first + worker
-        if order.recorded:  # the log goes on until the next pass: with what comes after this one
-            outcome.logs[number] = record.log = []
-        else:
-            record.log = None
+        record.log = log = _log_of(self._devices[worker]) if order.recorded else None
         self._begin(own, order, record, own_share)
         _run(number, compiled, order, record, self._gate)
+        if log is not None:  # it goes on until the next pass: with what comes after this one
+            outcome.logs[number] = record.log = log.times() if isinstance(log, DeviceLog) else log
         self._end(own, order, outcome, own_share[0])
         if any(m.states is not None for m in order.microbatches):
             outcome.kept, residents.shapes = residents.shapes, {}
@@ -188,11 +189,11 @@ class Assembly:
                 for each in self._once[stage.index].values():
                     each.begin([m.way for m in order.microbatches], order.weights_since)
             if stage.index == 0:
-                self.feed.values = list(order.values)
+                self.feed.begin(order.values, share)
             if stage.index == self._last:
                 keys = [m.key for m in order.microbatches]
                 self._endings.taken = [(m.sizes, m.way) for m in order.microbatches]
-                self.outlet.begin(order.loss, order.gradients, keys)
+                self.outlet.begin(order.loss, order.gradients, keys, share)
             if order.what == "backward":
                 stage.held = self._waiting.pop((order.number, stage.index))
 
@@ -205,7 +206,7 @@ class Assembly:
                     each.clear()
             if stage.index == 0:
                 outcome.gradients = self.feed.gradients
-                self.feed.clear()
+                self.feed.end()
             if stage.index == self._last:
                 outcome.results, outcome.losses = self.outlet.results, self.outlet.losses
                 outcome.weights = order.loss.weights if order.loss else ()
@@ -213,7 +214,7 @@ class Assembly:
                 if order.what == "forward":
                     end = stage.held[first].end
                     outcome.differentiable = [root is not None for root in end.roots]
-                self.outlet.clear()
+                self.outlet.end()
             if order.what == "forward":
                 self._waiting[order.number, stage.index] = stage.held
             stage.clear()
@@ -232,6 +233,11 @@ class Assembly:
             stage.residents.shapes = {}
             for each in self._once[stage.index].values():
                 each.clear()
+
+
+def _log_of(device: torch.device) -> Log | DeviceLog:
+    """What keeps what a worker of this device notes in a pass."""
+    return DeviceLog(device) if kind_of(device).has_streams else []
 
 
 def _as_planned(link: Any, plan: Plan) -> Any:

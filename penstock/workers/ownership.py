@@ -20,6 +20,8 @@ class Ownership:
     Args:
         placement: for every stage its worker.
         replicas: of these workers.
+        devices: of all workers, replica after replica, if they have devices of their own: one owns
+            what is on its device.
 
     Attributes:
         parameters: of every worker of a replica.
@@ -29,9 +31,12 @@ class Ownership:
             of all stages but the last, and of spans that are cut off from its end.
     """
 
-    def __init__(self, placement: Sequence[int], replicas: int = 1) -> None:
+    def __init__(
+        self, placement: Sequence[int], replicas: int = 1, devices: Sequence[torch.device] = ()
+    ) -> None:
         workers = range(1 + max(placement))
         self._replicas = replicas
+        self._devices = devices
         self._placement = placement
         self.parameters: list[list[nn.Parameter]] = [[] for _ in workers]
         self.buffers: list[list[torch.Tensor]] = [[] for _ in workers]
@@ -66,7 +71,10 @@ class Ownership:
         found: list[list[torch.Tensor]] = [[] for _ in range(self._replicas * count)]
         seen: set[int] = set()
         for place, tensors in enumerate(zip(self.parameters, self.buffers, strict=True)):
-            held = dict.fromkeys(range(place, len(found), count), 0)
+            same = range(place, len(found), count)
+            held = {
+                k: 0 for k in same if not self._devices or self._devices[k] == self._devices[place]
+            }
             for tensor in chain.from_iterable(tensors):
                 if id(tensor) not in seen:
                     owner = min(held, key=held.__getitem__)

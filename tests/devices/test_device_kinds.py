@@ -32,7 +32,7 @@ def test_cpus() -> None:
     kind.synchronize(CPU)
     kind.used_on(None, torch.ones(1))  # type: ignore[arg-type]
     assert not kind.has_streams
-    for use in (kind.new_stream, kind.current_stream, kind.using):
+    for use in (kind.new_stream, kind.current_stream, kind.using, kind.moment):
         with pytest.raises(TypeError, match="no streams"):
             use(CPU)  # type: ignore[operator]
     state = kind.random_states()

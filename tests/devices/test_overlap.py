@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -9,13 +11,15 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.schedule import Action, Kind, build
+from penstock.observe.trace import RecordedTimeline
+from penstock.schedule import Action, Event, Kind, build
 from penstock.simulate import Network, simulate
 from tests.interleavings.cases import Case
 from tests.interleavings.mutations import Mutation
 from tests.interleavings.running import plan_of
 from tests.support.simulated.machine import Machine
 from tests.support.simulated.module import simulated
+from tests.support.simulated.tensors import pinned
 
 FORWARD, BACKWARD = 1.0, 2.0  # seconds of a block
 BLOCKS = (2, 3, 1)  # of every stage
@@ -27,12 +31,28 @@ def _blocks() -> nn.Module:
     return nn.Sequential(*(m for _ in range(sum(BLOCKS)) for m in (nn.Linear(3, 3), nn.Tanh())))
 
 
-def measured(schedule: str, copy: float) -> float:
+def measured(schedule: str, copy: float, upload: float = 0.0) -> float:
     """The seconds of a step on three devices, from the first kernel to the last."""
+    return recorded(schedule, copy, upload, recording=False)[0]
+
+
+def recorded(
+    schedule: str, copy: float, upload: float = 0.0, recording: bool = True
+) -> tuple[float, list[RecordedTimeline]]:
+    """A step on three devices: its seconds, and what was recorded of it.
+
+    Args:
+        schedule: its name.
+        copy: seconds of a copy between two devices.
+        upload: seconds of a copy of a micro-batch's inputs, or targets, from the CPU; 0 if they
+            are on the devices.
+        recording: whether it is recorded.
+    """
     cuts = (2 * BLOCKS[0], 2 * (BLOCKS[0] + BLOCKS[1]))
     devices = ("sim:0", "sim:1", "sim:2")
     case = Case(_blocks, cuts, shape=(3,), devices=devices, schedule=schedule)
     lengths = {"aten.tanh.default": FORWARD, "aten.tanh_backward.default": BACKWARD, "copy": copy}
+    lengths["upload"] = upload
     machine = Machine(3, seed=1, seconds=lengths)
     with simulated(machine):
         model = case.model().to(devices[0])
@@ -48,30 +68,78 @@ def measured(schedule: str, copy: float) -> float:
             audit=None,
             progress=None,
         ) as pipe:
-            y = y.to(devices[-1])
+            x, y = (pinned(x.cpu()), pinned(y)) if upload else (x, y.to(devices[-1]))
+            pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)  # looks at the loss
             machine.run_all()
             for stream in machine.streams:
                 stream.clock = 0.0
-            pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
+            with pipe.recording() if recording else nullcontext([]) as timelines:
+                pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
             machine.run_all()
-            return max(stream.clock for stream in machine.streams)
+            return max(stream.clock for stream in machine.streams), timelines
 
 
 def predicted(schedule: str, copy: float) -> float:
+    return max(event.end for event in events_of(schedule, copy))
+
+
+def fed(schedule: str, copy: float, upload: float) -> float:
+    """What is predicted of a step if inputs have to be uploaded."""
+    events = events_of(schedule, copy, (0, *BLOCKS), [upload, copy, copy])
+    return max(event.end for event in events if event.worker)
+
+
+def events_of(
+    schedule: str, copy: float, blocks: Sequence[int] = BLOCKS, hops: Sequence[float] = ()
+) -> list[Event]:
     def seconds(action: Action) -> float:
         block = FORWARD if action.kind is Kind.FORWARD else BACKWARD
-        return BLOCKS[action.stage] * block
+        return blocks[action.stage] * block
 
-    hops = [copy for _ in pairwise(BLOCKS)]
-    plan = build(schedule, len(BLOCKS), MICROBATCHES)
-    events = simulate(plan, seconds, Network(latency=[0.0] * len(hops), transfer=hops)).events
-    return max(event.end for event in events)
+    hops = list(hops) or [copy for _ in pairwise(blocks)]
+    plan = build(schedule, len(blocks), MICROBATCHES)
+    return simulate(plan, seconds, Network(latency=[0.0] * len(hops), transfer=hops)).events
 
 
 @pytest.mark.parametrize("copy", [0.5, 10.0])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_a_step_takes_as_long_as_predicted(schedule: str, copy: float) -> None:
     assert measured(schedule, copy) == pytest.approx(predicted(schedule, copy), rel=0.01)
+
+
+@pytest.mark.parametrize("upload", [0.5, 10.0])
+def test_inputs_and_targets_come_ahead(upload: float) -> None:
+    """As if there were one more stage, which takes no time, and a link behind it."""
+    assert measured("gpipe", 0.5, upload) == pytest.approx(fed("gpipe", 0.5, upload), rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
+def test_nothing_waits_for_inputs_but_the_first_forward(schedule: str) -> None:
+    expected = predicted(schedule, 0.5) + 0.5
+    assert measured(schedule, 0.5, upload=0.5) == pytest.approx(expected, rel=0.01)
+
+
+def test_inputs_on_the_stream_that_computes_take_longer() -> None:
+    lines = [("streams.enter_context(self._to.using(self._writes))", "pass")]
+    slow = Mutation("penstock.devices.streams", lines, ["penstock.engine.ends.Ahead"], [])
+    with slow.made():
+        assert measured("1f1b", 0.5, upload=0.5) > 1.02 * (predicted("1f1b", 0.5) + 0.5)
+
+
+def test_a_timeline_has_the_times_of_devices() -> None:
+    """Each action takes as long as its kernels, and not as long as it takes to give them."""
+    _, (timeline,) = recorded("1f1b", 0.5)
+    lengths = {event.action: event.end - event.start for event in timeline.events}
+    expected = {event.action: event.end - event.start for event in events_of("1f1b", 0.5)}
+    assert lengths == pytest.approx(expected, rel=0.01)
+    spans = [_spans(timeline.events), _spans(events_of("1f1b", 0.5))]
+    assert spans[0] == pytest.approx(spans[1], rel=0.01)
+
+
+def _spans(events: Sequence[Event]) -> list[float]:
+    """For every worker the seconds from its first action to the end of its last one."""
+    own = [[event for event in events if event.worker == worker] for worker in range(len(BLOCKS))]
+    return [max(e.end for e in each) - min(e.start for e in each) for each in own]
 
 
 def test_copies_on_the_stream_that_computes_take_longer() -> None:

@@ -58,7 +58,8 @@ def _page(
         f"{made['date']}. [GPUs](gpus.md) says what is simulated.",
         "",
         "Each runs three training steps with an optimizer, an evaluation, and a change of the "
-        "weights by hand, in worker threads on up to three devices. A seed decides which thread "
+        "weights by hand, in worker threads on up to four devices; some of them map batches, "
+        "save and restore, and record timelines as well. A seed decides which thread "
         "goes on, and which stream. All losses, results, gradients, weights and buffers are "
         "compared with plain PyTorch on one CPU, bit by bit, and PyTorch's race detector for CUDA "
         "sees all kernels and events.",

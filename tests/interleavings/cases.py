@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -93,6 +93,10 @@ class Case:
         options: of the pipeline.
         integers: whether the input is integers below 11.
         own_streams: whether the user's thread works on streams of its own.
+        given: where inputs and targets are: with the first and last stage, on the `"cpu"`, or
+            `"pinned"` there, and written when a step is over.
+        replicas: of the stages; they share the devices.
+        more: whether it maps batches, evaluates a loss, records a timeline, saves and restores.
     """
 
     build: Callable[[], nn.Module]
@@ -104,6 +108,14 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     integers: bool = False
     own_streams: bool = False
+    given: str = ""
+    replicas: int = 1
+    more: bool = False
+
+    def on(self, kind: str, count: int) -> Case:
+        """The same on so many devices of a kind, which stand for all there are."""
+        names = (f"{kind}:{int(name.partition(':')[2]) % count}" for name in self.devices)
+        return replace(self, devices=tuple(names))
 
     def model(self) -> nn.Module:
         """The model, with the same weights every time."""
@@ -125,6 +137,7 @@ class Case:
 # Stages on the CPU have no weights: PyTorch does not let a tensor become one of another class.
 _FOUR, _TWO = (2, 4, 6), (4,)
 _THREE_DEVICES = ("sim:0", "sim:1", "sim:2")
+_FOUR_DEVICES = (*_THREE_DEVICES, "sim:3")
 
 
 def _of_schedule(name: str) -> Case:
@@ -157,4 +170,33 @@ CASES: dict[str, Case] = {
     "own streams": Case(_chain, _TWO, own_streams=True),
     "images, own streams": Case(Images, (3,), shape=(2, 6, 6), own_streams=True),
     "one device twice": Case(_chain, _TWO, devices=("sim:0", "sim:0")),
+    "chain, and more": Case(_chain, (2, 5), devices=_THREE_DEVICES, more=True),
+    "tied, and more": Case(Tied, (2,), integers=True, more=True),
+    "images, and more": Case(Images, (3,), shape=(2, 6, 6), more=True),
+    "own streams, and more": Case(_chain, _TWO, own_streams=True, more=True),
+    "to the CPU, and more": Case(_chain, (7,), devices=("sim:0", "cpu"), more=True),
+    "inputs of the CPU": Case(_chain, _TWO, given="cpu", more=True),
+    "pinned inputs": Case(_chain, _TWO, given="pinned"),
+    "pinned images": Case(Images, (3,), shape=(2, 6, 6), given="pinned", more=True),
+    "pinned integers": Case(Tied, (1, 3), integers=True, devices=_THREE_DEVICES, given="pinned"),
+    "replicas on one device": Case(
+        Images, (), shape=(2, 6, 6), devices=("sim:0", "sim:0"), replicas=2, more=True
+    ),
+    "replicas": Case(_chain, (), replicas=2, more=True),
+    "three replicas, own streams": Case(
+        _chain, (), devices=_THREE_DEVICES, replicas=3, own_streams=True
+    ),
+    "replicas of images": Case(Images, (), shape=(2, 6, 6), replicas=2, more=True),
+    "replicas of images, recomputed": Case(Images, (), shape=(2, 6, 6), replicas=2, recompute=True),
+    "replicas, tied": Case(Tied, (), integers=True, replicas=2, given="pinned"),
+    "replicas of stages": Case(Skips, (4,), devices=_FOUR_DEVICES, replicas=2, more=True),
+    "replicas of stages, tied": Case(
+        Tied, (2,), integers=True, devices=_FOUR_DEVICES, replicas=2, schedule="gpipe"
+    ),
+    "replicas of stages across": Case(
+        Images, (3,), shape=(2, 6, 6), devices=("sim:0", "sim:1", "sim:1", "sim:0"), replicas=2
+    ),
+    "replicas of stages on the same devices": Case(
+        Skips, (4,), devices=("sim:0", "sim:1", "sim:0", "sim:1"), replicas=2, more=True
+    ),
 }

@@ -22,6 +22,7 @@ class Mutation:
         uses: who has what of it: `package.module.name`.
         cases: in which it can be found.
         leaves_races: whether there are races for the detector; it does not see the CPU's memory.
+        always: whether bits are wrong also if everything is done as soon as it is given.
     """
 
     module: str
@@ -29,6 +30,7 @@ class Mutation:
     uses: Sequence[str]
     cases: Sequence[str]
     leaves_races: bool = True
+    always: bool = False
 
     @contextmanager
     def made(self) -> Iterator[None]:
@@ -60,9 +62,24 @@ def _handover(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
     return Mutation("penstock.devices.streams", lines, uses, cases)
 
 
+def _ahead(*lines: tuple[str, str], cases: Sequence[str], leaves_races: bool = True) -> Mutation:
+    uses = ["penstock.engine.ends.Ahead"]
+    return Mutation("penstock.devices.streams", lines, uses, cases, leaves_races)
+
+
+def _twins(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
+    uses = ["penstock.workers.threads.workers.Twins"]
+    return Mutation("penstock.engine.twins", lines, uses, cases)
+
+
+_REPLICAS = ["replicas of stages, tied", "replicas of stages", "replicas, tied"]
+_FROM_DEVICE = "            arrival.synchronize()\n            return\n"
+_PINNED = ["pinned inputs", "pinned images", "pinned integers"]
+_GIVEN = [*_PINNED, "inputs of the CPU"]
 _BETWEEN = ["chain, 1f1b", "skips", "tied", "images"]
 _FROM_CPU, _TO_CPU = ["from the CPU", "by way of the CPU"], ["to the CPU", "by way of the CPU"]
-_OWN = ["own streams", "images, own streams"]
+_OWN = ["own streams", "images, own streams", "own streams, and more"]
+_SAVED = ["tied, and more", "images, and more", "own streams, and more"]
 _FREE = "; [v.untyped_storage().handle.__del__() for v in values if hasattr(v, 'untyped_storage')]"
 
 MUTATIONS: dict[str, Mutation] = {
@@ -77,7 +94,7 @@ MUTATIONS: dict[str, Mutation] = {
         cases=_BETWEEN,
     ),
     "no wait before weights are written": _copies(
-        ("self._from.current_stream(self._source).wait_event(self._last)", "pass"),
+        ("self._from.current_stream(self._source).wait_event(last)", "pass"),
         cases=["tied", "tied, gpipe, three devices"],
     ),
     "no record_stream of what is copied": _copies(
@@ -108,13 +125,24 @@ MUTATIONS: dict[str, Mutation] = {
         cases=_BETWEEN,
     ),
     "the CPU does not wait for a copy": _copies(
-        ("            arrival.synchronize()\n", ""), cases=_TO_CPU, leaves_races=False
+        (_FROM_DEVICE, "            return\n"), cases=_TO_CPU, leaves_races=False
     ),
-    "the CPU does not wait for inputs": Mutation(
-        "penstock.engine.ends",
-        [("non_blocking=kind_of(device).has_streams", "non_blocking=True")],
-        ["penstock.engine.ends.to_device"],
-        ["from the CPU"],
+    "the CPU does not wait for inputs": _ahead(
+        (_FROM_DEVICE, "            return\n"), cases=["from the CPU"], leaves_races=False
+    ),
+    "no wait for inputs and targets": _ahead(
+        ("            copies.wait(made, arrival)\n", "            pass\n"), cases=_GIVEN
+    ),
+    "inputs may be written before they are read": _ahead(
+        ("            arrival.synchronize()\n        self", "            pass\n        self"),
+        cases=_PINNED,
+        leaves_races=False,
+    ),
+    "the CPU does not wait for what is saved": Mutation(
+        "penstock.storage.part",
+        [('tensor.detach().to("cpu", copy=True)', 'tensor.detach().to("cpu", non_blocking=True)')],
+        ["penstock.storage.part.copied"],
+        _SAVED,
         leaves_races=False,
     ),
     "workers do not wait for the user's streams": _handover(
@@ -122,6 +150,32 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "the user's streams do not wait for workers": _handover(
         ("        _await(self._after)\n", ""), cases=_OWN
+    ),
+    "replicas have old weights": Mutation(
+        "penstock.engine.twins",
+        [("            self._there.into(stale)\n", "")],
+        ["penstock.workers.threads.workers.Twins"],
+        _REPLICAS,
+        leaves_races=False,
+        always=True,
+    ),
+    "no wait before weights are copied to replicas": Mutation(
+        "penstock.devices.streams",
+        [("        self._reads.wait_event(made)\n", "")],
+        ["penstock.engine.twins.Copies"],
+        _REPLICAS,
+    ),
+    "weights are written before replicas have them": _twins(
+        ("        self._there.settle()\n", "        pass\n"), cases=_REPLICAS
+    ),
+    "no wait for gradients of replicas": _twins(
+        ("        self._back.wait(sent.gradients, sent.arrival)\n", ""), cases=_REPLICAS
+    ),
+    "nobody waits for sums of replicas": Mutation(
+        "penstock.workers.threads.workers",
+        [("*([twins.home] if twins else [])", "")],
+        ["penstock.workers.threads.backend.ThreadWorkers"],
+        ["three replicas, own streams"],
     ),
     "no record_stream of what the user gets": _handover(
         ("kind.used_on(kind.current_stream(value.device), value)", "pass"), cases=_OWN

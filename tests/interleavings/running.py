@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.capture import Program
 from penstock.comparison.reference import one_device
+from penstock.devices.kinds import kind_of
 from penstock.plan.decisions import StagePlan
 from penstock.plan.plan import Plan
 from penstock.schedule import placement_of
@@ -27,6 +32,7 @@ from tests.support.simulated.module import install, simulated
 
 _LOSS = nn.functional.mse_loss
 _LEARNING_RATE = 0.05
+_MAPPED = 4  # batches
 
 
 @dataclass
@@ -63,10 +69,11 @@ def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = Tru
     case, detector = CASES[name], Detector()
     outcome = Outcome()
     hosts = Hosts(seed)
-    machine = Machine(3, seed, is_late, detector if detect else None)
-    with simulated(machine), _one_at_a_time(hosts), _one_core():
+    machine = Machine(4, seed, is_late, detector if detect else None)
+    with simulated(machine), _one_at_a_time(hosts), one_core():
         try:
-            outcome.wrong = _differences(_run(case, hosts), expected(name))
+            turns = hosts.in_turns(len(case.devices))
+            outcome.wrong = differences(run(case, turns), expected(name))
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}"
     outcome.races = [str(race) for race in detector.races]
@@ -75,7 +82,7 @@ def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = Tru
 
 
 @contextmanager
-def _one_core() -> Iterator[None]:
+def one_core() -> Iterator[None]:
     """While open, operators have one intra-op thread, on which bits depend."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -88,19 +95,21 @@ def _one_core() -> Iterator[None]:
 @cache
 def expected(name: str) -> dict[str, Tensor]:
     """What one CPU computes, in plain PyTorch."""
-    with _one_core():
-        return _computed(CASES[name])
+    with one_core():
+        return computed(CASES[name])
 
 
-def _computed(case: Case) -> dict[str, Tensor]:
+def computed(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+    """What one device computes, in plain PyTorch."""
     model = case.model()
+    _move(model, torch.device(device))
     found: dict[str, Tensor] = {}
-    program = ps.capture(model, (case.batch(0)[0],))
+    program = ps.capture(model, (_on(device, case, 0)[0],))
     torch.manual_seed(5)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
     deferred = case.options.get("batchnorm") == "deferred"
     for step in range(3):
-        x, y = case.batch(step)
+        x, y = _on(device, case, step)
         oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
         if step == 1:
             model.eval()
@@ -112,11 +121,55 @@ def _computed(case: Case) -> dict[str, Tensor]:
         found[f"loss {step}"] = oracle.train_step(step, _LOSS, y)
         found.update(_state(model, step))
         optimizer.step()
-    return {**found, **_state(model, 3)}
+        if step == 0:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    found.update(_state(model, 3))
+    if case.more:
+        model.eval()
+        with torch.no_grad():
+            for k in range(_MAPPED):
+                x, y = _on(device, case, k)
+                oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
+                parts = oracle.forwards(0)
+                found[f"mapped {k}"] = oracle.merged(parts)
+                if k == 0:
+                    found["evaluated"] = _weighed(parts, y)
+        model.train()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        x, y = _on(device, case, 1)
+        oracle = one_device(model, program, MICROBATCHES, (x,), {}, deferred=deferred)
+        optimizer.zero_grad()
+        found["loss again"] = oracle.train_step(1, _LOSS, y)
+        found.update(_state(model, 4))
+        optimizer.step()
+        found.update(_state(model, 5))
+        optimizer.zero_grad()
+        oracle.call_and_backward(2, _LOSS, y)
+        found.update(_state(model, 6))
+    return {name: value.cpu() for name, value in found.items()}
 
 
-def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
-    """Two training steps, an evaluation, weights changed by hand, another training step."""
+def _on(device: str, case: Case, step: int) -> tuple[Tensor, Tensor]:
+    """A batch on a device."""
+    x, y = case.batch(step)
+    return x.to(device), y.to(device)
+
+
+def _weighed(parts: Sequence[Tensor], y: Tensor) -> Tensor:
+    """The loss of a batch, of the results of its micro-batches."""
+    pairs = zip(parts, y.tensor_split(len(parts)), strict=True)
+    losses = [_LOSS(part, target) * (len(target) / len(y)) for part, target in pairs]
+    return sum(losses[1:], losses[0])
+
+
+def run(case: Case, turns: AbstractContextManager[None]) -> dict[str, Tensor]:
+    """Two training steps, an evaluation, weights changed by hand, another training step.
+
+    Args:
+        case: what is run, and on which devices.
+        turns: open while workers are at work.
+    """
     model = case.model()
     found: dict[str, Tensor] = {}
     _move(model, _home(case))
@@ -124,6 +177,7 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
     last = torch.device(case.devices[plan_of(case, program).placement[-1]])
     torch.manual_seed(5)
     with (
+        TemporaryDirectory() as folder,
         ps.Pipeline(
             model,
             (case.batch(0)[0].to(_home(case)),),
@@ -136,12 +190,12 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
             progress=None,
             **case.options,
         ) as pipe,
-        hosts.in_turns(len(case.devices)),
+        turns,
         _own_streams(case),
     ):
         optimizer = pipe.optimizer(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
         for step in range(3):
-            x, y = (value.to(_home(case)) for value in case.batch(step))
+            x, y = _given(case, step, last)
             if step == 1:
                 pipe.eval()
                 with torch.no_grad():
@@ -149,11 +203,52 @@ def _run(case: Case, hosts: Hosts) -> dict[str, Tensor]:
                     _scale(pipe.model)
                 pipe.train()
             optimizer.zero_grad()
-            found[f"loss {step}"] = pipe.train_step(x, target=y.to(last), loss_fn=_LOSS)
+            with pipe.recording() if case.more else nullcontext([]) as timelines:
+                found[f"loss {step}"] = pipe.train_step(x, target=y, loss_fn=_LOSS)
+            for value in (x, y) if case.given else ():
+                value.fill_(0)
+            if any(not timeline.events for timeline in timelines):
+                raise RuntimeError("a timeline is empty")
             found.update(_state(pipe.model, step))
             optimizer.step()
+            if step == 0 and case.more:
+                pipe.save(folder, background=True, optimizer=optimizer)
         found.update(_state(pipe.model, 3))
+        if case.more:
+            found.update(_more(case, pipe, optimizer, folder))
         return {name: value.cpu() for name, value in found.items()}
+
+
+def _given(case: Case, step: int, last: torch.device) -> tuple[Tensor, Tensor]:
+    """A batch, where the case has it."""
+    x, y = case.batch(step)
+    if case.given:
+        kind = kind_of(_home(case))
+        return (kind.pinned(x), kind.pinned(y)) if case.given == "pinned" else (x, y)
+    return x.to(_home(case)), y.to(last)
+
+
+def _more(case: Case, pipe: ps.Pipeline, optimizer: Any, folder: str) -> dict[str, Tensor]:
+    """Batches mapped and evaluated; and a step after the one that was saved."""
+    found: dict[str, Tensor] = {}
+    last = torch.device(case.devices[pipe.plan.placement[-1]])
+    pipe.eval()
+    batches = (_given(case, k, last)[0] for k in range(_MAPPED))
+    for k, result in enumerate(pipe.map(batches)):
+        found[f"mapped {k}"] = result
+    x, y = _given(case, 0, last)
+    found["evaluated"] = pipe.eval_step(x, target=y, loss_fn=_LOSS)
+    pipe.train()
+    ps.load(folder).restore(pipe, optimizer=optimizer)
+    x, y = _given(case, 1, last)
+    found["loss again"] = pipe.train_step(x, target=y, loss_fn=_LOSS)
+    found.update(_state(pipe.model, 4))
+    optimizer.step()
+    found.update(_state(pipe.model, 5))
+    optimizer.zero_grad()
+    x, y = _given(case, 1, last)
+    _LOSS(pipe(x), y.to(last)).backward()
+    return {**found, **_state(pipe.model, 6)}
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
@@ -171,7 +266,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 @contextmanager
 def _own_streams(case: Case) -> Iterator[None]:
     """While open, the thread works on streams of its own, if the case says so."""
-    module = torch.get_device_module("sim")
+    module = torch.get_device_module(_home(case).type)
     with ExitStack() as stack:
         for name in sorted({*case.devices} - {"cpu"}) if case.own_streams else ():
             stream = module.Stream(name)
@@ -203,7 +298,8 @@ def _home(case: Case) -> torch.device:
 def plan_of(case: Case, program: Program, num_microbatches: int = MICROBATCHES) -> Plan:
     """A plan that nobody has measured."""
     edges = (0, *case.cuts, len(program))
-    placement = placement_of(case.schedule, len(edges) - 1, len(case.devices))
+    each = len(case.devices) // case.replicas
+    placement = placement_of(case.schedule, len(edges) - 1, each)
     stages = tuple(
         StagePlan(
             worker=worker,
@@ -226,12 +322,16 @@ def plan_of(case: Case, program: Program, num_microbatches: int = MICROBATCHES) 
         schedule=case.schedule,
         stages=stages,
         predicted_step_seconds=1e-3,
+        other_replicas=tuple(
+            case.devices[each * k : each * (k + 1)] for k in range(1, case.replicas)
+        ),
         bound_seconds=1e-3,
         one_device_seconds=None,
     )
 
 
-def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """The names of what has other bits, or is in one of them only."""
     missing = sorted(found.keys() ^ wanted.keys())
     same = (name for name in wanted if name in found)
     return missing + [name for name in same if not torch.equal(found[name], wanted[name])]
@@ -243,6 +343,10 @@ def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
     gc.disable()
     try:
         with (
+            mock.patch(
+                "penstock.engine.turns.threading", SimpleNamespace(Condition=hosts.condition)
+            ),
+            mock.patch("penstock.devices.streams._PAGEABLE", 0),
             mock.patch("penstock.links.local.SimpleQueue", hosts.queue),
             mock.patch("penstock.workers.threads.pool.SimpleQueue", hosts.queue),
         ):

@@ -134,7 +134,7 @@ def test_the_gradient_to_start_from_is_autograds(dtype: torch.dtype, scale: floa
     loss = torch.ones((), dtype=dtype, requires_grad=True)
     (start,) = torch.autograd.grad((loss * 0.3) * torch.tensor(scale), loss)
     scaled = Loss(lambda output: loss * 1, [()], [0.3], scale=scale)
-    _, found = scaled.of(0, Key(0, 0, 0), (), Nothing())
+    _, found = scaled.of(0, Key(0, 0, 0), (), Nothing(), (), {})
     assert torch.equal(found, start)
     assert found.dtype is dtype
 

@@ -32,16 +32,21 @@ class ThreadBackend(DrivenBackend):
     def __init__(self, devices: Devices | None, least: int = 1, threads: int = 0) -> None:
         super().__init__(devices, least, threads)
         self.probe = ThreadProbe()
+        if any(device.type != "cpu" for device in self.devices):
+            self.why_one_replica = (
+                "There is one replica, as replicas in threads were never measured on such devices; "
+                "replicas=2 asks for them."
+            )
 
     def check_replicas(self, replicas: int) -> None:
-        """Raise unless they can share the weights: only CPUs have one memory.
+        """Raise unless they compute the same bits, as far as the kind of device is concerned.
 
         Raises:
-            InputError: they cannot.
+            InputError: they do not.
         """
-        if replicas > 1 and any(device.type != "cpu" for device in self.devices):
+        if replicas > 1 and len({device.type for device in self.devices}) > 1:
             raise InputError(
-                f"replicas={replicas} need devices of one memory, and there are "
+                f"replicas={replicas} need devices of one kind, and there are "
                 f"{', '.join(map(str, self.devices))}; replicas=1 splits the model over them"
             )
 

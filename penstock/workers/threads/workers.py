@@ -17,15 +17,18 @@ from torch.optim import Optimizer
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
 from penstock.board.runs import new_board
-from penstock.capture.trees import flatten
+from penstock.capture.trees import flatten, map_leaves
 from penstock.devices.streams import Handover
 from penstock.engine.batchnorm import move
+from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.residents import Residents
 from penstock.engine.stage import Before
 from penstock.engine.state import Backup, Backups
 from penstock.engine.turns import AllTurns
+from penstock.engine.twins import Twins
+from penstock.errors import InputError
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
 from penstock.storage.part import Part
@@ -63,7 +66,7 @@ class ThreadWorkers(Workers):
         self._plan = plan
         self.devices = devices
         self._timeout = timeout
-        self.ownership = Ownership(plan.placement, plan.replicas)
+        self.ownership = Ownership(plan.placement, plan.replicas, devices)
         self._per_replica = count = plan.workers_per_replica
         self.members = members_here(devices, per_replica=count)
         self.homes = homes = [devices[worker] for worker in plan.placement]
@@ -72,7 +75,11 @@ class ThreadWorkers(Workers):
         stages = range(len(plan.stages) if plan.replicas > 1 else 0)
         shared = {index: InOrder(self._turns.make) for index in stages}
         self._gate = gate
-        self._replicas = [Replica(k, plan.weights, k * count, shared) for k in range(plan.replicas)]
+        self._twins = _twins(devices, count)
+        self._replicas = [
+            Replica(k, plan.weights, k * count, shared, self._twins_of_stages(k))
+            for k in range(plan.replicas)
+        ]
         self._in_order = list(shared.values())
         self._ran = Before()
         self._handovers: dict[int, Handover] = {}  # of the passes under way
@@ -103,17 +110,38 @@ class ThreadWorkers(Workers):
                 )
                 for k, links in enumerate(self._links)
             ]
-        for assembly in self._assemblies[way.training]:
-            assembly.add(way)
         for index, common in enumerate(self._in_order):
             common.add(way.stages[index].spans, self._ran.forwards)
+        for replica, assembly in zip(self._replicas, self._assemblies[way.training], strict=True):
+            assembly.add(self._way_of(replica, way))
         self.ownership.add(way)
+
+    def _twins_of_stages(self, replica: int) -> dict[int, Twins]:
+        """The twins that a replica's stages run, by stage."""
+        found = enumerate(self._plan.placement)
+        members = {index: replica * self._per_replica + place for index, place in found}
+        return {k: self._twins[own] for k, own in members.items() if own in self._twins}
+
+    def _way_of(self, replica: Replica, way: NewWay) -> NewWay:
+        """A way as a replica runs it: with twins where it has other devices than the first one."""
+        stages = dict(way.stages)
+        for index, twins in replica.twins.items():
+            if way.deferred:
+                raise InputError(
+                    'batchnorm="deferred" with replicas on several devices is not possible in one '
+                    'process; use batchnorm="microbatch", replicas=1, or torchrun'
+                )
+            spans = twins.spans(stages[index].spans)
+            self._in_order[index].add_twins(spans, stages[index].spans, twins)
+            stages[index] = replace(stages[index], spans=spans)
+        return replace(way, stages=stages)
 
     def start(self, order: Order) -> tuple[Order, Dispatch]:
         """Tell all workers to run a pass."""
         order = replace(order, before=self._ran)
         handover = Handover(self.devices)
-        jobs = [partial(self._pass, member, order, handover) for member in self.members]
+        fresh = not self._handovers
+        jobs = [partial(self._pass, member, order, handover, fresh) for member in self.members]
         self._forget_casts()
         try:
             self._backups.begin(order.number, self._before_replicas(order))
@@ -136,10 +164,24 @@ class ThreadWorkers(Workers):
         places = range(self._per_replica if self._in_order else 0)
         return [self.ownership.backup(place, order.goes_back) for place in places]
 
-    def _pass(self, member: Member, order: Order, handover: Handover) -> Outcome:
-        """One worker's part, in its thread."""
-        with handover.taken(self.devices[member.number]):
+    def _pass(self, member: Member, order: Order, handover: Handover, fresh: bool) -> Outcome:
+        """One worker's part, in its thread.
+
+        Args:
+            member: the worker.
+            order: the pass.
+            handover: from the caller.
+            fresh: whether no other pass was under way when it was ordered, so that the script may
+                have changed the model in any way.
+        """
+        twins = self._twins.get(member.number)
+        used = [self.devices[member.number], *([twins.home] if twins else [])]
+        with handover.taken(*used):
+            if twins:
+                twins.refresh(fresh)
             outcome = self._own_part(member, order)
+            if twins:
+                twins.settle()
             for k, link in self._links[member.replica].items():  # what was sent may be written now
                 for stage in (k, k + 1):
                     if self._plan.placement[stage] == member.place:
@@ -152,7 +194,10 @@ class ThreadWorkers(Workers):
             self._backups.add(order.number, backup)
         assembly = self._assemblies[order.training][member.replica]
         record = self._records[threading.get_ident()] = self.board.records[member.number]
-        part = replace(order, wanted=self.ownership.own(member.place, order.wanted))
+        wanted = self.ownership.own(member.place, order.wanted)
+        if wanted is not None and member.number in self._twins:
+            wanted = self._twins[member.number].parameters(wanted)
+        part = replace(order, wanted=wanted)
         return assembly.run(member.place, part, record)
 
     def _waiting(self) -> AbstractContextManager[None]:
@@ -166,7 +211,10 @@ class ThreadWorkers(Workers):
         self._pool.check_under_way(current)
         try:
             outcome = Outcome.of(self._pool.finish(current, self._timeout))
-            self._handovers.pop(order.number).back(_tensors_of(outcome))
+            self._handovers.pop(order.number).back(self._tensors_of(outcome, order))
+            if self._twins:
+                ends = (self.devices[self._plan.placement[k]] for k in (0, -1))
+                _bring(outcome, *ends)
             for common in self._in_order if order.what != "backward" else ():
                 first = order.before.forwards
                 move(common.norms.take(range(first, first + len(order.microbatches))))
@@ -178,6 +226,13 @@ class ThreadWorkers(Workers):
             self._forget_casts()
             self._unwatch()
         return outcome
+
+    def _tensors_of(self, outcome: Outcome, order: Order) -> Iterator[Any]:
+        """What the caller gets from a pass, and may let go of while a device still reads it."""
+        results = [*outcome.results.values(), *outcome.losses.values(), *outcome.metrics.values()]
+        yield from flatten([*results, *outcome.gradients.values()])[0]
+        if order.goes_back:
+            yield from (parameter.grad for parameter in self.ownership.everything())
 
     def give_up(self, why: BaseException) -> None:
         """Give up the passes that are under way, and undo them."""
@@ -282,6 +337,8 @@ class ThreadWorkers(Workers):
         """Do a job that changes weights, when all replicas have run these forwards."""
         for common in self._in_order:
             common.wait_for(before)
+        for twins in self._twins.values():
+            twins.settle()
         return job()
 
     def close(self) -> None:
@@ -303,7 +360,27 @@ class ThreadWorkers(Workers):
         return str(Activity.of(self.board.records[worker].code))
 
 
-def _tensors_of(outcome: Outcome) -> list[Any]:
-    """What the caller gets from a pass, and may let go of while its device is still reading it."""
-    results = [*outcome.results.values(), *outcome.losses.values(), *outcome.metrics.values()]
-    return flatten([*results, *outcome.gradients.values()])[0]
+def _twins(devices: Sequence[torch.device], count: int) -> dict[int, Twins]:
+    """For every worker on another device than that of its place in the first replica its twins.
+
+    Args:
+        devices: of all workers.
+        count: how many a replica has.
+    """
+    return {
+        number: Twins(devices[number % count], device)
+        for number, device in enumerate(devices)
+        if device != devices[number % count]
+    }
+
+
+def _bring(outcome: Outcome, first: torch.device, last: torch.device) -> None:
+    """Bring what replicas on other devices have made to those of the first one, in the caller."""
+
+    def to(device: torch.device, values: Any) -> Any:
+        return map_leaves(lambda leaf: to_device(leaf, device), values)
+
+    outcome.results = {k: to(last, values) for k, values in outcome.results.items()}
+    outcome.losses = {k: to(last, loss) for k, loss in outcome.losses.items()}
+    outcome.metrics = {k: to(last, found) for k, found in outcome.metrics.items()}
+    outcome.gradients = {k: to(first, values) for k, values in outcome.gradients.items()}

@@ -18,7 +18,7 @@ _PATIENCE = 30.0  # seconds until nobody is expected to go on
 
 
 class Hosts:
-    """Threads that wait for each other by queues only; one of them goes on at a time.
+    """Threads that wait for each other by these queues and conditions only; one goes on at a time.
 
     Args:
         seed: of the order.
@@ -27,13 +27,17 @@ class Hosts:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.changed = threading.Condition()
-        self.waiting: dict[str, Queue] = {}
+        self.waiting: dict[str, Queue | _Notice] = {}
         self._in_turns = 0  # how many threads take turns
         self._whose = ""
 
     def queue(self) -> Queue:
         """Instead of a `queue.SimpleQueue`."""
         return Queue(self)
+
+    def condition(self) -> Condition:
+        """Instead of a `threading.Condition`."""
+        return Condition(self)
 
     @contextmanager
     def in_turns(self, others: int) -> Iterator[None]:
@@ -54,7 +58,7 @@ class Hosts:
         if self._whose == name:
             self._whose = ""
         if self._in_turns and not self._whose and len(self.waiting) == self._in_turns:
-            able = sorted(name for name, queue in self.waiting.items() if queue.items)
+            able = sorted(name for name, what in self.waiting.items() if what.items)
             if able:
                 self._whose = self._random.choice(able)
                 self.changed.notify_all()
@@ -89,3 +93,41 @@ class Queue:
             if not able:
                 raise Empty
             return self.items.popleft()
+
+
+class _Notice:
+    """That a thread waits to be notified; it has an item when it was."""
+
+    def __init__(self) -> None:
+        self.items: list[None] = []
+
+
+class Condition:
+    """As `threading.Condition`, of whose methods these are used."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._waiting: list[_Notice] = []
+
+    def __enter__(self) -> None:
+        self._hosts.changed.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._hosts.changed.release()
+
+    def wait(self) -> None:
+        hosts, name, notice = self._hosts, threading.current_thread().name, _Notice()
+        self._waiting.append(notice)
+        hosts.waiting[name] = notice
+        hosts.gives_up(name)
+        hosts.changed.notify_all()
+        try:
+            hosts.changed.wait_for(lambda: notice.items and hosts.may_go_on(name))
+        finally:
+            del hosts.waiting[name]
+
+    def notify_all(self) -> None:
+        for notice in self._waiting:
+            notice.items.append(None)
+        self._waiting = []
+        self._hosts.changed.notify_all()

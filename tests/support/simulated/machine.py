@@ -73,6 +73,13 @@ class Event:
         if self.ticket is not None:
             self._machine.run_until_done(self.ticket)
 
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds on the clocks of streams; both have come."""
+        tickets = [event.ticket for event in (self, other) if event.ticket is not None]
+        if len(tickets) < 2 or not all(ticket.is_done for ticket in tickets):
+            raise DeviceFault("an event has not come, so it has no time")
+        return 1000 * (tickets[1].seconds - tickets[0].seconds)
+
     def query(self) -> bool:
         """Whether it has."""
         return self.ticket is None or self.ticket.is_done

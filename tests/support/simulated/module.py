@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 
+from penstock.devices.accelerator import Accelerator
 from tests.support.simulated.machine import Event as MachineEvent
 from tests.support.simulated.machine import Machine, Stream
-from tests.support.simulated.tensors import RUNNING, empty
+from tests.support.simulated.tensors import RUNNING, empty, is_pinned, pinned
 
 
 class Module(types.ModuleType):
@@ -48,7 +50,7 @@ class Module(types.ModuleType):
     def Stream(self, device: Any = None) -> Stream:  # noqa: N802
         return RUNNING.here.new_stream(self._numbered(device))
 
-    def Event(self) -> MachineEvent:  # noqa: N802
+    def Event(self, enable_timing: bool = False) -> MachineEvent:  # noqa: N802
         return MachineEvent(RUNNING.here)
 
     def current_stream(self, device: Any = None) -> Stream:
@@ -175,6 +177,15 @@ def _empty_strided(
     return empty(size, stride, dtype or torch.get_default_dtype(), device)
 
 
+def _is_pinned(self: Accelerator, tensor: torch.Tensor) -> bool:
+    return is_pinned(tensor)
+
+
+def _pinned(self: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own needs an allocator in C++."""
+    return pinned(tensor)
+
+
 @contextmanager
 def simulated(machine: Machine | None = None, **options: Any) -> Iterator[Machine]:
     """While open, this machine's devices are there: `sim:0`, `sim:1`, and so on.
@@ -184,8 +195,9 @@ def simulated(machine: Machine | None = None, **options: Any) -> Iterator[Machin
     """
     install()
     before, RUNNING.machine = RUNNING.machine, machine or Machine(**options)
+    pinning = mock.patch.multiple(Accelerator, is_pinned=_is_pinned, pinned=_pinned)
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with pinning, torch.autograd.set_multithreading_enabled(False):
             yield RUNNING.machine
     finally:
         RUNNING.machine = before

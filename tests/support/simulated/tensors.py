@@ -20,6 +20,7 @@ from tests.support.simulated.machine import (
 )
 
 aten = torch.ops.aten
+_UNREAD = {aten.empty_like.default}
 _TO_HOST = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -171,10 +172,13 @@ def _is_simulated(value: object) -> bool:
 
 def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator at once for its shapes, and put it on the current stream."""
+    asked = kwargs.get("device")  # where `empty_like` and others make something new
     kwargs = {name: _here(value) for name, value in kwargs.items() if name != "pin_memory"}
     leaves, structure = tree_flatten((args, kwargs))
     own = [leaf for leaf in leaves if _is_simulated(leaf)]
     device = _one_device(func, leaves, own)
+    if asked is not None and asked.type == "sim" and asked.index is not None:
+        device = asked
     stream = RUNNING.stream(device)
     if _TO_HOST & set(func.tags):
         _wait_for(stream)
@@ -204,7 +208,8 @@ def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
         written = _written(func, args, kwargs)
         writes = [_block_of(t) for t in (*written, *fresh) if t is not None]
         name = str(func)
-        RUNNING.here.launch(stream, name, work.run, [_block_of(t) for t in own], writes)
+        reads = [] if func in _UNREAD else [_block_of(t) for t in own]
+        RUNNING.here.launch(stream, name, work.run, reads, writes)
     return tree_unflatten(outputs, results)
 
 
@@ -368,17 +373,17 @@ def _put(into: torch.Tensor, out_of: torch.Tensor) -> None:
 def _from_cpu(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     with undisturbed():
         _shadow(target).copy_(source)
-        is_pinned = _is_pinned(source)
-        read = source.detach() if is_pinned else source.detach().clone()
+        is_late = is_pinned(source)
+        read = source.detach() if is_late else source.detach().clone()
     stream, into = RUNNING.stream(_device_of(target)), _real(target)
     RUNNING.here.launch(stream, "upload", lambda: _put(into, read), (), [_block_of(target)])
-    if is_pinned and not non_blocking:
+    if is_late and not non_blocking:
         _wait_for(stream)
     return target
 
 
 def _to_cpu(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-    is_late = non_blocking and _is_pinned(target)
+    is_late = non_blocking and is_pinned(target)
     with undisturbed():
         into = target.detach()
         if is_late:
@@ -391,8 +396,17 @@ def _to_cpu(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> t
     return target
 
 
-def _is_pinned(tensor: torch.Tensor) -> bool:
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether copies of a tensor of the CPU to devices are late."""
     return getattr(tensor.untyped_storage(), "is_pinned_here", False)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of the CPU for which that is so."""
+    with undisturbed():
+        copy = tensor.detach().clone()
+    copy.untyped_storage().is_pinned_here = True  # type: ignore[attr-defined]
+    return copy
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

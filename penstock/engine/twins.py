@@ -1,0 +1,280 @@
+"""Replicas of stages on other devices of one process: twins of modules, with weights there.
+
+The user's modules and parameters are on the devices of the first replica. Another replica runs
+twins: modules of the same classes that share everything with the user's but what is in a device's
+memory. Before a pass, twins are given what the user's modules have by then (`refresh`). Gradients
+travel to the user's parameters, where they are added in the order of micro-batches (`TwinSum`).
+Buffers that forwards change travel there and back when a micro-batch has its turn (`fetch`,
+`give_back`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.capture.lowering import StageModule
+from penstock.capture.preserve import own_generators
+from penstock.devices.streams import Copies
+from penstock.engine.span import Span
+from penstock.errors import InputError
+from penstock.links.link import Gradients
+
+
+class _Twin(NamedTuple):
+    """A tensor, and its twin.
+
+    Attributes:
+        original: the user's.
+        twin: that on the other device.
+    """
+
+    original: torch.Tensor
+    twin: torch.Tensor
+
+
+class _Contents(NamedTuple):
+    """What a tensor held: it holds something else if any of these is another one."""
+
+    version: int
+    address: int
+
+
+class Twins:
+    """The twins on one device of what is on another one.
+
+    Args:
+        home: where the originals are.
+        device: where the twins are.
+    """
+
+    def __init__(self, home: torch.device, device: torch.device) -> None:
+        self.home, self.device = home, device
+        self._lock = threading.Lock()
+        self._modules: dict[nn.Module, nn.Module] = {}
+        self._originals: dict[nn.Module, nn.Module] = {}
+        self._direct: dict[int, torch.Tensor] = {}  # that stages read by themselves
+        self._tensors: dict[int, _Twin] = {}  # by the original's id
+        self._leaves: dict[int, torch.Tensor] = {}  # originals, by the twin's id
+        self._held: dict[int, _Contents] = {}  # by the original's id, when it was copied
+        self._changing: dict[int, _Twin] = {}
+        self._there = Copies(home, device)
+        self._back = Copies(device, home)
+
+    # -- what a stage runs --------------------------------------------------------------------
+
+    def spans(self, spans: Sequence[Span]) -> list[Span]:
+        """The same spans, of twins.
+
+        Raises:
+            InputError: a module remembers something that twins would not have in common.
+        """
+        with self._lock:
+            return [self._span(span) for span in spans]
+
+    def _span(self, span: Span) -> Span:
+        module = span.module
+        if isinstance(module, StageModule):
+            _check(span, module)
+            module = module.elsewhere(self._in_place_of)
+        changing = [self._tensor(tensor) for tensor in span.changing]
+        for tensor in span.changing:
+            if id(tensor) in self._tensors:
+                self._changing[id(tensor)] = self._tensors[id(tensor)]
+        found = replace(span, module=module, changing=changing)
+        found.keep_apart()
+        return found
+
+    def _in_place_of(self, leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            return self._module(leaf)
+        if isinstance(leaf, torch.Tensor):
+            self._direct[id(leaf)] = leaf
+            return self._tensor(leaf)
+        return self.device if isinstance(leaf, torch.device) and leaf == self.home else leaf
+
+    def _module(self, original: nn.Module) -> nn.Module:
+        if original not in self._modules:
+            twin = self._modules[original] = nn.Module()
+            self._originals[twin] = original
+            self._become(twin, original)
+        return self._modules[original]
+
+    def _become(self, twin: nn.Module, original: nn.Module) -> None:
+        """Make a twin what the original is by now, with tensors of its own."""
+        own = dict(vars(original))
+        own |= {n: self._tensor(v) for n, v in own.items() if isinstance(v, torch.Tensor)}
+        for registry in ("_parameters", "_buffers"):
+            own[registry] = {
+                n: None if t is None else self._tensor(t) for n, t in own[registry].items()
+            }
+        own["_modules"] = {
+            n: None if m is None else self._module(m) for n, m in own["_modules"].items()
+        }
+        object.__setattr__(twin, "__class__", type(original))
+        object.__setattr__(twin, "__dict__", own)
+
+    def _tensor(self, original: torch.Tensor) -> Any:
+        if original.device != self.home:
+            return original
+        known = self._tensors.get(id(original))
+        if known is None or known.twin.shape != original.shape:
+            known = self._tensors[id(original)] = _Twin(original, self._new(original))
+            self._held.pop(id(original), None)
+            self._leaves[id(known.twin)] = original
+        if known.twin.is_leaf and original.is_leaf:
+            known.twin.requires_grad_(original.requires_grad)
+        return known.twin
+
+    def _new(self, original: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            there = torch.empty_like(original.detach(), device=self.device)
+        return nn.Parameter(there) if isinstance(original, nn.Parameter) else there
+
+    # -- what is in it ------------------------------------------------------------------------
+
+    def refresh(self, all_of_it: bool) -> None:
+        """Let twins be what the originals are by now; called by the worker that runs them.
+
+        Args:
+            all_of_it: whether to copy also what has not changed as far as its version tells;
+                `.data` can be written behind that.
+        """
+        with self._lock:
+            before, self._tensors = self._tensors, {}
+            self._tensors.update(self._changing)
+            kept = {key: pair for key, pair in before.items() if key in self._direct}
+            self._tensors |= kept  # what is no longer used goes with `before`
+            self._again(before)
+            stale = []
+            for key, (original, twin) in self._tensors.items():
+                now = _Contents(_version_of(original), original.data_ptr())
+                if key in self._changing:  # by the home's forwards, on the stream that computes
+                    twin.data.copy_(original.data)
+                elif all_of_it or self._held.get(key) != now:
+                    stale.append((twin, original.detach()))
+                    self._held[key] = now
+            self._leaves = {id(twin): original for original, twin in self._tensors.values()}
+            self._there.into(stale)
+
+    def _again(self, before: Mapping[int, _Twin]) -> None:
+        for original, twin in list(self._modules.items()):
+            for tensor in _tensors_of(original):
+                if id(tensor) in before:
+                    self._tensors[id(tensor)] = before[id(tensor)]
+            self._become(twin, original)
+
+    def settle(self) -> None:
+        """Let what comes on the originals' device wait until they are copied: it may write them."""
+        self._there.settle()
+
+    def fetch(self, module: nn.Module | None) -> None:
+        """Let the buffers of a twin that forwards change be what the originals are now.
+
+        Args:
+            module: the twin; `None` for all there are.
+        """
+        for original, twin in self._changed_by(module):
+            twin.data.copy_(original.data)  # autograd may have saved it; norms do not use that
+
+    def give_back(self, module: nn.Module | None) -> None:
+        """Let the originals be what these buffers are now."""
+        for original, twin in self._changed_by(module):
+            original.data.copy_(twin.data)
+
+    @contextmanager
+    def lent(self, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+        """While open, these leaves have the `.grad` of the originals, to which a backward adds."""
+        pairs = [(self._leaves[id(t)], t) for t in leaves if id(t) in self._leaves]
+        for original, twin in pairs:
+            twin.grad = None if original.grad is None else original.grad.to(self.device)
+        try:
+            yield
+        finally:
+            for original, twin in pairs:
+                if twin.grad is not None and original.grad is None:
+                    original.grad = twin.grad.to(self.home)
+                elif twin.grad is not None and original.grad is not None:
+                    original.grad.copy_(twin.grad)
+                twin.grad = None
+
+    def original(self, twin: nn.Module) -> nn.Module:
+        """The module that a twin stands for."""
+        return self._originals[twin]
+
+    def modules(self) -> list[nn.Module]:
+        """All twins."""
+        return list(self._originals)
+
+    def parameters(self, originals: Iterable[nn.Parameter]) -> list[Any]:
+        """The twins of those of these parameters that have one."""
+        known = (self._tensors.get(id(parameter)) for parameter in originals)
+        return [found.twin for found in known if found is not None]
+
+    def _changed_by(self, module: nn.Module | None) -> list[_Twin]:
+        if module is None:
+            return list(self._changing.values())
+        own = {id(buffer) for buffer in module.buffers()}
+        return [pair for pair in self._changing.values() if id(pair.twin) in own]
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def send(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sent:
+        """Start to copy gradients of twins to the originals' device."""
+        leaves = [self._leaves.get(id(leaf), leaf) for leaf, _ in terms]
+        made, arrival = self._back.start([gradient for _, gradient in terms])
+        return Sent(leaves, made, arrival)
+
+    def arrived(self, sent: Sent) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Gradients that were sent, for what comes on the originals' device."""
+        self._back.wait(sent.gradients, sent.arrival)
+        return list(zip(sent.leaves, sent.gradients, strict=True))
+
+
+class Sent(NamedTuple):
+    """Gradients on their way.
+
+    Attributes:
+        leaves: the originals of what they are of.
+        gradients: the copies.
+        arrival: the event of it.
+    """
+
+    leaves: Sequence[torch.Tensor]
+    gradients: Gradients | Sequence[Any]
+    arrival: Any
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Those that it has itself."""
+    own = vars(module)
+    for registry in (own["_parameters"], own["_buffers"], own):
+        yield from (value for value in registry.values() if isinstance(value, torch.Tensor))
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _check(span: Span, stage: nn.Module) -> None:
+    """Raise unless twins of these modules can do what they do."""
+    modules = [module for module in stage.modules() if module is not stage]
+    remembering = {module for memory in span.memories for module in memory}
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{type(module).__name__} is a scripted module, of which there cannot be another "
+                "one on the device of another replica; use replicas=1, or torchrun"
+            )
+        if module in remembering or any(own_generators(module)):
+            raise InputError(
+                f"{type(module).__name__} remembers something from forward to forward in an "
+                "attribute or a random generator of its own, which replicas on other devices do "
+                "not see; use replicas=1"
+            )

@@ -1,0 +1,84 @@
+"""What holds on simulated devices, on GPUs: `make test-cuda`. The bodies are the same for both.
+
+One GPU stands for several devices. With two or four, values are copied between them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.devices import on_ranks
+from tests.interleavings.cases import CASES
+from tests.interleavings.running import computed, differences, one_core, run
+from tests.support.simulated.machine import Machine
+from tests.support.simulated.module import simulated
+
+_NAMES = [name for name, case in CASES.items() if "cpu" not in case.devices]
+_SIMULATED = ["replicas of stages"]  # all of them are elsewhere
+
+
+@pytest.fixture
+def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A kind of device, and how many there are."""
+    kind, count = request.param
+    if kind == "sim":
+        with simulated(Machine(count, seed=1)):
+            yield kind, count
+        return
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    torch.use_deterministic_algorithms(True)
+    yield kind, count
+    torch.use_deterministic_algorithms(False)
+
+
+def _gpus(*counts: int) -> list[Any]:
+    return [pytest.param(("cuda", n), marks=pytest.mark.cuda, id=f"{n} GPUs") for n in counts]
+
+
+def _cases() -> Iterator[Any]:
+    yield from (pytest.param(name, ("sim", 4), id=f"{name}, simulated") for name in _SIMULATED)
+    for count in (1, 2, 4):
+        for name in _NAMES:
+            marks, title = pytest.mark.cuda, f"{name}, {count} GPUs"
+            yield pytest.param(name, ("cuda", count), marks=marks, id=title)
+
+
+@pytest.mark.parametrize(("name", "devices"), list(_cases()), indirect=["devices"])
+def test_bits_are_those_of_one_device(name: str, devices: tuple[str, int]) -> None:
+    """Training, evaluation, map, checkpoints, timelines, replicas, streams of the user's own."""
+    case = CASES[name].on(*devices)
+    with one_core():
+        assert differences(run(case, nullcontext()), computed(case, case.devices[0])) == []
+
+
+@pytest.mark.parametrize(
+    "devices", [pytest.param(("cpu", 1), marks=pytest.mark.slow), *_gpus(1, 2)]
+)
+def test_ranks_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
+    """Two ranks of torchrun; with one GPU on that one, by gloo."""
+    kind, count = devices
+    if kind == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
+    names = ["cpu", "cpu"] if kind == "cpu" else [f"cuda:{rank % count}" for rank in range(2)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(on_ranks.__file__), *names],
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("the same bits") == 2
