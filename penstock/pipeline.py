@@ -300,7 +300,7 @@ class Pipeline:
                 )
             self._runner, self._passes = running.runner, running.passes
             self._auditor, self._saver = running.auditor, running.saver
-            self._sessions = Sessions(running.runner, program)
+            self._sessions = Sessions(running.runner, program, in_flight)
             asked = completed(request, plan) if is_given else request
             # Without weights, or buffers would begin once more.
             running.given = replace(given, request=asked, weights=None)

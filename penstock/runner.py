@@ -356,7 +356,6 @@ class Runner:
             tokens=batch.tokens,
             replica=replica,
             assumed=assumed,
-            weights_since=number,
         )
 
     @property

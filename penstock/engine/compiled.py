@@ -23,7 +23,7 @@ from torch import nn
 
 from penstock.capture.lowering import StageModule, build_with, leaf_of
 from penstock.capture.randomness import draw, draw_in_python
-from penstock.engine.hooks import hooks_of
+from penstock.engine.hooks import users_hooks_of
 from penstock.errors import InputError
 from penstock.links.link import Values
 from penstock.torch_internals import backends_of_compile, check_cxx_compiler
@@ -120,14 +120,13 @@ class CompiledForward:
 
     def __init__(self, module: Callable[..., Values], options: Compile) -> None:
         self._module, self._options = module, options
-        modules = module.modules() if isinstance(module, nn.Module) else ()
-        self._vars = [vars(each) for each in modules]
+        self._modules = list(module.modules()) if isinstance(module, nn.Module) else []
         self._hooks: list[int] | None = None  # when it was compiled
         self._run: Callable[..., Values] = module
 
     def __call__(self, *args: Any) -> Values:
         """What the module returns, without gradients."""
-        if (hooks := hooks_of(self._vars)) != self._hooks:
+        if (hooks := users_hooks_of(self._modules)) != self._hooks:
             self._hooks, self._run = hooks, self._compiled()
         return self._run(*args)
 

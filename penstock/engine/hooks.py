@@ -29,6 +29,18 @@ def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:
     return list(chain.from_iterable(filter(None, registries)))  # most are empty
 
 
+def users_hooks_of(modules: Iterable[nn.Module]) -> list[int]:
+    """The same, without those that Penstock itself has while a pass runs."""
+    registries = chain.from_iterable(HOOKS_OF_MODULES(vars(module)) for module in modules)
+    found = chain.from_iterable(registry.items() for registry in filter(None, registries))
+    return [number for number, hook in found if not _is_own(hook)]
+
+
+def _is_own(hook: object) -> bool:
+    module = getattr(hook, "__module__", None) or ""
+    return str(module).partition(".")[0] == __name__.partition(".")[0]
+
+
 def _is_hooked(module: nn.Module) -> bool:
     """Whether it has a hook that a pipeline would have to call."""
     hooks = chain.from_iterable(registry.values() for registry in HOOKS_OF_MODULES(vars(module)))

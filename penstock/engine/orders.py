@@ -49,8 +49,8 @@ class Order:
         replica: which one runs it; `None` if its micro-batches are dealt to all of them.
         assumed: whether the model is taken to be as in the pass before; the driver sees to that
             while it runs, and runs another one if it is not.
-        weights_since: the number of the first pass since which no weight has changed, this one's
-            if it is not known.
+        weights_since: the number of the first pass since which no weight changes, until the script
+            runs again; -1 if that is not known.
         to_all: whether all processes that run the script get the results, or only the one that
             gives the first stage its batches.
         flushes_denormal: whether the user's thread takes denormal numbers for 0, which is a setting

@@ -136,6 +136,7 @@ class Generator:
         self._threads = threads
         self._waiting: deque[Job] = deque()
         self._running: deque[_Running] = deque()
+        self._weights_stay = _is_of_transformers(model)  # other loops may do anything
         self.script_ran()
 
     def script_ran(self) -> None:
@@ -233,7 +234,7 @@ class Generator:
                 return
             try:
                 one.under_way = self._sessions.start(
-                    one.session, (), event.what, lengths_in, weights_stay=True
+                    *(one.session, (), event.what, lengths_in), self._weights_stay
                 )
                 return
             except StatesLost as problem:
@@ -288,6 +289,12 @@ class Generator:
 
 
 _MOST_BEGINNINGS = 5
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether its `generate` is that of transformers."""
+    where = getattr(getattr(type(model), "generate", None), "__module__", None) or ""
+    return str(where).partition(".")[0] == "transformers"
 
 
 # -- what goes in and comes out -----------------------------------------------------------------
@@ -433,8 +440,8 @@ class Options:
 
 def _runs_parts(model: nn.Module) -> bool:
     """Whether a model's `generate` may run parts of it without calling it as a whole."""
-    is_own = not type(model).generate.__module__.startswith("transformers.")  # type: ignore[attr-defined]
-    return is_own or bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return bool(has_encoder) or not _is_of_transformers(model)
 
 
 def _drawn() -> int:

@@ -42,10 +42,11 @@ class _Once:
 
         Args:
             ways: that its micro-batches take.
-            since: the number of the first pass since which no weight has changed.
+            since: the number of the first pass since which no weight has changed; -1 if that is
+                not known.
         """
         self._ways = ways
-        if since != self._since:
+        if since < 0 or since != self._since:
             self.clear()
             self._since = since
 

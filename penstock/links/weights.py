@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,10 +20,11 @@ class Named(NamedTuple):
 
 
 class Weights:
-    """The weights that this process has in common with those beside it, by numbers of the driver.
+    """The weights that the processes at both ends of a link have, by numbers of the driver.
 
     A tied weight is one: the stage that reads it first has it, and it goes to a later one with
-    every micro-batch.
+    every micro-batch. Whatever lies at its address is named, also what a call has made of it
+    without a copy; so each link knows only those that cross it.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,3 @@ class Weights:
         """The weight, as a value without a history."""
         value = self._tensors[name.number].detach()
         return value.requires_grad_() if name.requires_grad else value
-
-    def changed(self, numbers: Any) -> None:
-        """Let autograd know that others have changed these in place."""
-        torch.autograd.graph.increment_version([self._tensors[number] for number in numbers])

@@ -328,9 +328,12 @@ class _Search:
         )
 
     def _sending(self, stage: int, rows: int) -> Floats:
-        """(places,): seconds for which the boundary at each place occupies the link after it."""
+        """(places,): seconds for which a batch of so many rows occupies the link after each place.
+
+        Tied weights go with it once.
+        """
         speed = self._link(stage).bytes_per_second
-        size = np.asarray(self.profile.crossing)[self.places] * rows
+        size = (np.asarray(self.profile.crossing) * rows + self.layout.tied)[self.places]
         found: Floats = size / speed if speed else np.zeros(len(self.places))
         return found
 
@@ -422,7 +425,8 @@ class _Search:
         weights = self._until_weights[end] - self._until_weights[:end]
         states = self._until_states[end] - self._until_states[:end]
         live = np.maximum.accumulate(self._live[:end][::-1])[::-1]
-        found: Floats = weights + states + live + self._waiting[:end]
+        tied = self.layout.tied[self.places][:end]
+        found: Floats = weights + tied + states + live + self._waiting[:end]
         return found
 
     @cached_property
@@ -685,7 +689,8 @@ class Flow:
             hop = Link()
             if stage:
                 hop = profile.links.get(f"{homes[stage - 1]}>{homes[stage]}", hop)
-            speed, size = hop.bytes_per_second, profile.crossing[first] * rows
+            tied = float(layout.tied[first]) / len(search.share)
+            speed, size = hop.bytes_per_second, profile.crossing[first] * rows + tied
             yield StagePlan(
                 worker=stage,
                 device=homes[stage],

@@ -119,9 +119,14 @@ def _check_room(plan: Plan, request: Request) -> None:
     """Raise unless a plan that was given has room for the states of so many groups.
 
     Raises:
-        InputError: it has room for fewer.
+        InputError: it has room for fewer, or for none.
     """
     has_states = any(stage.state_bytes for stage in plan.stages)
+    if request.states and not has_states:
+        raise InputError(
+            f"states={request.states}, and the plan that was given has no room for states: make "
+            "one by penstock plan --inference --states, or ps.profile(..., states=)"
+        )
     if request.in_flight is not None and has_states and request.in_flight > plan.groups:
         raise InputError(
             f"in_flight={request.in_flight}, and the plan that was given has room for the states "
@@ -346,7 +351,7 @@ def profiles_for(
     if request.boundary_dtype is not None:
         dtype: torch.dtype = getattr(torch, request.boundary_dtype)
         travelling = bytes_across(program, dtype, request.inference, request.states)
-        tied = () if request.inference else weights_across(program, dtype)
+        tied = weights_across(program, dtype)
         costs = [replace_fields(own, travelling=travelling, tied=tied) for own in costs]
     measured_with = where or ThreadProbe()
     pairs = zip(costs, possible, strict=True)

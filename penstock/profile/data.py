@@ -200,8 +200,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         labels: a readable name for every call.
         weights: bytes of the parameters that each call is the first to use.
         boundary: `boundary[k]`, bytes per row that cross the cut before call `k`, without weights.
-        tied: bytes of the weights that cross every cut, as later calls use them, too. Their
-            gradients come back with every micro-batch. Empty if there are none, or no backwards.
+        tied: bytes of the weights that cross every cut, as later calls use them, too: once in a
+            pass. Their gradients come back with every micro-batch. Empty if there are none.
         forbidden: cuts that are not possible, with the reason.
         travelling: `boundary`, as far as values travel in another precision. Empty means they do
             not.

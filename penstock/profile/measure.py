@@ -238,7 +238,7 @@ def _profiled(
         weights=tuple(sum(p.nbytes for p in used) for used in parameters),
         parameters=tuple(map(len, parameters)),
         boundary=bytes_across(program, inference=inference),
-        tied=() if inference else weights_across(program),
+        tied=weights_across(program),
         forbidden=dict(program.cuts.reasons),
         saved=saved,
         outputs=_outputs(program),

@@ -14,6 +14,7 @@ import torch
 
 from penstock.account.record import CALL
 from penstock.capture import Attribute, Program, Ref, Sizes, Trace
+from penstock.capture.attributes import find
 from penstock.capture.calls import INPUTS, Size, TensorInfo
 from penstock.capture.cuts import Apart
 from penstock.capture.dims import BatchDim, Dynamic
@@ -85,20 +86,23 @@ class Sessions:
     Args:
         runner: runs their passes.
         program: the captured program.
+        in_flight: how many groups are to be under way; by default as many as were planned.
 
     Attributes:
         together: has all processes that run the script make calls together.
     """
 
-    def __init__(self, runner: Runner, program: Program) -> None:
+    def __init__(self, runner: Runner, program: Program, in_flight: int | None = None) -> None:
         self._runner = runner
         self._program = program
+        self._in_flight = in_flight
         self._kept = 0
         self._open: WeakSet[Session] = WeakSet()
         self._living = Living()
         self._opened_modules = Opened(program)
         self._passes = 0
         self._weights_since: int | None = None  # the pass since which no weight has changed
+        self._weights: dict[str, tuple[int, int]] = {}  # that cross, as they were seen since then
         self._looked: dict[tuple[bool, int], int] = {}  # at the model, for a way: after which pass
         self.together = Together(runner, program)
 
@@ -111,6 +115,8 @@ class Sessions:
     def most(self) -> int:
         """How many groups are under way where nobody says otherwise: as many as were planned."""
         plan = self._runner.plan
+        if self._in_flight is not None:
+            return self._in_flight
         return plan.groups if plan.inference else self.width + 1
 
     def open(
@@ -148,7 +154,8 @@ class Sessions:
             args, kwargs: of the model's forward.
             lengths_in: says which dimensions of keyword arguments vary, if the session does not; it
                 is asked only if the call is unlike the one before.
-            weights_stay: whether no weight has changed since the pass before, unless `script_ran`.
+            weights_stay: whether no weight has changed since the pass before, unless `script_ran`,
+                or autograd has counted a change.
 
         Raises:
             InputError: the model does not take these arguments.
@@ -201,8 +208,7 @@ class Sessions:
                 order = runner.order(
                     "infer", routed, training, None, states, session.replica, assumed=assumed
                 )
-                since = self._weights_since if weights_stay else None
-                since = order.number if since is None else since
+                since = self._since(way, order.number) if weights_stay else -1
                 self._weights_since = since if weights_stay else None
                 order = replace(order, weights_since=since)
                 order = self.together.tell_start(order, routed, states)
@@ -217,6 +223,22 @@ class Sessions:
                 *(familiar is not None, assumed, self._passes, lengths_in),
                 runner.workers.times_told,
             )
+
+    def _since(self, way: Way, number: int) -> int:
+        """The pass since which no weight has changed, as far as autograd and addresses show it.
+
+        Args:
+            way: that the next pass takes.
+            number: of that pass.
+        """
+        tensors = {name: find(self._program.model, name) for name in way.crossing}
+        now = {
+            name: (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+            for name, tensor in tensors.items()
+        }
+        before, self._weights = self._weights, {**self._weights, **now}
+        is_same = all(before.get(name, state) == state for name, state in now.items())
+        return self._weights_since if is_same and self._weights_since is not None else number
 
     def _confirmed(self, done: Pass) -> Pass:
         """A pass that the model as it is now makes: this one, or else another in its place.
@@ -467,7 +489,9 @@ class Sessions:
         """Let the workers let go of what nobody has any more; no pass is under way."""
         if self.together.has_failed:
             return
-        if gone := self._living.taken():
+        gone = self._living.taken()
+        if gone or self._weights_since is not None:
+            self._weights_since = None
             # who is gone has let go of everything
             with suppress(ClosedError, WorkerError), self.together.telling(Drop(gone)):
                 self._runner.surviving(lambda: self._runner.workers.drop_states(gone))

@@ -201,9 +201,8 @@ class Assembly:
         """Take from a worker's stages what has come of it; `first` is one of the micro-batches."""
         for stage in own:
             stage.end()
-            if order.weights_since == order.number:  # the next pass may find others
-                for each in self._once[stage.index].values():
-                    each.clear()
+            if order.weights_since < 0:  # the next pass may find others
+                self._let_go(stage)
             if stage.index == 0:
                 outcome.gradients = self.feed.gradients
                 self.feed.end()
@@ -231,8 +230,16 @@ class Assembly:
         for stage in self.stages.values():
             stage.clear()
             stage.residents.shapes = {}
-            for each in self._once[stage.index].values():
-                each.clear()
+            self._let_go(stage)
+
+    def let_go_of_weights(self) -> None:
+        """Those of other stages may be others in the next pass."""
+        for stage in self.stages.values():
+            self._let_go(stage)
+
+    def _let_go(self, stage: Stage) -> None:
+        for each in self._once[stage.index].values():
+            each.clear()
 
 
 def _log_of(device: torch.device) -> Log | DeviceLog:

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from penstock.errors import WorkerTimeout
+
 
 class BusyError(Exception):
     """Somebody is inside for too long; never reaches a user."""
@@ -31,6 +33,8 @@ class Gate:
         self._changed = threading.Condition()
         self._inside = 0
         self._is_alone = False
+        self._scripts = threading.RLock()  # of several threads of the script one is alone
+        self._depth = 0
 
     def __enter__(self) -> None:
         with self._changed:
@@ -51,7 +55,7 @@ class Gate:
 
     @contextmanager
     def alone(self, timeout: float) -> Iterator[None]:
-        """While open, nobody is inside; for one thread at a time.
+        """While open, nobody is inside; for one thread at a time, which may do so within.
 
         Args:
             timeout: seconds that those inside may take.
@@ -60,19 +64,35 @@ class Gate:
             BusyError: somebody takes longer.
         """
         deadline = time.monotonic() + timeout
-        with self._changed:
-            while self._inside:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise BusyError
-                self._changed.wait(left)
-            self._is_alone = True
+        if not self._scripts.acquire(timeout=timeout):
+            raise BusyError
         try:
-            yield
-        finally:
             with self._changed:
-                self._is_alone = False
-                self._changed.notify_all()
+                while self._inside:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise BusyError
+                    self._changed.wait(left)
+                self._is_alone = True
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                with self._changed:
+                    self._is_alone = self._depth > 0
+                    self._changed.notify_all()
+        finally:
+            self._scripts.release()
+
+
+def busy(timeout: float) -> WorkerTimeout:
+    """The error that says so to the user; the worker may be another pipeline's of the model."""
+    return WorkerTimeout(
+        f"a forward of this model is under way in a worker of this process for more than "
+        f"{timeout:g} s, and the script has to run it by itself now; give Pipeline a larger "
+        "timeout= if it takes longer than that"
+    )
 
 
 _GATES: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()

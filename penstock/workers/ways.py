@@ -71,6 +71,7 @@ class Way:
         apart: the inputs and results that stay with their stages.
         taken: for every such input the stage that takes it.
         kept: for every such result the stage that keeps it; not of inputs that are passed on.
+        crossing: the names of the weights that go from a stage to another.
     """
 
     trace: Trace
@@ -79,6 +80,7 @@ class Way:
     apart: Apart = NOTHING
     taken: Mapping[int, int] = field(default_factory=dict)
     kept: Mapping[int, int] = field(default_factory=dict)
+    crossing: frozenset[str] = frozenset()
 
     @property
     def joins(self) -> list[Join]:
@@ -313,7 +315,6 @@ class Ways:
             check_closed(program.model, trace.changed, modules_of(spans_of))
         taken = {k: n for p, (n, *_) in zip(parts, spans, strict=True) for k in p.taken}
         kept = {k: n for p, (n, *_) in zip(parts, spans, strict=True) for k in p.kept}
-        way = Way(trace, parts[0].inputs, parts[-1].outputs, apart, taken, kept)
         entering = {n: p.inputs for p, (n, *_) in reversed(list(zip(parts, spans, strict=True)))}
         never = {*trace.changed, *program.written}
         crossing = {
@@ -325,6 +326,8 @@ class Ways:
             for number, values in entering.items()
             if number > 0
         }
+        names = frozenset(name for own in crossing.values() for name in own.values())
+        way = Way(trace, parts[0].inputs, parts[-1].outputs, apart, taken, kept, names)
         self._announce(NewWay(self.training, stages, way.ending, self._deferred, crossing))
         self._ways.append(way)
 

@@ -170,3 +170,26 @@ def test_hooks_that_come_and_go_later() -> None:
         model[-1].register_forward_hook(lambda module, args, output: seen.append(len(output)))
         assert torch.equal(pipe(X), before)
         assert sum(seen) == len(X)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer, so replicas let it wait for its turn, by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1.0)
+        return x + self.calls * 0
+
+
+def test_replicas_compile_once() -> None:
+    model, backend = nn.Sequential(nn.Linear(8, 8), Counts(), nn.Linear(8, 8)).eval(), Counting()
+    options = {"compile": {"backend": backend}, "replicas": 2, "num_microbatches": 4}
+    with pipeline(model, audit=None, **options) as pipe, torch.no_grad():
+        pipe(X)
+        before = sum(backend.by_thread.values())
+        pipe(X)
+        pipe(X)
+        assert before == sum(backend.by_thread.values()) > 0

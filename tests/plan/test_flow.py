@@ -48,6 +48,7 @@ def costs(
         outputs=tuple(random.uniform(100, 900, CALLS).tolist()),
         states=tuple(random.integers(100, 900, CALLS).astype(float).tolist()),
         links=dict.fromkeys(ends, link) if links else {},
+        tied=tuple(random.uniform(0, 3000, CALLS + 1).tolist()) if seed % 2 else (),
     )
     return msgspec.structs.replace(given, **changes)
 
@@ -63,7 +64,8 @@ def by_hand(found: ps.Profile, cuts: tuple[int, ...], count: int) -> tuple[float
         send = late = 0.0
         if stage < len(cuts) and found.links:
             link = found.links[f"{device}>{found.devices[stage + 1]}"]
-            send = found.boundary[end] * rows / link.bytes_per_second
+            tied = found.tied[end] / count if found.tied else 0.0
+            send = (found.boundary[end] * rows + tied) / link.bytes_per_second
             late = link.latency_seconds
         busy = max(work, send) if found.overlap else work + send
         busiest, way = max(busiest, count * busy), way + work + send + late
@@ -179,6 +181,7 @@ def held(profile: ps.Profile, found: ps.Plan) -> list[float]:
             + sum(profile.states[start:end]) * rows * (stages + 1)
             + max(live) * rows
             + (flying - 1) * profile.boundary[start] * rows
+            + (profile.tied[start] if profile.tied else 0.0)
         )
     return every
 

@@ -265,9 +265,9 @@ class Remote:
         """Move tensors to memory that it maps as well, with the next packages."""
         self._packages += self._shared.share(self._place, tensors)
 
-    def show(self, tensors: Sequence[torch.Tensor]) -> Crossing:
-        """Let it name tensors to other workers, or be named them."""
-        return self._shared.show(self._place, tensors)
+    def show(self, links: Mapping[int, Sequence[torch.Tensor]]) -> Crossing:
+        """Let it name tensors to other workers, or be named them, see `SharedModel.show`."""
+        return self._shared.show(self._place, links)
 
     def packages(self) -> list[Package]:
         """The tensors that it does not know of yet; from now on it does."""

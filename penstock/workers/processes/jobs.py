@@ -30,6 +30,7 @@ from penstock.engine.stage import Before
 from penstock.engine.state import kept
 from penstock.links.local import LocalLink
 from penstock.links.pickling import Packed, unpack
+from penstock.links.weights import Weights
 from penstock.links.wire import SPIN
 from penstock.loading import (
     tolerate_missing_torchvision_operators,
@@ -174,7 +175,9 @@ class Build:
             if kind == "local":
                 links[k] = LocalLink(CPU, CPU)
             else:
-                links[k] = own.sink(grant) if kind == "sink" else own.source(grant)
+                weights = own.weights[k] = Weights()
+                end = own.sink if kind == "sink" else own.source
+                links[k] = end(grant, weights)
         own.links = links
         count = self.plan.workers_per_replica
         if self.common:
@@ -218,11 +221,12 @@ class AddWay:
     def __call__(self, own: WorkerState) -> None:
         """Map its tensors, unpack its modules, and add it to the assembly of its mode."""
         take(own, self.packages)
-        for number, mine in self.crossing.own.items():
-            own.weights.add(number, own.tensors[mine])
         for package in self.crossing.others:
-            for shared, memory in mapped(own, package):
-                own.weights.add(shared.number, memory)
+            own.seen.update({shared.number: memory for shared, memory in mapped(own, package)})
+        for stage, numbers in self.crossing.numbers.items():
+            for number, mine in numbers.items():
+                tensor = own.seen[number] if mine is None else own.tensors[mine]
+                own.weights[stage].add(number, tensor)
         with loading():
             way, modules = own.inbox.unpack(self.way), own.inbox.unpack(self.modules)
         own.modules += modules
@@ -404,7 +408,7 @@ class DropStates:
 
     def __call__(self, own: WorkerState) -> None:
         """Drop those that are here."""
-        own.residents.drop(self.numbers)
+        own.drop_states(self.numbers)
 
 
 @contextmanager

@@ -76,11 +76,12 @@ class Crossing:
     """Weights that cross between workers, which have a number in common for each.
 
     Attributes:
-        own: for the worker's own, its numbers by the common ones.
-        others: those that it is to see besides, by the common numbers.
+        numbers: for every link, by the stage before it, those that cross it: of the worker's own
+            its own numbers by the common ones, of others `None`.
+        others: those that it does not see yet, by the common numbers.
     """
 
-    own: Mapping[int, int]
+    numbers: Mapping[int, Mapping[int, int | None]]
     others: Sequence[Package]
 
 
@@ -300,25 +301,25 @@ class SharedModel:
         part.slot, part.slots = -1, Slots()
         return list(packages.values())
 
-    def show(self, place: int, tensors: Iterable[torch.Tensor]) -> Crossing:
+    def show(self, place: int, links: Mapping[int, Sequence[torch.Tensor]]) -> Crossing:
         """Let the workers at a place name tensors to others, or be named them.
 
         Those that are nowhere in memory that is shared are left out.
 
         Args:
             place: of the workers.
-            tensors: their own, or those of workers before them.
+            links: their own, or those of workers before them, by the stage before the link.
         """
         part = self._parts[place]
-        own: dict[int, int] = {}
+        numbers: dict[int, dict[int, int | None]] = {stage: {} for stage in links}
         packages: dict[int, Package] = {}
-        for tensor in tensors:
+        for stage, tensor in ((stage, t) for stage, tensors in links.items() for t in tensors):
             if not self._is_shared(tensor):
                 continue
             common = self._crossing.setdefault(id(tensor), len(self._crossing))
-            if (number := self.number(place, tensor)) is not None:
-                own[common] = number
-            elif not any(tensor is known for known in part.crossing.tensors):
+            numbers[stage][common] = self.number(place, tensor)
+            is_new = not any(tensor is known for known in part.crossing.tensors)
+            if numbers[stage][common] is None and is_new:
                 memory = self.memories[id(tensor)]
                 package = packages.get(id(memory.segment))
                 if package is None:
@@ -328,7 +329,7 @@ class SharedModel:
                 place_of_it = memory.place._replace(requires_grad=False)
                 package.tensors.append(Shared(common, place_of_it, False, {}, ((), ())))
                 part.crossing.add(tensor)
-        return Crossing(own, list(packages.values()))
+        return Crossing(numbers, list(packages.values()))
 
     def _is_shared(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is where workers that were there before have shared it."""

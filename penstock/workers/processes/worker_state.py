@@ -76,7 +76,8 @@ class WorkerState:
         residents: what its stages keep between passes.
         kinds: orders that later ones are like, by the number of their kind.
         tensors: parameters and buffers that it shares with the driver, by number.
-        weights: tensors that it has in common with other workers.
+        weights: that cross its links to other workers, by the stage before.
+        seen: tensors of other workers among these, by number.
         links: its ends of them, by the stage before.
         slots: for the gradients of all parameters, by number.
         modules: the user's, in the order in which they came.
@@ -114,7 +115,8 @@ class WorkerState:
         self.residents = Residents()
         self.kinds: dict[int, Order] = {}
         self.tensors: dict[int, torch.Tensor] = {}
-        self.weights = Weights()
+        self.weights: dict[int, Weights] = {}
+        self.seen: dict[int, torch.Tensor] = {}
         self.links: dict[int, Any] = {}
         self.slots: dict[int, Slot] = {}
         self.modules: list[nn.Module] = []
@@ -206,6 +208,12 @@ class WorkerState:
         state = self.optimizers[number].state
         return {numbers.get(id(key), key): value for key, value in state.items()}
 
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of these values, and of weights of other stages that a generation has brought."""
+        self.residents.drop(numbers)
+        for assembly in self.assemblies.values():
+            assembly.let_go_of_weights()
+
     # -- gradients ------------------------------------------------------------------------
 
     def parameters(self, numbers: Sequence[int] | None) -> list[nn.Parameter] | None:
@@ -242,7 +250,7 @@ class WorkerState:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = None
-        self.weights.changed(gradients.crossing)
+        torch.autograd.graph.increment_version([self.seen[k] for k in gradients.crossing])
         for k in gradients.present if self.replica.of == 1 or updates else ():
             parameters[k].grad = slot.gradients[k]
 
@@ -421,14 +429,19 @@ class WorkerState:
 
     # -- links ----------------------------------------------------------------------------
 
-    def sink(self, grant: int) -> Sink:
-        """The earlier stage's end of a link, of the socket that was granted under this number."""
-        sender, receiver = self.ends(self._granted_wire(grant), out=self.weights)
+    def sink(self, grant: int, weights: Weights | None = None) -> Sink:
+        """The earlier stage's end of a link.
+
+        Args:
+            grant: the number under which its socket was granted.
+            weights: that cross it.
+        """
+        sender, receiver = self.ends(self._granted_wire(grant), out=weights)
         return Sink(sender, receiver)
 
-    def source(self, grant: int) -> Source:
-        """The later stage's end."""
-        sender, receiver = self.ends(self._granted_wire(grant), come=self.weights)
+    def source(self, grant: int, weights: Weights | None = None) -> Source:
+        """The later stage's end, likewise."""
+        sender, receiver = self.ends(self._granted_wire(grant), come=weights)
         return Source(receiver, sender)
 
     def _granted_wire(self, grant: int) -> Wire:

@@ -234,10 +234,12 @@ class ProcessWorkers(Workers):
             packed = outbox.pack(replace(way, stages=stages))
             also = outbox.modules  # that attributes lead to
             modules = remote.add(dict.fromkeys([*every, *also]))
-            cuts = {*stages, *(stage + 1 for stage in stages)}
-            names = {n for cut in sorted(cuts) for n in way.crossing.get(cut, {}).values()}
-            near = remote.show([find(self._model, name) for name in sorted(names)])
-            return AddWay(packages, packed, outbox.pack(modules), turns, near)
+            links = {
+                cut - 1: [find(self._model, name) for name in names.values()]
+                for cut, names in way.crossing.items()
+                if (placement[cut - 1] == place) != (placement[cut] == place)
+            }
+            return AddWay(packages, packed, outbox.pack(modules), turns, remote.show(links))
         except Exception as error:
             raise InputError(
                 f"the stages of worker {place} cannot be sent to its process: "

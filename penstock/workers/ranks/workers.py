@@ -32,7 +32,7 @@ from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.residents import Residents
 from penstock.engine.span import MicroBatch
 from penstock.engine.state import Backups
-from penstock.errors import InputError, WorkerTimeout
+from penstock.errors import InputError
 from penstock.links.link import Gradients
 from penstock.links.local import LocalLink
 from penstock.links.process_group import Line
@@ -43,7 +43,7 @@ from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping, norms_of, total_norm
-from penstock.workers.gate import BusyError, gate_of
+from penstock.workers.gate import BusyError, busy, gate_of
 from penstock.workers.members import Member
 from penstock.workers.memories import check_buffers, check_memories, unchanged
 from penstock.workers.optimizer_parts import (
@@ -380,8 +380,7 @@ class RankWorkers(Workers):
                 yield
         except BusyError as error:
             self.give_up(error)
-            text = f"{self.role.name} is amid a module for more than {timeout:.0f} s"
-            raise WorkerTimeout(text, self._me) from error
+            raise busy(timeout) from error
 
     def give_up(self, why: BaseException) -> None:
         """Stop what is under way, and put back what passes have changed that did not end."""
@@ -397,9 +396,11 @@ class RankWorkers(Workers):
         backward = order.what in ("train", "backward")
         self._thread.begin(number, timeout)
         self._backups.begin(number, [self.ownership.backup(self._place, backward)])
+        brings = order.weights_since in (-1, number)  # tied weights, with the first of them
+        like = order.what, order.training, order.modes
         kinds = [
-            (order.what, order.training, order.modes, m.way, tuple(m.sizes.items()))
-            for m in self._mine(order)
+            (*like, m.way, tuple(m.sizes.items()), brings and not k)
+            for k, m in enumerate(self._mine(order))
         ]
         for line in self._lines:
             line.expect(kinds)
@@ -552,6 +553,8 @@ class RankWorkers(Workers):
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of values that stay with this rank."""
         self.residents.drop(numbers)
+        for assembly in self._assemblies.values():
+            assembly.let_go_of_weights()
 
     # -- parameters -----------------------------------------------------------------------
 

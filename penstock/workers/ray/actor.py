@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,10 @@ class ActorState:
     def residents(self) -> Residents:
         """The values that stay with it between passes."""
         return self.rank.residents
+
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of these values."""
+        self.rank.drop_states(numbers)
 
     def begin(self, rank: ActorRank) -> None:
         """From now on it is this rank."""

@@ -34,7 +34,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly
 from penstock.workers.backend import Workers
-from penstock.workers.gate import BusyError, Gate
+from penstock.workers.gate import BusyError, Gate, busy
 from penstock.workers.members import Member, members_here
 from penstock.workers.optimizer_parts import Groups, LocalParts, Parts
 from penstock.workers.ownership import Ownership
@@ -268,12 +268,13 @@ class ThreadWorkers(Workers):
         try:
             with self._gate.alone(self._timeout):
                 yield
-        except BusyError:
-            try:
-                self._pool.give_up_late(self._timeout)
-            finally:
-                self._undo()
-            raise
+        except BusyError as error:
+            if self._pool.under_way:
+                try:
+                    self._pool.give_up_late(self._timeout)
+                finally:
+                    self._undo()
+            raise busy(self._timeout) from error
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""
@@ -290,6 +291,8 @@ class ThreadWorkers(Workers):
         for each in self._residents:
             for residents in each.values():
                 residents.drop(numbers)
+        for assembly in chain.from_iterable(self._assemblies.values()):
+            assembly.let_go_of_weights()
 
     def optimizer(
         self,

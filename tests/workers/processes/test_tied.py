@@ -121,3 +121,40 @@ def test_a_change_between_forward_and_backward_is_an_error() -> None:
             model.embedding.weight.add_(1.0)
         with pytest.raises(WorkerError, match="modified by an inplace operation"):
             output.sum().backward()
+
+
+class Aliased(nn.Module):
+    """The middle stage makes a value of the first weight without a copy; the last reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        weight = self.drop(self.first.weight)
+        return F.linear(self.third(F.linear(x, weight)), weight)
+
+
+def test_what_lies_where_a_weight_lies_is_copied_to_stages_that_do_not_map_it() -> None:
+    model, x = Aliased().eval(), torch.randn(8, 4)
+    program = ps.capture(model, (x,))
+    cuts = [program.labels.index(name) for name in ("second", "third")]
+    with (
+        ps.Pipeline(
+            *(model, (x,)),
+            devices=3,
+            workers="processes",
+            num_microbatches=2,
+            cuts=["second", "third"],
+            progress=None,
+            audit=None,
+            threads_per_worker=1,
+            replicas=1,
+        ) as pipe,
+        torch.no_grad(),
+    ):
+        assert list(pipe.plan.cuts) == cuts
+        assert torch.equal(pipe(x), torch.cat([model(half) for half in x.chunk(2)]))
