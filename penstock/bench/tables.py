@@ -187,7 +187,8 @@ def _generated(models: Sequence[dict[str, Any]]) -> str:
         "stages in turn": ("stages in turn", "stages in turn, accelerate's hooks"),
         "transformers' pipeline": ("transformers' pipeline",),
     }
-    lines = [f"| generation | in threads | {' | '.join(names)} |", "|---" * 5 + "|"]
+    titles = " | ".join([*names, "the machine allows"])
+    lines = [f"| generation | in threads | {titles} |", "|---" * 6 + "|"]
     for model in models:
         found = model["generation"]
         rows, same = found["rows"], found["same_groups"]
@@ -203,18 +204,23 @@ def _generated(models: Sequence[dict[str, Any]]) -> str:
             groups = f"{own['groups']} group{'s' if own['groups'] > 1 else ''}"
             ratio = own["median"] / best["median"]
             cells.append(f"{_times(alike)}; at best {ratio:.2f}x, {groups}")
+        side_by_side = model["limit"]["a group"][-1]
+        cells.append(f"{1 / side_by_side['to_first']:.2f}x of the stages in turn")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _one_sequence(models: Sequence[dict[str, Any]]) -> str:
     """How many times as long as one device a pipeline takes for one sequence."""
-    lines = ["| one sequence | one device | in threads | in processes |", "|---" * 4 + "|"]
+    titles = "one device", "in threads", "in processes", "stages alone, handed on"
+    lines = [f"| one sequence | {' | '.join(titles)} |", "|---" * 5 + "|"]
     for model in models:
         first, *others = model["latency"]["rows"]
         ours = [row for row in others if row["name"].startswith("Penstock")]
         token = f"{1e3 * first['median'] / model['latency']['new_tokens']:.3g} ms a token"
-        lines.append(f"| {' | '.join([model['model'], token, *map(_times, ours)])} |")
+        handed_on = model["limit"]["one sequence"][1]
+        cells = [model["model"], token, *map(_times, ours), _times(handed_on)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
