@@ -686,8 +686,12 @@ class Pipeline:
         self._check_trains("optimizer()")
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
+        runner, dividing = self._runner, self._running.dividing
         optimizer = PipelineOptimizer(
-            *(kind, chosen, self._running.dividing), surviving=self._runner.surviving, **options
+            *(kind, chosen, dividing),
+            surviving=runner.surviving,
+            doing=runner.doing,
+            **options,
         )
         self._running.add(optimizer)
         return optimizer
@@ -702,7 +706,8 @@ class Pipeline:
             **options: arguments of `torch.amp.GradScaler`, such as `init_scale`.
         """
         self._check_trains("scaler()")
-        scaler = PipelineScaler(self._runner.loss_device, self._workers, **options)
+        runner = self._runner
+        scaler = PipelineScaler(runner.loss_device, self._workers, runner.doing, **options)
         self._running.add(scaler)
         return scaler
 
@@ -714,7 +719,8 @@ class Pipeline:
         Args:
             of: a copy of the model to use instead, such as the `module` of an `AveragedModel`.
         """
-        return self._workers.state(self.model, self.model if of is None else of)
+        model = self.model if of is None else of
+        return self._runner.surviving(lambda: self._workers.state(self.model, model))
 
     def fetch(self) -> None:
         """Bring the weights that workers have changed to this process's model.
@@ -723,7 +729,7 @@ class Pipeline:
         Ray cluster have weights of their own: between two calls the model has those of the last
         one. Under torchrun it does what `state_dict` does, so all ranks have to call it.
         """
-        self._workers.state(self.model, self.model)
+        self._runner.surviving(lambda: self._workers.state(self.model, self.model))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the parameters that have one, by their names.
@@ -732,7 +738,8 @@ class Pipeline:
         dropped or set to zero, they are copies. A rank has those of its own stages.
         """
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        found = zip(names, self._workers.gradients(parameters), strict=True)
+        gradients = self._runner.surviving(lambda: self._workers.gradients(parameters))
+        found = zip(names, gradients, strict=True)
         return {name: gradient for name, gradient in found if gradient is not None}
 
     def clip_grad_norm_(
@@ -757,7 +764,8 @@ class Pipeline:
         self._check_trains("clip_grad_norm_")
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
         with self._runner.steps.during("clipping"):
-            return self._workers.clip(self._clipped(parameters), clipping)
+            chosen = self._clipped(parameters)
+            return self._runner.doing(lambda: self._workers.clip(chosen, clipping))
 
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
@@ -770,7 +778,8 @@ class Pipeline:
         """
         self._check_trains("clip_grad_value_")
         with self._runner.steps.during("clipping"):
-            self._workers.clip_value(self._clipped(parameters), clip_value, foreach)
+            chosen = self._clipped(parameters)
+            self._runner.doing(lambda: self._workers.clip_value(chosen, clip_value, foreach))
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
         """The parameters to clip; by default all of the model, each once."""

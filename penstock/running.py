@@ -6,8 +6,8 @@ import platform
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from penstock.devices.cores import cores
 from penstock.devices.machine import processor
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
-from penstock.errors import ClosedError, InputError, WorkerDied, WorkerError
+from penstock.errors import ClosedError, InputError, PenstockError, WorkerDied, WorkerError
 from penstock.links.casting import in_words
 from penstock.passes import Passes
 from penstock.plan import Plan
@@ -228,7 +228,7 @@ class Running:
         backend = chosen.backend(self._allocator_kept)
         with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)
-            left = self.workers.left()
+            left = self.runner.surviving(lambda: self.workers.left())
             request, note = with_one_replica(self.given.request, old, left)
             example = self.given.example
             of = Replanning(old, self._program, *example, backend, request, report)
@@ -261,6 +261,7 @@ class Running:
         Raises:
             ClosedError: nobody could be started.
         """
+        self.runner.surviving(lambda: self.workers.bring())
         old, same = self.plan, self.given.as_they_are(self.workers, self.threads)
         for optimizer in self._optimizers:
             optimizer.divide_again()
@@ -353,7 +354,7 @@ class Running:
             ClosedError: nobody could take over.
         """
         began, before, old = time.monotonic(), self.members, self.plan
-        with with_autograd():
+        with with_autograd(), self._told_where_to_resume():
             left = remember()
             for optimizer in self._optimizers:
                 optimizer.divide_again()
@@ -378,6 +379,28 @@ class Running:
         self.runner.steps.kept.happened(
             f"{what}; {self.members.news(before)}; others have taken over within {took}{another}"
         )
+
+    @contextmanager
+    def _told_where_to_resume(self) -> Iterator[None]:
+        """While open, an error closes the workers; where they had what is lost, it says more."""
+        has_all = self.workers.copies is None
+        try:
+            yield
+        except Exception as error:
+            if not has_all:
+                self.workers.close()
+                newest = self.saver.newest
+                advice = (
+                    f"Resume from the checkpoint {newest}"
+                    if newest is not None
+                    else "There is no checkpoint of this run: pipe.autosave(folder, every=...) "
+                    "writes one, from which penstock.resume goes on"
+                )
+                if isinstance(error, WorkerDied):
+                    error.advise(advice)
+                elif isinstance(error, PenstockError):
+                    raise type(error)(f"{error}. {advice}") from error
+            raise
 
     def _try_to_use(self, chosen: WorkerOptions, plan: Plan, survivors: Any, what: str) -> None:
         """Go on with those that are left, and with new ones if that fails.

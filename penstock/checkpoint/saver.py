@@ -106,6 +106,10 @@ class Saver:
     Args:
         model: whose weights.
         runner: who runs it, by a plan.
+
+    Attributes:
+        newest: the folder of the latest checkpoint that this process has written; `None` if it has
+            written none.
     """
 
     def __init__(self, model: nn.Module, runner: Runner) -> None:
@@ -113,6 +117,7 @@ class Saver:
         self._runner = runner
         self._number = 0
         self._current: Save | None = None
+        self.newest: Path | None = None
 
     def save(
         self, path: str | os.PathLike[str], background: bool, things: Mapping[str, Any]
@@ -171,6 +176,7 @@ class Saver:
             for file in files:
                 sync(file)
             folder.commit(_index(number, self._notes(parts), files))
+            self.newest = folder.path
         except OSError as error:
             folder.end(failed=True)
             raise CheckpointError(

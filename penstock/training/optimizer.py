@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from penstock.workers.optimizer_parts import Groups, Parts, move_state
 Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
 
-def _once(work: Callable[[], None]) -> None:
-    work()
+def _once(work: Callable[[], Any]) -> Any:
+    return work()
 
 
 class PipelineOptimizer(Optimizer):
@@ -39,7 +40,8 @@ class PipelineOptimizer(Optimizer):
         divide: makes the workers' parts of an optimizer from its class, groups and options.
         master_weights: whether to update half-precision parameters with float32 copies, see
             `penstock.training.masters`.
-        surviving: does a step, and again if other workers had to take over; once by default.
+        surviving: does some work, and again if other workers had to take over; once by default.
+        doing: likewise a step, which may have to be done again later, too.
         options: arguments of `kind`.
 
     Raises:
@@ -52,7 +54,8 @@ class PipelineOptimizer(Optimizer):
         params: Iterable[Any],
         divide: Divide,
         master_weights: bool = False,
-        surviving: Callable[[Callable[[], None]], None] = _once,
+        surviving: Callable[[Callable[[], Any]], Any] = _once,
+        doing: Callable[[Callable[[], Any]], Any] = _once,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):
@@ -67,7 +70,7 @@ class PipelineOptimizer(Optimizer):
         self._kind = kind
         self._options = options
         self._divide = divide
-        self._surviving = surviving
+        self._surviving, self._doing = surviving, doing
         self._parts: Parts | None = None
         self._divided: list[list[int]] = []
         self._updated: Collection[torch.Tensor] = ()  # by a step that is still to be completed
@@ -105,11 +108,15 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._surviving(self._step)
+        self._doing(partial(self._step, [_as_now(group) for group in self.param_groups]))
         return loss
 
-    def _step(self) -> None:
-        """Update the parameters that are still to be updated."""
+    def _step(self, as_asked: Groups) -> None:
+        """Update the parameters that are still to be updated.
+
+        Args:
+            as_asked: the groups, with the settings that they had when the step was asked for.
+        """
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if self._parts is not None and groups != self._divided:  # the script has edited them
             self._parts.fetch(self.state)
@@ -120,7 +127,7 @@ class PipelineOptimizer(Optimizer):
             parts.load(self.state)
             self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
         with _without_gradients(self._updated):
-            self._parts.step(self.param_groups, self.state)
+            self._parts.step(as_asked, self.state)
         self._updated = ()
 
     def divide_again(self) -> None:
@@ -138,9 +145,12 @@ class PipelineOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of a plain optimizer over all parameters, copied from the workers."""
+        self._surviving(self._fetch)
+        return super().state_dict()
+
+    def _fetch(self) -> None:
         if self._parts is not None:
             self._parts.fetch(self.state)
-        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an optimizer of this class, also of a plain one."""
@@ -151,6 +161,12 @@ class PipelineOptimizer(Optimizer):
         if parts is not None:
             parts.load(self.state)  # if that is interrupted, the next step loads all of it
             self._parts = parts
+
+
+def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with its settings as they are now; a learning rate in a tensor changes in place."""
+    found = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+    return {**found, "params": list(group["params"])}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from penstock.links.pickling import Inbox, portable
 from penstock.links.wire import SPIN
 from penstock.workers.processes.remembering import Memory
 from penstock.workers.processes.worker_state import loading
+from penstock.workers.ray.copies import ActorCopies
 from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
 from penstock.workers.ray.rank import ActorRank
 
@@ -47,6 +49,7 @@ class ActorState:
         inbox: unpacks stages; modules that several have in common are the same objects.
         optimizers: its parts of them, by number.
         tickets: of passes under way, by the numbers of their starts.
+        copies: of what it has, and of what others have.
     """
 
     def __init__(self, worker: int) -> None:
@@ -61,6 +64,7 @@ class ActorState:
         self.inbox = Inbox(self.tensors.__getitem__)
         self.optimizers: dict[int, Optimizer] = {}
         self.tickets: deque[Any] = deque()
+        self.copies = ActorCopies()
         self._rank: ActorRank | None = None
         self._buffers: list[tuple[dict[str, Any], str, int]] = []
 
@@ -88,8 +92,17 @@ class ActorState:
         """From now on it is this rank."""
         self._rank = rank
 
+    def empty(self, worker: int) -> None:
+        """Let go of everything, and be another worker, as yet without a plan."""
+        if self._rank is not None:
+            self._rank.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.__init__(worker)  # type: ignore[misc]
+
     def interrupt(self) -> None:
         """Have the pass that is waited for given up; called from another thread."""
+        self.copies.interrupt()
         if self._rank is not None:
             self._rank.interrupt()
 
@@ -209,6 +222,18 @@ class Actor:
             self._given_up = max(self._given_up, number)
             if self._doing <= number:
                 self._state.interrupt()
+
+    def have_buddy(self, worker: int, buddy: Any, has_twins: bool) -> None:
+        """Send another actor copies from now on, see `ActorCopies`."""
+        self._state.copies.have_buddy(worker, buddy, has_twins)
+
+    def hold(self, worker: int, parcel: Parcel) -> None:
+        """Keep a copy of what another worker has; runs beside the jobs."""
+        self._state.copies.hold(worker, parcel)
+
+    def copies(self, number: int) -> Parcel:
+        """The copies of this number that are here; runs beside the jobs."""
+        return wrapped(self._state.copies.all_of(number))
 
     def look(self) -> tuple[str, Reading]:
         """The stack of the thread that does jobs, and what the rank is doing; runs beside them."""

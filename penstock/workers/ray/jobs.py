@@ -46,6 +46,23 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
+class Enter:
+    """Be a worker of another pool than before.
+
+    Attributes:
+        worker: its number there.
+    """
+
+    worker: int
+
+    def __call__(self, own: ActorState) -> None:
+        """Let go of everything that the actor had in the pool before."""
+        own.empty(self.worker)
+        gc.unfreeze()
+        gc.collect()
+
+
+@dataclass(frozen=True)
 class Introduce:
     """Say who the worker is; when that is answered, the process has imported what it needs.
 
@@ -166,6 +183,10 @@ class News:
     zeroed: Sequence[int] = ()
     requires_grad: Mapping[int, bool] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Whether it has done anything."""
+        return bool(self.values or self.gradients or self.zeroed or self.requires_grad)
+
     @torch.no_grad()
     def apply(self, own: ActorState) -> None:
         """Let the worker's tensors have it."""
@@ -261,6 +282,7 @@ class StartPass:
         forgotten: modes and numbers of batches that will not come back.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
+        copy: the number of the copy that is made before the pass; 0 for none.
     """
 
     order: Order
@@ -271,6 +293,7 @@ class StartPass:
     forgotten: Sequence[tuple[bool, int]]
     settings: Settings | None
     wanted: Sequence[int] | None = None
+    copy: int = 0
 
     def __call__(self, own: ActorState) -> None:
         """Start it; the rest happens in the rank's thread, right before the pass."""
@@ -292,6 +315,8 @@ class StartPass:
         follow(own.modules, attributes)
         own.memory.note(attributes)
         self.news.apply(own)
+        if self.copy:
+            own.copies.make(own, self.copy)
 
 
 class Done(NamedTuple):
@@ -302,12 +327,14 @@ class Done(NamedTuple):
         present: the numbers of parameters that have a gradient now; `None` if that is as before.
         replaced: the numbers of buffers in whose places forwards have put others.
         now: by this worker's clock.
+        copied: the number of its latest copy that has arrived.
     """
 
     outcome: Outcome
     present: Sequence[int] | None
     replaced: Sequence[int]
     now: int
+    copied: int
 
 
 @dataclass(frozen=True)
@@ -336,7 +363,7 @@ class FinishPass:
         present = None
         if order.goes_back:
             present = [n for n, p in own.own_parameters().items() if p.grad is not None]
-        return Done(outcome, present, replaced, monotonic_ns())
+        return Done(outcome, present, replaced, monotonic_ns(), own.copies.arrived)
 
 
 @dataclass(frozen=True)
@@ -513,6 +540,27 @@ class Tell:
     def __call__(self, own: ActorState) -> None:
         """Do that, after the passes that are under way."""
         own.rank.in_thread(partial(self.news.apply, own))
+
+
+@dataclass(frozen=True)
+class MakeCopy:
+    """Make a copy of what this worker has, and wait until it has arrived.
+
+    Attributes:
+        number: of the copy.
+        news: of this worker's tensors.
+        timeout: seconds.
+    """
+
+    number: int
+    news: News
+    timeout: float
+
+    def __call__(self, own: ActorState) -> None:
+        """Do that, after the passes that are under way."""
+        own.rank.in_thread(partial(self.news.apply, own))
+        own.rank.in_thread(partial(own.copies.make, own, self.number))
+        own.copies.wait(self.number, self.timeout)
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,33 @@ class DriverModel:
             older.update(draft)
         self._unsure.clear()
 
+    def again(self, news: Iterable[News]) -> Callable[[], None]:
+        """What does these news to the script's tensors once more, with copies of what they have."""
+        every = [one for one in news if one]
+        values = {n: value.clone() for one in every for n, value in one.values.items()}
+        gradients = {
+            n: None if gradient is None else gradient.clone()
+            for one in every
+            for n, gradient in one.gradients.items()
+        }
+        zeroed = [n for one in every for n in one.zeroed]
+        wanted = {n: wants for one in every for n, wants in one.requires_grad.items()}
+        tensors = self.tensors
+
+        @torch.no_grad()
+        def do() -> None:
+            for number, value in values.items():
+                tensors[number].copy_(value)
+            for number, gradient in gradients.items():
+                tensors[number].grad = None if gradient is None else gradient.clone()
+            for number in zeroed:
+                if (present := tensors[number].grad) is not None:
+                    present.zero_()
+            for number, wants in wanted.items():
+                tensors[number].requires_grad_(wants)
+
+        return do
+
     # -- what workers have done to them -----------------------------------------------------
 
     def have_gradients(self, place: int, present: Iterable[int]) -> None:
@@ -244,6 +271,17 @@ class DriverModel:
             if isinstance(self.tensors[number].grad, GradientElsewhere):
                 self.tensors[number].grad = gradient
             self._stand_ins.pop(number, None)
+
+    def go_back(
+        self, values: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Have what a copy of the workers has; they are gone."""
+        self.have(values)
+        self.stale.clear()
+        self._stand_ins.clear()
+        for number, tensor in enumerate(self.tensors):
+            if self._places[number] is not None and isinstance(tensor, nn.Parameter):
+                tensor.grad = gradients.get(number)
 
     def with_gradients(self, place: int) -> list[int]:
         """The numbers of parameters at a place whose gradients are there."""

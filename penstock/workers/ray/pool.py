@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.board.activity import Activity
@@ -17,11 +21,13 @@ from penstock.links.local import Aborted
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 from penstock.workers.ray.actor import Actor
 from penstock.workers.ray.cluster import Cluster, kill, ray
+from penstock.workers.ray.copies import Entries
 from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
 from penstock.workers.ray.watch import Watch
 
 _GRACE = 15.0  # seconds that workers have to notice that a pass was given up
 _LEAVE = 5.0  # seconds that they have to leave each other by themselves
+_SLOW = 60.0  # seconds that one has to give the copies that it has
 _LOOK = 2.0  # seconds that a worker has to say what it is doing
 _LARGE = 1 << 16  # bytes of a job that Ray keeps once for all workers
 _CAUSE = re.compile(r"(?:is dead|died) because (.*)")
@@ -44,6 +50,42 @@ class _Sent(Dispatch):
         self.failed = 0.0
 
 
+@dataclass
+class ActorSurvivors:
+    """Actors of a pool that go on in another one, where others have ended.
+
+    Attributes:
+        actors: that wait for jobs.
+        bundles: of the placement group, where they are.
+        group: the placement group.
+        cluster: where all of that is; it is left when nobody takes them over.
+        cpus: that each of them reserves.
+        dispatches: how many they have seen.
+    """
+
+    actors: list[Any]
+    bundles: list[int]
+    group: Any
+    cluster: Cluster
+    cpus: float
+    dispatches: int
+    _is_taken: bool = False
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def take(self) -> None:
+        """A pool has taken them over, and the cluster with them."""
+        self._is_taken = True
+
+    def close(self) -> None:
+        """End those that nobody has taken over."""
+        if not self._is_taken:
+            self._is_taken = True
+            _end(self.actors, [self.group], self.cluster)
+        self.actors, self.bundles = [], []
+
+
 class ActorPool(Pool):
     """Actors of a Ray cluster. Jobs are pickled, and called with the `ActorState`.
 
@@ -51,10 +93,15 @@ class ActorPool(Pool):
         cluster: where they are; it is left when they are closed.
         count: how many.
         cpus: that each of them reserves.
+        keeps_survivors: if an actor dies, whether the others wait for `survivors`.
+        survivors: of another pool, which go on in this one, in the same placement group; others are
+            started there only if these do not suffice.
 
     Attributes:
         board: what those do that are on this machine.
         nodes: for every worker its process, and its node, in words; known after the start.
+        keeps_survivors: as given.
+        old: the workers that were in another pool; they have to be told of this one.
 
     Raises:
         InputError: the cluster has no room for them.
@@ -62,22 +109,55 @@ class ActorPool(Pool):
 
     _can_be_killed = False
 
-    def __init__(self, cluster: Cluster, count: int, cpus: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        count: int,
+        cpus: float,
+        keeps_survivors: bool = False,
+        survivors: ActorSurvivors | None = None,
+    ) -> None:
         super().__init__(count, _GRACE, lambda: None)
         self.nodes = ["an actor that is starting"] * count
+        self.keeps_survivors = keeps_survivors
         self._deaths: dict[int, WorkerDied] = {}
         self._actors: list[Any] = []
+        self._bundles = list(range(count))
         self._cluster, self._cpus = cluster, cpus
         self.board: Board = new_board(count)
         self._reserved: list[Any] = []  # one placement group
+        self._pids: list[int] = []  # of those on this machine; 0 for others
         self._end = weakref.finalize(self, _end, self._actors, self._reserved, cluster)
+        self.old = range(0)
         try:
-            self._reserved.append(cluster.reserve(count, cpus))
-            self._actors += cluster.start(self._reserved[0], count, cpus, Actor)
+            if survivors:
+                self._take_over(survivors)
+            else:
+                self._reserved.append(cluster.reserve(count, cpus))
+            fresh = self._bundles[len(self._actors) :]
+            self._actors += cluster.start(self._reserved[0], fresh, cpus, Actor)
         except BaseException:
             self.close("its workers could not be started")
             self.board.close()
             raise
+
+    def _take_over(self, survivors: ActorSurvivors) -> None:
+        """Have the actors that are left, and bundles for those that are missing.
+
+        Raises:
+            InputError: the cluster has no room for these.
+        """
+        self._dispatches = survivors.dispatches
+        self._reserved.append(survivors.group)
+        self._actors += survivors.actors
+        survivors.take()
+        taken = survivors.bundles[: self._count]
+        kill(self._actors[self._count :], [])
+        del self._actors[self._count :]
+        missing = self._count - len(taken)
+        free = self._cluster.free_bundles(survivors.group, taken, missing)
+        self._bundles = [*taken, *free]
+        self.old = range(len(taken))
 
     def watch(self, nodes: Sequence[str]) -> Watch | None:
         """Watch the cluster, if there are to be as many workers as it has room for.
@@ -87,7 +167,7 @@ class ActorPool(Pool):
         """
         if self._cluster.options.max is None:
             return None
-        return Watch(self._cluster, nodes, self._cpus)
+        return Watch(self._cluster, nodes, self._cpus, self._reserved[0], self._bundles)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Number the workers anew.
@@ -96,6 +176,115 @@ class ActorPool(Pool):
             order: for every number the one that the worker has had.
         """
         self._actors[:] = [self._actors[k] for k in order]
+        self._bundles[:] = [self._bundles[k] for k in order]
+
+    def know(self, places: Sequence[tuple[int, str, str, bool]]) -> None:
+        """Know where the workers are.
+
+        Args:
+            places: for every worker its process, its host, its node, and whether that is here.
+        """
+        self.nodes[:] = [f"process {pid} on {host}, node {n[:8]}" for pid, host, n, _ in places]
+        self._pids = [pid if is_here else 0 for pid, _, _, is_here in places]
+
+    def pair(self, buddies: Sequence[int | None], has_twins: bool) -> None:
+        """Have every worker send copies of what it has to another one.
+
+        Args:
+            buddies: for every worker the other one; `None` for nobody.
+            has_twins: whether replicas have the same, so that less is sent.
+        """
+        refs = [
+            actor.have_buddy.remote(
+                worker, None if buddy is None else self._actors[buddy], has_twins
+            )
+            for worker, (actor, buddy) in enumerate(zip(self._actors, buddies, strict=True))
+        ]
+        with self._naming():
+            ray().get(refs, timeout=_GRACE + _SLOW)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """While open, the end of an actor is a `WorkerDied`."""
+        try:
+            yield
+        except ray().exceptions.RayActorError as error:
+            raise self._lost(0, error) from None
+
+    # -- those that are left --------------------------------------------------------------
+
+    def copies(self, number: int) -> dict[int, Mapping[int | None, Entries]]:
+        """The copies of this number that the workers have which are left, by who has them.
+
+        Those that do not answer are taken to have ended.
+        """
+        found = {}
+        asked = {
+            actor.copies.options(concurrency_group="control").remote(number): worker
+            for worker, actor in enumerate(self._actors)
+            if worker not in self._deaths
+        }
+        ready, late = ray().wait([*asked], num_returns=len(asked), timeout=_SLOW)
+        for ref in ready:
+            try:
+                found[asked[ref]] = unwrapped(ray().get(ref))
+            except Exception as error:
+                self._deaths[asked[ref]] = self._lost(asked[ref], error)
+        for ref in late:
+            self._end_by_force(asked[ref], "does not answer any more")
+        return found
+
+    @property
+    def deaths(self) -> Mapping[int, WorkerDied]:
+        """The workers that are known to have ended."""
+        return self._deaths
+
+    def survivors(self) -> ActorSurvivors:
+        """Those that can go on in another pool, which leave this one."""
+        left = [worker for worker in range(self._count) if worker not in self._deaths]
+        kill([self._actors[worker] for worker in self._deaths], [])
+        self._end.detach()
+        self._closed_because = self._closed_because or "others have taken over"
+        return ActorSurvivors(
+            [self._actors[worker] for worker in left],
+            [self._bundles[worker] for worker in left],
+            self._reserved[0],
+            self._cluster,
+            self._cpus,
+            self._dispatches,
+        )
+
+    def _end_by_force(self, worker: int, how: str) -> None:
+        """End a worker that does not do so by itself."""
+        self._deaths.setdefault(worker, self._died(worker, f"{how};"))
+        kill([self._actors[worker]], [])
+        if self._pids and self._pids[worker]:  # a process that is stopped does not hear of it
+            with suppress(OSError):
+                os.kill(self._pids[worker], signal.SIGKILL)
+
+    def check_open(self) -> None:
+        """Raise if they cannot work any more.
+
+        Raises:
+            WorkerDied: one has ended, and the others wait to go on without it.
+            ClosedError: they were closed.
+        """
+        if self._closed_because and self.keeps_survivors and self._end.alive and self._deaths:
+            raise self._deaths[min(self._deaths)]
+        super().check_open()
+
+    def fail(self, why: str) -> None:
+        """They cannot go on as they are; those that are left may in another pool."""
+        if self.keeps_survivors and self._deaths:
+            self._closed_because = why
+        else:
+            super().fail(why)
+
+    def close(self, why: str = "close() was called") -> None:
+        """Let the workers go, for good; `why` is what later calls will say."""
+        if self._closed_because is None or (self.keeps_survivors and self._end.alive):
+            self._closed_because = self._closed_because or why
+            self._dismiss()
 
     @property
     def why_closed(self) -> str | None:
@@ -139,12 +328,18 @@ class ActorPool(Pool):
         ready, _ = ray().wait([*waiting], num_returns=len(waiting), timeout=seconds)
         for ref in ready:
             self._hear(waiting[ref], ref, current)
+        if self.keeps_survivors and not ready:
+            for worker in filter(self._is_stopped, current.waits_for):
+                self._end_by_force(worker, "was stopped by a signal, and then ended")
+                self._note(worker, Result(None, self._deaths[worker]))
         now = time.monotonic()
         if current.failures() and not current.failed:
             current.failed = now
         if current.failed and now > current.failed + _GRACE:  # it is cut off, and Ray waits longer
             for worker in current.waits_for:
-                self._note(worker, Result(None, self._died(worker, "does not answer any more")))
+                if self.keeps_survivors:
+                    self._end_by_force(worker, "does not answer any more")
+                self._note(worker, Result(None, self._died(worker, "does not answer any more;")))
             return
         if not ready:
             raise Late
@@ -155,7 +350,7 @@ class ActorPool(Pool):
         try:
             failed, parcel = ray().get(ref)
             value = unwrapped(parcel)
-        except errors.RayActorError as error:
+        except (errors.RayActorError, errors.ObjectLostError) as error:
             self._note(worker, Result(None, self._deaths.get(worker) or self._lost(worker, error)))
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be read in this process.")
@@ -172,15 +367,24 @@ class ActorPool(Pool):
             if worker in each.given:
                 each.results.setdefault(worker, result)
 
+    def _is_stopped(self, worker: int) -> bool:
+        """Whether a signal has stopped the process of a worker, if it is on this machine."""
+        if not self._pids or not self._pids[worker]:
+            return False
+        with suppress(OSError):
+            stat = Path(f"/proc/{self._pids[worker]}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] in "Tt"
+        return False
+
     def _lost(self, worker: int, error: Exception) -> WorkerDied:
         """The error for an actor of which Ray says that it is gone."""
-        died = self._died(worker, f"died: {cause_of(error)}")
+        died = self._died(worker, f"died: {cause_of(error)};")
         died.add_note(f"Ray says: {error}")
         return died
 
     def _died(self, worker: int, how: str) -> WorkerDied:
         where = self.activity(worker).where
-        return WorkerDied(worker, f"({self.nodes[worker]}) {how};", *where)
+        return WorkerDied(worker, f"({self.nodes[worker]}) {how}", *where)
 
     def _fault(self, current: Dispatch, late: Sequence[int], why: str | None) -> BaseException:
         """What is to be raised: what Ray knows of a death says more than what others notice."""

@@ -30,6 +30,7 @@ from penstock.plan.shares import blocks
 from penstock.storage.part import Part
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping
+from penstock.workers.copies import Copies
 from penstock.workers.members import Member
 from penstock.workers.memories import Left, Losses
 from penstock.workers.optimizer_parts import Groups, Parts, settings_of
@@ -53,18 +54,23 @@ from penstock.workers.processes.workers import (
     packed_news,
 )
 from penstock.workers.ranks.clocks import Apart
+from penstock.workers.ray.actor import ActorState
+from penstock.workers.ray.buddies import Gathered, buddies_of
+from penstock.workers.ray.copies import WaitForCopy
 from penstock.workers.ray.jobs import (
     AddWay,
     Clip,
     ClipValue,
     Done,
     DropPasses,
+    Enter,
     Fetch,
     FinishPass,
     Introduce,
     Join,
     Leave,
     Listen,
+    MakeCopy,
     MakePart,
     News,
     StartPass,
@@ -73,7 +79,7 @@ from penstock.workers.ray.jobs import (
 )
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.parts import ActorParts
-from penstock.workers.ray.pool import ActorPool
+from penstock.workers.ray.pool import ActorPool, ActorSurvivors
 from penstock.workers.ray.watch import Watch
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
@@ -125,6 +131,7 @@ class RayWorkers(Workers):
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._modules: list[nn.Module] = []  # that actors have, in the order in which they came
         self._settings = modes.settings
+        self._told = modes.settings
         self._settings_changed = False
         self._training: tuple[bool, ...] = ()
         self._changing: dict[bool, dict[int, torch.Tensor]] = {True: {}, False: {}}
@@ -137,6 +144,10 @@ class RayWorkers(Workers):
         self._lock = threading.RLock()  # a signal's handler may close, too
         self._starter: int | None = None  # the thread that gave the last jobs
         self._closer: int | None = None  # the one that closes
+        self.copies = Copies() if pool.keeps_survivors else None
+        self._is_due = False  # whether a copy is to be made before the next pass
+        self._is_fresh = False  # whether the latest is to be made by what is under way
+        self._left: Left | None = None  # by workers of which some have died
         self._model = DriverModel(model)
         self._outbox = Outbox(self._model.number)
         self._unchanged = Unchanged(model)
@@ -152,6 +163,9 @@ class RayWorkers(Workers):
     def _build(self, modes: Modes) -> None:
         """Have the actors find each other; neighbours are on one node, as far as can be."""
         count = len(self._plan.devices)
+        if self._pool.old:
+            entering: list[Job] = [Enter(worker) for worker in self._pool.old]
+            self._prepare([*entering, *[_idle] * (count - len(entering))])
         found = self._prepare([Introduce([os.path.abspath(entry) for entry in sys.path])] * count)
         nodes = list(dict.fromkeys(node for _, node, _ in found))
         order = sorted(range(count), key=lambda k: nodes.index(found[k][1]))
@@ -173,9 +187,9 @@ class RayWorkers(Workers):
             )
             for worker, (entry, node) in enumerate(places)
         ]
-        self._pool.nodes[:] = [f"process {e.pid} on {e.host}, node {n[:8]}" for e, n in places]
         machines = [entry.machine for entry in entries]
-        self._is_near = [machine == this_machine() for machine in machines]
+        self._is_near = near = [machine == this_machine() for machine in machines]
+        self._pool.know([(e.pid, e.host, n, here) for (e, n), here in zip(places, near, strict=True)])
         several = len(set(machines)) > 1
         hosts = [address if several else None for _, _, address in found]
         listens = self._prepare(
@@ -196,6 +210,8 @@ class RayWorkers(Workers):
             machine=this_machine(),
         )
         self._prepare([join] * count)
+        if self.copies is not None:
+            self._pool.pair(buddies_of(self.members), self._plan.replicas > 1)
         self._watch = self._pool.watch([node for _, node in places])
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
@@ -253,15 +269,17 @@ class RayWorkers(Workers):
         try:
             self._unchanged.check()
             self._settings_changed |= Settings.here() != self._settings
+            news = self._before(order)
             attributes = packed_news(self._following.news(), self._modules)
             training = self._modes()
             forgotten = tuple(self._forgotten)
-            news = self._model.news(len(self._places))
+            copy = self._made(news) if self._has_to_copy(news) else 0
             jobs = [
                 self._start_of(member, order, loss, news[member.place], training, attributes)
                 for member in self.members
             ]
-            jobs = [replace(job, forgotten=forgotten) for job in jobs]
+            jobs = [replace(job, forgotten=forgotten, copy=copy) for job in jobs]
+            self._told = Settings.here()
             with self._starting():
                 current = self._pool.start(jobs, self._timeout)
             for _ in forgotten:
@@ -333,6 +351,10 @@ class RayWorkers(Workers):
         except BaseException as error:
             self.give_up(error)
             raise
+        if self.copies is not None:
+            self._is_fresh = False
+            self._is_due |= order.goes_back and not order.trial
+            self.copies.arrived(min(done.copied for done in found))
         outcome = Outcome.of([done.outcome for done in found])
         self._ahead.note(found[0].now, monotonic_ns())
         if not self._is_near[0]:
@@ -355,6 +377,116 @@ class RayWorkers(Workers):
                 self._pool.run([DropPasses()] * len(self.members), _MORE)
         finally:
             self._doubt()
+            if self.copies is not None and self._is_fresh:
+                self.copies.unmake()
+                self._is_fresh, self._is_due = False, True
+
+    # -- copies ---------------------------------------------------------------------------
+
+    def _before(self, order: Order | None = None, changes: bool = True) -> list[News]:
+        """What the script has done to tensors since the last work; copies that are due are made.
+
+        One that is due before a pass is made by the pass, and sent meanwhile. It is made, and is
+        safe, before anything else happens if the script has done something itself before other
+        work than a pass; or, before a pass, to modules or settings, as what was done before then
+        could not be done again.
+
+        Args:
+            order: the pass that is to begin, if it is one.
+            changes: whether the workers have something else after the work.
+        """
+        news = self._model.news(len(self._places))
+        copies = self.copies
+        if copies is None:
+            return news
+        told = order is not None and self._is_told()
+        is_first = changes and not copies.made
+        if is_first or (any(news) and order is None) or (told and copies.is_behind):
+            self._copy(news)
+            return [News() for _ in news]
+        if told or (order is not None and self._has_to_copy(news)):
+            self._settle()
+        return news
+
+    def _is_told(self) -> bool:
+        """Whether workers are to be told more of modules and settings than they know."""
+        training = tuple(module.training for module in self._modules) != self._training
+        return training or self._following.has_news() or Settings.here() != self._told
+
+    def _has_to_copy(self, news: Sequence[News]) -> bool:
+        """Whether a copy is to be made before a pass."""
+        return self.copies is not None and (self._is_due or any(news))
+
+    def _made(self, news: Sequence[News]) -> int:
+        """The number of a copy that the next work makes."""
+        assert self.copies is not None
+        self._is_due, self._is_fresh = False, True
+        return self.copies.make(self._model.again(news) if any(news) else None)
+
+    def _copy(self, news: Sequence[News]) -> None:
+        """Have all make a copy, and wait until all have arrived."""
+        self._settle()
+        number = self._made(news)
+        self._run([MakeCopy(number, news[m.place], self._timeout) for m in self.members])
+        self._is_fresh = False
+        assert self.copies is not None
+        self.copies.arrived(number)
+
+    def _settle(self) -> None:
+        """Wait until all copies have arrived that were made."""
+        copies = self.copies
+        if copies is not None and copies.safe < copies.made:
+            self._run([WaitForCopy(copies.made, self._timeout)] * len(self.members))
+            copies.arrived(copies.made)
+
+    def remembered(self) -> Left:
+        """Have here what the copies have, although a worker has died.
+
+        What the script has done to tensors since the last work is done once more, too.
+
+        Raises:
+            WorkerDied: something is lost, as those that had copies of it have died, too.
+        """
+        if self._left is not None:
+            return self._left
+        copies = self.copies
+        assert copies is not None
+        found = self._gathered(copies.safe)
+        news = self._model.news(len(self._places))
+        copies.note(self._model.again(news), copies.made)
+        self._model.go_back(found.values, found.gradients)
+        for parts in self._parts:
+            parts.go_back(found.states)
+        self._left = self._left_by(found.memories)
+        return self._left
+
+    def _gathered(self, number: int) -> Gathered:
+        """What the copies of this number have."""
+        members = self.members
+        if not number:
+            return Gathered(memories=[{}] * len(members))
+        found = Gathered.of(members, self._pool.copies(number))
+        if not found.lost:
+            return found
+        deaths = self._pool.deaths
+        lost = next((worker for worker in found.lost if worker in deaths), min(deaths))
+        died = deaths[lost]
+        buddy = buddies_of(members)[lost]
+        with_whom = "there is no other" if buddy is None else f"its buddy, worker {buddy}, too"
+        died.advise(
+            f"nobody that is left has a copy of what worker {lost} had ({with_whom}), so what was "
+            "trained since the last checkpoint is lost"
+        )
+        raise died
+
+    def survivors(self) -> ActorSurvivors:
+        """The actors that can go on in another pool."""
+        if self._watch is not None:
+            self._watch.close()
+        survivors = self._pool.survivors()
+        self._model.close()
+        self.board.close()
+        return survivors
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch, with the next pass."""
@@ -403,6 +535,9 @@ class RayWorkers(Workers):
             found = self._pool.finish(current, seconds)
         except BaseException:
             self._doubt()
+            if self.copies is not None and self._is_fresh:
+                self.copies.unmake()
+                self._is_fresh, self._is_due = False, True
             raise
         self._confirm()
         return found
@@ -448,13 +583,19 @@ class RayWorkers(Workers):
             self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
-        parts = ActorParts(number, owners, places, self._model, self._run)
+        parts = ActorParts(number, owners, places, self._model, self._run, self._before, self._due)
         self._parts.add(parts)
         return parts
 
+    def _due(self, now: bool = False) -> None:
+        """A copy is to be made before the next pass, or now."""
+        self._is_due = True
+        if now and self.copies is not None:
+            self._copy(self._model.news(len(self._places)))
+
     def _with_news(self, job: Callable[[News], Job]) -> list[Any]:
         """For every worker a job that comes with the news of its tensors."""
-        return self._of_places([job(news) for news in self._model.news(len(self._places))])
+        return self._of_places([job(news) for news in self._before()])
 
     def _known(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of parameters.
@@ -535,7 +676,7 @@ class RayWorkers(Workers):
             gradients: and of those whose gradients are.
             timeout: seconds.
         """
-        news = self._model.news(len(self._places))
+        news = self._before(changes=False)
         jobs = [Fetch(tensors(place), gradients(place), news[place]) for place in self._places]
         silent = [replace(job, tensors=(), gradients=()) for job in jobs]
         every = [(silent if m.replica else jobs)[m.place] for m in self.members]
@@ -544,7 +685,7 @@ class RayWorkers(Workers):
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
-        self._run(self._with_news(Tell))
+        self._run(self._of_places([Tell(news) for news in self._before(changes=False)]))
         places = [member.place for member in self.members]
         jobs, rest, portion, count = divided(save, _At(self._model), places)
         self._run(jobs, timeout=TIMEOUT)
@@ -556,7 +697,10 @@ class RayWorkers(Workers):
 
     def left(self) -> Left:
         """What forwards have left with the actors, and what losses may remember."""
-        found: list[dict[Key, Found]] = self._run([FetchMemory()] * len(self.members))
+        return self._left_by(self._run([FetchMemory()] * len(self.members)))
+
+    def _left_by(self, found: Sequence[Mapping[Key, Found]]) -> Left:
+        """What forwards have left, as the workers have said, for the script's modules."""
         finder = Finder(self._modules, self._model.tensors)
         name = partial(name_of, self._whole, finder)
         every = [
@@ -606,6 +750,17 @@ class RayWorkers(Workers):
             self._starter = threading.get_ident()
             yield
 
+    def bring(self) -> None:
+        """Have in the script all that only the workers have."""
+        for parts in self._parts:
+            parts.keep()
+        model = self._model
+        for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
+            model.have(values)
+            model.have_real_gradients(found)
+        if self.copies is not None:
+            self.copies.clear()
+
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
         me = threading.get_ident()
@@ -616,12 +771,7 @@ class RayWorkers(Workers):
             is_used = self._pool.under_way and self._starter != me  # that thread hears of it
         if not is_used and self._pool.why_closed is None:
             with suppress(PenstockError):  # if they are gone already, so is what they have
-                for parts in self._parts:
-                    parts.keep()
-                model = self._model
-                for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
-                    model.have(values)
-                    model.have_real_gradients(found)
+                self.bring()
                 self._pool.run([Leave()] * len(self.members), _LEAVE)
         self._model.close()
         self._pool.close()
@@ -645,6 +795,10 @@ class _At:
     def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
         """The names of tensors by their numbers, out of those by their ids."""
         return self._model.names(names)
+
+
+def _idle(own: ActorState) -> None:
+    """A job that does nothing."""
 
 
 def _link(one: str, other: str, same: bool) -> str:
