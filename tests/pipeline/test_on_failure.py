@@ -131,7 +131,8 @@ def train(
         optimizer.step()
     for k, own in optimizer.state_dict()["state"].items():
         found |= {f"{name} {k}": torch.as_tensor(value).clone() for name, value in own.items()}
-    return found | {name: value.clone() for name, value in model.state_dict().items()}
+    state = pipe.state_dict() if isinstance(pipe, ps.Pipeline) else model.state_dict()
+    return found | {name: value.clone() for name, value in state.items()}
 
 
 def _plain(kind: Any, parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -198,10 +199,8 @@ def check(
     """Raise unless a run through these events ends as plain PyTorch does."""
     wanted = expected(folder, kind, counts, style)
     model = built(folder, counts)
-    settings = {"devices": ["cpu"] * 2, "replicas": 1} | options
-    pipe = ps.Pipeline(
-        model, (X,), workers="processes", num_microbatches=COUNT, audit=None, **settings
-    )
+    settings = {"devices": ["cpu"] * 2, "replicas": 1, "workers": "processes"} | options
+    pipe = ps.Pipeline(model, (X,), num_microbatches=COUNT, audit=None, **settings)
     with pipe:
         found = train(pipe, model, kind, events, style)
         assert not list(folder.iterdir())  # every trap was sprung
@@ -376,7 +375,10 @@ def test_nobody_is_left(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"on_failure": "ignore"}, "choose one of raise, replace, continue"),
-        ({"on_failure": "replace"}, 'is for workers="processes", not for threads'),
+        (
+            {"on_failure": "replace"},
+            'is for workers="processes" and workers="ray", not for threads',
+        ),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

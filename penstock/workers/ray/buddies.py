@@ -94,11 +94,8 @@ class Gathered:
                 self.states[key[1], worker][key[2]] = {name: remembered[name] for name in names}
 
 
-def _copy_of(
-    worker: int, copies: Mapping[int, Mapping[int | None, Entries]]
-) -> Entries | None:
+def _copy_of(worker: int, copies: Mapping[int, Mapping[int | None, Entries]]) -> Entries | None:
     """Its own copy, or that of its buddy."""
     if None in copies.get(worker, {}):
         return copies[worker][None]
     return next((held[worker] for held in copies.values() if worker in held), None)
-

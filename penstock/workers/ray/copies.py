@@ -190,7 +190,7 @@ class ActorCopies:
 
     def all_of(self, number: int) -> Mapping[int | None, Entries]:
         """The copies of this number, by whose they are; its own under `None`."""
-        shelves = {None: self._own, **self._held}
+        shelves: dict[int | None, Shelf] = {None: self._own, **self._held}
         found = {worker: shelf.copy(number) for worker, shelf in shelves.items()}
         return {worker: entries for worker, entries in found.items() if entries is not None}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from penstock.board.activity import UPDATING
 from penstock.board.memory import Board, Record, moved
 from penstock.board.runs import new_board
 from penstock.engine.orders import Order, Outcome
@@ -116,7 +117,11 @@ class ActorRank(RankWorkers):
         """
 
         def run(number: int) -> Outcome:
-            work()
+            self._record.note(UPDATING)
+            try:
+                work()
+            finally:
+                self._record.note(0)
             return self._share(owned, number, self._ranks.timeout)
 
         try:

@@ -189,7 +189,9 @@ class RayWorkers(Workers):
         ]
         machines = [entry.machine for entry in entries]
         self._is_near = near = [machine == this_machine() for machine in machines]
-        self._pool.know([(e.pid, e.host, n, here) for (e, n), here in zip(places, near, strict=True)])
+        self._pool.know(
+            [(e.pid, e.host, n, here) for (e, n), here in zip(places, near, strict=True)]
+        )
         several = len(set(machines)) > 1
         hosts = [address if several else None for _, _, address in found]
         listens = self._prepare(
@@ -230,7 +232,7 @@ class RayWorkers(Workers):
             changing.update((id(t), t) for span in spans for t in span.changing)
             self._prepare(self._of_places(self._way(way)))
         except BaseException as error:  # some may know it now, and others not
-            self._pool.close(f"{type(error).__name__} came as its stages were being built")
+            self._pool.fail(f"{type(error).__name__} came as its stages were being built")
             raise
 
     def _way(self, way: NewWay) -> list[AddWay]:
@@ -474,7 +476,7 @@ class RayWorkers(Workers):
         buddy = buddies_of(members)[lost]
         with_whom = "there is no other" if buddy is None else f"its buddy, worker {buddy}, too"
         died.advise(
-            f"nobody that is left has a copy of what worker {lost} had ({with_whom}), so what was "
+            f"Nobody that is left has a copy of what worker {lost} had ({with_whom}), so what was "
             "trained since the last checkpoint is lost"
         )
         raise died
@@ -580,7 +582,7 @@ class RayWorkers(Workers):
             ]
             self._prepare(jobs)
         except BaseException as error:  # as above
-            self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
+            self._pool.fail(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
         parts = ActorParts(number, owners, places, self._model, self._run, self._before, self._due)
