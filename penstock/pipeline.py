@@ -155,10 +155,10 @@ class Pipeline:
             its share of the cores. Give a number where workers are to come and go.
         allocator: `"keep"` makes the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` does not change the C library's settings.
-        on_failure: what happens if a worker process ends by itself. `"raise"`: a `WorkerDied`, and
-            the pipeline is closed. `"replace"`: another process takes its place. `"continue"`: the
-            others go on without it, by another plan. In both the work at which it ended is done
-            again, with the same bits; see docs/elastic.md.
+        on_failure: what happens if a worker process, or an actor of a Ray cluster, ends by itself.
+            `"raise"`: a `WorkerDied`, and the pipeline is closed. `"replace"`: another one takes
+            its place. `"continue"`: the others go on without it, by another plan. In both the work
+            at which it ended is done again, with the same bits; see docs/elastic.md.
         audit: when one micro-batch of a pass also runs through the model's own forward and backward
             on one device, to be compared bit for bit. `"auto"`: often in the first twenty passes,
             then for less than 0.5 % of the time. An integer n: before every n-th pass. `None`:
@@ -1027,6 +1027,10 @@ class Pipeline:
             return
         if self._runner.is_busy:  # with results whose backward may come; later
             return
+        if self._workers.copies is not None:  # others may have to take over for who is gone
+            self._runner.surviving(lambda: self._workers.fetch_states(()))
+            if wanted == len(self.members):
+                return
         try:
             self.resize(["cpu"] * wanted, progress=None)
         except (PlanError, InputError, WorkerError, WorkerTimeout) as error:

@@ -27,7 +27,7 @@ from penstock.devices.cores import cores
 from penstock.devices.machine import processor
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
-from penstock.errors import ClosedError, InputError, PenstockError, WorkerDied, WorkerError
+from penstock.errors import ClosedError, InputError, PlanError, WorkerDied, WorkerError
 from penstock.links.casting import in_words
 from penstock.passes import Passes
 from penstock.plan import Plan
@@ -368,7 +368,11 @@ class Running:
                     death.add_note("No worker is left to go on.")
                     raise death
                 one_replica = with_one_replica(self.given.request, old, left)[0].replicas == 1
-                plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
+                try:
+                    plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
+                except PlanError:
+                    survivors.close()
+                    raise
                 chosen = self.given.on(list(plan.devices), now, self.threads)
             else:
                 plan = old
@@ -398,7 +402,7 @@ class Running:
                 )
                 if isinstance(error, WorkerDied):
                     error.advise(advice)
-                elif isinstance(error, PenstockError):
+                elif isinstance(error, (InputError, PlanError, ClosedError)):
                     raise type(error)(f"{error}. {advice}") from error
             raise
 
@@ -422,10 +426,14 @@ class Running:
             except WorkerError as error:
                 survivors.close()
                 if attempt == _DEATHS - 1:
+                    how = f". {_HOW_TO_GO_ON}" if self.workers.copies is None else ""
                     raise ClosedError(
                         f"{what}, and others could not take over ({error}), so the pipeline is "
-                        f"closed. {_HOW_TO_GO_ON}"
+                        f"closed{how}"
                     ) from error
+            except Exception:
+                survivors.close()
+                raise
 
     # -- the end ----------------------------------------------------------------------------------
 

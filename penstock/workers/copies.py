@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+_MANY = 16  # works that are kept, with their batches
+
 
 class _Work(NamedTuple):
     """Something that was done.
@@ -55,6 +57,11 @@ class Copies:
     def is_behind(self) -> bool:
         """Whether something was done since the latest copy was made."""
         return any(work.copy >= self.made for work in self._works)
+
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether so much was done since then that another copy takes less."""
+        return sum(work.copy >= self.made for work in self._works) >= _MANY
 
     def make(self, own: Callable[[], object] | None = None) -> int:
         """Another copy is about to be made; returns its number.

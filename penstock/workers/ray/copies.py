@@ -92,6 +92,7 @@ class ActorCopies:
         self._leaves_out: tuple[str, ...] = ()
         self._news = threading.Condition()
         self._failure: Exception | None = None
+        self._sender: threading.Thread | None = None
         self._waits = self._is_given_up = False
 
     def have_buddy(self, worker: int, buddy: Any, has_twins: bool) -> None:
@@ -129,16 +130,22 @@ class ActorCopies:
         gone = [key for key in before if key not in there and (tells or key[0] != MEMORY)]
         self._own.put(Change(number, changed, gone))
         sent = {key: v for key, v in changed.items() if key[0] not in self._leaves_out}
-        self._failure = None
-        change = Change(number, sent, gone)
-        threading.Thread(
-            target=self._send, args=(change,), name="penstock-copy", daemon=True
-        ).start()
+        self._sender = threading.Thread(
+            target=self._send,
+            args=(Change(number, sent, gone), self._sender),
+            name="penstock-copy",
+            daemon=True,
+        )
+        with self._news:
+            self.arrived, self._failure = min(self.arrived, number - 1), None
+        self._sender.start()
 
-    def _send(self, change: Change) -> None:
-        """Send what has changed to the buddy, in a thread of its own."""
+    def _send(self, change: Change, before: threading.Thread | None) -> None:
+        """Send what has changed to the buddy, in a thread of its own, after the one before."""
         import ray
 
+        if before is not None:
+            before.join()
         failure = None
         try:
             if self._buddy is not None:
@@ -147,10 +154,10 @@ class ActorCopies:
         except Exception as error:  # the buddy has died, which the script notices as well
             failure = error
         with self._news:
-            self._failure = failure
-            if failure is None:
-                self.arrived = change.number
-            self._news.notify_all()
+            if self._sender is threading.current_thread():  # else another one takes its place
+                self._failure = failure
+                self.arrived = change.number if failure is None else self.arrived
+                self._news.notify_all()
 
     def wait(self, number: int, timeout: float) -> None:
         """Wait until a copy has arrived.
@@ -190,8 +197,8 @@ class ActorCopies:
 
     def all_of(self, number: int) -> Mapping[int | None, Entries]:
         """The copies of this number, by whose they are; its own under `None`."""
-        shelves: dict[int | None, Shelf] = {None: self._own, **self._held}
-        found = {worker: shelf.copy(number) for worker, shelf in shelves.items()}
+        shelves: list[tuple[int | None, Shelf]] = [(None, self._own), *self._held.items()]
+        found = {worker: shelf.copy(number) for worker, shelf in shelves}
         return {worker: entries for worker, entries in found.items() if entries is not None}
 
 

@@ -218,12 +218,14 @@ class ActorPool(Pool):
 
         Those that do not answer are taken to have ended.
         """
-        found = {}
+        found: dict[int, Mapping[int | None, Entries]] = {}
         asked = {
             actor.copies.options(concurrency_group="control").remote(number): worker
             for worker, actor in enumerate(self._actors)
             if worker not in self._deaths
         }
+        if not asked:
+            return found
         ready, late = ray().wait([*asked], num_returns=len(asked), timeout=_SLOW)
         for ref in ready:
             try:

@@ -288,6 +288,7 @@ class RayWorkers(Workers):
                 self._forgotten.popleft()
         except BaseException as error:
             self._doubt()
+            self._unmake()
             if not isinstance(error, InputError):
                 self.give_up(error)
             raise
@@ -356,6 +357,7 @@ class RayWorkers(Workers):
         if self.copies is not None:
             self._is_fresh = False
             self._is_due |= order.goes_back and not order.trial
+            self._is_due |= self.copies.is_far_behind
             self.copies.arrived(min(done.copied for done in found))
         outcome = Outcome.of([done.outcome for done in found])
         self._ahead.note(found[0].now, monotonic_ns())
@@ -379,9 +381,7 @@ class RayWorkers(Workers):
                 self._pool.run([DropPasses()] * len(self.members), _MORE)
         finally:
             self._doubt()
-            if self.copies is not None and self._is_fresh:
-                self.copies.unmake()
-                self._is_fresh, self._is_due = False, True
+            self._unmake()
 
     # -- copies ---------------------------------------------------------------------------
 
@@ -424,6 +424,12 @@ class RayWorkers(Workers):
         assert self.copies is not None
         self._is_due, self._is_fresh = False, True
         return self.copies.make(self._model.again(news) if any(news) else None)
+
+    def _unmake(self) -> None:
+        """What was to make a copy has failed, so that some may have made it, and others not."""
+        if self.copies is not None and self._is_fresh:
+            self.copies.unmake()
+            self._is_fresh, self._is_due = False, True
 
     def _copy(self, news: Sequence[News]) -> None:
         """Have all make a copy, and wait until all have arrived."""
@@ -537,9 +543,7 @@ class RayWorkers(Workers):
             found = self._pool.finish(current, seconds)
         except BaseException:
             self._doubt()
-            if self.copies is not None and self._is_fresh:
-                self.copies.unmake()
-                self._is_fresh, self._is_due = False, True
+            self._unmake()
             raise
         self._confirm()
         return found

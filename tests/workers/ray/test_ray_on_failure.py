@@ -52,6 +52,7 @@ def step(pipe: ps.Pipeline) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_another_actor_takes_over_amid_a_pass(tmp_path: Path) -> None:
     pipe = check(tmp_path, {2: set_trap("backward")}, on_failure="replace")
