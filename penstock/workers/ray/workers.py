@@ -444,7 +444,8 @@ class RayWorkers(Workers):
         """Wait until all copies have arrived that were made."""
         copies = self.copies
         if copies is not None and copies.safe < copies.made:
-            self._run([WaitForCopy(copies.made, self._timeout)] * len(self.members))
+            jobs = [WaitForCopy(copies.made, self._timeout)] * len(self.members)
+            self._run(jobs, confirms=False)  # what is new of tensors is still to be sent
             copies.arrived(copies.made)
 
     def remembered(self) -> Left:
@@ -532,9 +533,20 @@ class RayWorkers(Workers):
             raise closed(self._pool.why_closed, in_actors=True)
 
     def _run(
-        self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None
+        self,
+        jobs: Sequence[Job],
+        whole: bool = False,
+        timeout: float | None = None,
+        confirms: bool = True,
     ) -> list[Any]:
-        """Run a job on every worker, and wait for all."""
+        """Run a job on every worker, and wait for all.
+
+        Args:
+            jobs: by worker.
+            whole: as of `Pool.start`.
+            timeout: seconds.
+            confirms: whether the jobs have brought the workers all news.
+        """
         self._check_open()
         seconds = timeout or self._timeout + _MORE
         try:
@@ -545,7 +557,8 @@ class RayWorkers(Workers):
             self._doubt()
             self._unmake()
             raise
-        self._confirm()
+        if confirms:
+            self._confirm()
         return found
 
     # -- parameters -----------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,37 @@ def test_whatever_an_actor_does_as_it_dies_another_completes_it(tmp_path: Path) 
     said = [event.what for event in pipe.history().events]
     assert [" in the forward of micro-batch 0 in stage" in what for what in said[:2]] == [1, 0]
     assert "during optimizer step" in said[2]
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A job: let copies take so many seconds from now on."""
+
+    seconds: float
+
+    def __call__(self, own: Any) -> None:
+        send = own.copies._send
+
+        def slowly(*args: Any) -> None:
+            time.sleep(self.seconds)
+            send(*args)
+
+        own.copies._send = slowly
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_copies_that_take_longer_than_steps(tmp_path: Path) -> None:
+    def slow_and(event: Event) -> Event:
+        def happen(pipe: ps.Pipeline) -> None:
+            pipe._workers._run([Slow(0.4)] * len(pipe.members))  # type: ignore[attr-defined]
+            event(pipe)
+
+        return happen
+
+    events = {k: slow_and(TRAPS.get(k, lambda pipe: None)) for k in range(processes.STEPS)}
+    pipe = check(tmp_path, events, on_failure="replace")
+    assert pipe.members.number == 4
 
 
 @pytest.mark.slow
