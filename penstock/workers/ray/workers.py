@@ -55,8 +55,8 @@ from penstock.workers.processes.workers import (
 )
 from penstock.workers.ranks.clocks import Apart
 from penstock.workers.ray.actor import ActorState
-from penstock.workers.ray.buddies import Gathered, buddies_of
-from penstock.workers.ray.copies import WaitForCopy
+from penstock.workers.ray.buddies import buddies_of
+from penstock.workers.ray.copying import Copying
 from penstock.workers.ray.jobs import (
     AddWay,
     Clip,
@@ -70,7 +70,6 @@ from penstock.workers.ray.jobs import (
     Join,
     Leave,
     Listen,
-    MakeCopy,
     MakePart,
     News,
     StartPass,
@@ -144,10 +143,7 @@ class RayWorkers(Workers):
         self._lock = threading.RLock()  # a signal's handler may close, too
         self._starter: int | None = None  # the thread that gave the last jobs
         self._closer: int | None = None  # the one that closes
-        self.copies = Copies() if pool.keeps_survivors else None
-        self._is_due = False  # whether a copy is to be made before the next pass
-        self._is_fresh = False  # whether the latest is to be made by what is under way
-        self._left: Left | None = None  # by workers of which some have died
+        self._copying: Copying | None = None
         self._model = DriverModel(model)
         self._outbox = Outbox(self._model.number)
         self._unchanged = Unchanged(model)
@@ -212,8 +208,9 @@ class RayWorkers(Workers):
             machine=this_machine(),
         )
         self._prepare([join] * count)
-        if self.copies is not None:
+        if self._pool.keeps_survivors:
             self._pool.pair(buddies_of(self.members), self._plan.replicas > 1)
+            self._copying = Copying(self._model, self.members, self._pool, self._timeout, self._run)
         self._watch = self._pool.watch([node for _, node in places])
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
@@ -271,11 +268,13 @@ class RayWorkers(Workers):
         try:
             self._unchanged.check()
             self._settings_changed |= Settings.here() != self._settings
-            news = self._before(order)
+            news: Sequence[News] = self._model.news(len(self._places))
+            if self._copying is not None:
+                news = self._copying.before_pass(news, self._is_told())
             attributes = packed_news(self._following.news(), self._modules)
             training = self._modes()
             forgotten = tuple(self._forgotten)
-            copy = self._made(news) if self._has_to_copy(news) else 0
+            copy = self._copying.number(news) if self._copying is not None else 0
             jobs = [
                 self._start_of(member, order, loss, news[member.place], training, attributes)
                 for member in self.members
@@ -288,7 +287,7 @@ class RayWorkers(Workers):
                 self._forgotten.popleft()
         except BaseException as error:
             self._doubt()
-            self._unmake()
+            self._failed()
             if not isinstance(error, InputError):
                 self.give_up(error)
             raise
@@ -354,11 +353,9 @@ class RayWorkers(Workers):
         except BaseException as error:
             self.give_up(error)
             raise
-        if self.copies is not None:
-            self._is_fresh = False
-            self._is_due |= order.goes_back and not order.trial
-            self._is_due |= self.copies.is_far_behind
-            self.copies.arrived(min(done.copied for done in found))
+        if self._copying is not None:
+            goes_back = order.goes_back and not order.trial
+            self._copying.passed(goes_back, min(done.copied for done in found))
         outcome = Outcome.of([done.outcome for done in found])
         self._ahead.note(found[0].now, monotonic_ns())
         if not self._is_near[0]:
@@ -381,112 +378,47 @@ class RayWorkers(Workers):
                 self._pool.run([DropPasses()] * len(self.members), _MORE)
         finally:
             self._doubt()
-            self._unmake()
+            self._failed()
 
     # -- copies ---------------------------------------------------------------------------
 
-    def _before(self, order: Order | None = None, changes: bool = True) -> list[News]:
-        """What the script has done to tensors since the last work; copies that are due are made.
+    @property
+    def copies(self) -> Copies | None:  # type: ignore[override]
+        """How far copies are, if others take over for an actor that dies."""
+        return self._copying.copies if self._copying is not None else None
 
-        One that is due before a pass is made by the pass, and sent meanwhile. It is made, and is
-        safe, before anything else happens if the script has done something itself before other
-        work than a pass; or, before a pass, to modules or settings, as what was done before then
-        could not be done again.
+    def _news(self, changes: bool = True) -> Sequence[News]:
+        """What the script has done to tensors, before other work than a pass.
 
         Args:
-            order: the pass that is to begin, if it is one.
             changes: whether the workers have something else after the work.
         """
         news = self._model.news(len(self._places))
-        copies = self.copies
-        if copies is None:
-            return news
-        told = order is not None and self._is_told()
-        is_first = changes and not copies.made
-        if is_first or (any(news) and order is None) or (told and copies.is_behind):
-            self._copy(news)
-            return [News() for _ in news]
-        if told or (order is not None and self._has_to_copy(news)):
-            self._settle()
-        return news
+        return self._copying.before_work(news, changes) if self._copying else news
 
     def _is_told(self) -> bool:
         """Whether workers are to be told more of modules and settings than they know."""
         training = tuple(module.training for module in self._modules) != self._training
         return training or self._following.has_news() or Settings.here() != self._told
 
-    def _has_to_copy(self, news: Sequence[News]) -> bool:
-        """Whether a copy is to be made before a pass."""
-        return self.copies is not None and (self._is_due or any(news))
-
-    def _made(self, news: Sequence[News]) -> int:
-        """The number of a copy that the next work makes."""
-        assert self.copies is not None
-        self._is_due, self._is_fresh = False, True
-        return self.copies.make(self._model.again(news) if any(news) else None)
-
-    def _unmake(self) -> None:
-        """What was to make a copy has failed, so that some may have made it, and others not."""
-        if self.copies is not None and self._is_fresh:
-            self.copies.unmake()
-            self._is_fresh, self._is_due = False, True
-
-    def _copy(self, news: Sequence[News]) -> None:
-        """Have all make a copy, and wait until all have arrived."""
-        self._settle()
-        number = self._made(news)
-        self._run([MakeCopy(number, news[m.place], self._timeout) for m in self.members])
-        self._is_fresh = False
-        assert self.copies is not None
-        self.copies.arrived(number)
-
-    def _settle(self) -> None:
-        """Wait until all copies have arrived that were made."""
-        copies = self.copies
-        if copies is not None and copies.safe < copies.made:
-            jobs = [WaitForCopy(copies.made, self._timeout)] * len(self.members)
-            self._run(jobs, confirms=False)  # what is new of tensors is still to be sent
-            copies.arrived(copies.made)
+    def _stepped(self, now: bool = False) -> None:
+        """An optimizer has something else: a copy is due before the next pass, or now."""
+        if self._copying is not None:
+            self._copying.is_due = True
+            if now:
+                self._copying.now()
 
     def remembered(self) -> Left:
         """Have here what the copies have, although a worker has died.
 
-        What the script has done to tensors since the last work is done once more, too.
-
         Raises:
             WorkerDied: something is lost, as those that had copies of it have died, too.
         """
-        if self._left is not None:
-            return self._left
-        copies = self.copies
-        assert copies is not None
-        found = self._gathered(copies.safe)
-        news = self._model.news(len(self._places))
-        copies.note(self._model.again(news), copies.made)
-        self._model.go_back(found.values, found.gradients)
+        assert self._copying is not None
+        found = self._copying.go_back()
         for parts in self._parts:
             parts.go_back(found.states)
-        self._left = self._left_by(found.memories)
-        return self._left
-
-    def _gathered(self, number: int) -> Gathered:
-        """What the copies of this number have."""
-        members = self.members
-        if not number:
-            return Gathered(memories=[{}] * len(members))
-        found = Gathered.of(members, self._pool.copies(number))
-        if not found.lost:
-            return found
-        deaths = self._pool.deaths
-        lost = next((worker for worker in found.lost if worker in deaths), min(deaths))
-        died = deaths[lost]
-        buddy = buddies_of(members)[lost]
-        with_whom = "there is no other" if buddy is None else f"its buddy, worker {buddy}, too"
-        died.advise(
-            f"Nobody that is left has a copy of what worker {lost} had ({with_whom}), so what was "
-            "trained since the last checkpoint is lost"
-        )
-        raise died
+        return self._left_by(found.memories)
 
     def survivors(self) -> ActorSurvivors:
         """The actors that can go on in another pool."""
@@ -515,6 +447,11 @@ class RayWorkers(Workers):
     def check(self) -> None:
         """Raise if tensors were changed here that the script had older values of."""
         self._model.check()
+
+    def _failed(self) -> None:
+        """Work has failed."""
+        if self._copying is not None:
+            self._copying.failed()
 
     def _confirm(self) -> None:
         """What workers were told has arrived, unless they are still told something."""
@@ -555,7 +492,7 @@ class RayWorkers(Workers):
             found = self._pool.finish(current, seconds)
         except BaseException:
             self._doubt()
-            self._unmake()
+            self._failed()
             raise
         if confirms:
             self._confirm()
@@ -602,19 +539,15 @@ class RayWorkers(Workers):
             self._pool.fail(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
-        parts = ActorParts(number, owners, places, self._model, self._run, self._before, self._due)
+        parts = ActorParts(
+            number, owners, places, self._model, self._run, self._news, self._stepped
+        )
         self._parts.add(parts)
         return parts
 
-    def _due(self, now: bool = False) -> None:
-        """A copy is to be made before the next pass, or now."""
-        self._is_due = True
-        if now and self.copies is not None:
-            self._copy(self._model.news(len(self._places)))
-
     def _with_news(self, job: Callable[[News], Job]) -> list[Any]:
         """For every worker a job that comes with the news of its tensors."""
-        return self._of_places([job(news) for news in self._before()])
+        return self._of_places([job(news) for news in self._news()])
 
     def _known(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of parameters.
@@ -695,7 +628,7 @@ class RayWorkers(Workers):
             gradients: and of those whose gradients are.
             timeout: seconds.
         """
-        news = self._before(changes=False)
+        news = self._news(changes=False)
         jobs = [Fetch(tensors(place), gradients(place), news[place]) for place in self._places]
         silent = [replace(job, tensors=(), gradients=()) for job in jobs]
         every = [(silent if m.replica else jobs)[m.place] for m in self.members]
@@ -704,7 +637,7 @@ class RayWorkers(Workers):
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
-        self._run(self._of_places([Tell(news) for news in self._before(changes=False)]))
+        self._run(self._of_places([Tell(news) for news in self._news(changes=False)]))
         places = [member.place for member in self.members]
         jobs, rest, portion, count = divided(save, _At(self._model), places)
         self._run(jobs, timeout=TIMEOUT)
@@ -777,8 +710,8 @@ class RayWorkers(Workers):
         for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
             model.have(values)
             model.have_real_gradients(found)
-        if self.copies is not None:
-            self.copies.clear()
+        if self._copying is not None:
+            self._copying.copies.clear()
 
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
