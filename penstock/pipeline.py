@@ -947,6 +947,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         with self._runner.steps.during("saving"):
+            self._running.notice_deaths()
             return self._saver.save(path, background, things)
 
     def autosave(
@@ -1027,10 +1028,9 @@ class Pipeline:
             return
         if self._runner.is_busy:  # with results whose backward may come; later
             return
-        if self._workers.copies is not None:  # others may have to take over for who is gone
-            self._runner.surviving(lambda: self._workers.fetch_states(()))
-            if wanted == len(self.members):
-                return
+        self._running.notice_deaths()
+        if wanted == len(self.members):
+            return
         try:
             self.resize(["cpu"] * wanted, progress=None)
         except (PlanError, InputError, WorkerError, WorkerTimeout) as error:

@@ -337,6 +337,11 @@ class Running:
             raise death
         self._take_over(self.workers.remembered, death.what, death)
 
+    def notice_deaths(self) -> None:
+        """Let others take over for workers that have died since the last pass, if they do."""
+        if self.given.workers.survives:
+            self.runner.surviving(lambda: self.workers.fetch_states(()))
+
     def relieve(self) -> None:
         """Let others take over for workers that leave, between two passes."""
         self._take_over(self.workers.left, "a worker was asked to end (SIGTERM)", None)

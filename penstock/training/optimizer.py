@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from penstock.errors import InputError
+from penstock.errors import InputError, WorkerDied
 from penstock.training.masters import MasterWeights, restore_float32
 from penstock.workers.optimizer_parts import Groups, Parts, move_state
 
@@ -154,12 +154,19 @@ class PipelineOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an optimizer of this class, also of a plain one."""
+        self._surviving(partial(self._load, state_dict))
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self._kind is MasterWeights:
             restore_float32(self, state_dict)
         parts, self._parts = self._parts, None
         if parts is not None:
-            parts.load(self.state)  # if that is interrupted, the next step loads all of it
+            try:
+                parts.load(self.state)  # if that is interrupted, the next step loads all of it
+            except WorkerDied:
+                self._parts = parts  # who takes over asks for what it had
+                raise
             self._parts = parts
 
 

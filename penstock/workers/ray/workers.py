@@ -466,6 +466,8 @@ class RayWorkers(Workers):
         self._following.doubt()
 
     def _check_open(self) -> None:
+        if self._copying is not None:
+            self._pool.check_open()  # if one has died, others can take over
         if self._pool.why_closed is not None:
             raise closed(self._pool.why_closed, in_actors=True)
 
