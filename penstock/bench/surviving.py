@@ -3,9 +3,10 @@
     python -m penstock.bench surviving [--workers ray] [--models gpt,tiny] [--seconds 60]
         [--json FILE] [--record]
 
-Pipelines of two worker processes, or actors of a Ray cluster on this machine, with the same plan take whole steps in turns: gradients are
-dropped, the batch is trained, and Adam updates the parameters. The ratios are medians of pairs,
-with the interval in which 95 % of the medians of resampled pairs lie.
+Pipelines of two worker processes, or of two actors of a Ray cluster on this machine, with the same
+plan take whole steps in turns: gradients are dropped, the batch is trained, and Adam updates the
+parameters. The ratios are medians of pairs, with the interval in which 95 % of the medians of
+resampled pairs lie.
 """
 
 from __future__ import annotations

@@ -200,6 +200,7 @@ def test_an_actor_that_is_stopped_is_replaced(tmp_path: Path) -> None:
 
 def eventful(pipe: ps.Pipeline, kill: Callable[[int], None]) -> dict[str, torch.Tensor]:
     """What a script may do between steps; `kill` is called at every moment, with its number."""
+    torch.manual_seed(11)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
     rates = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     scaler = pipe.scaler(init_scale=8.0, growth_interval=2)
@@ -239,11 +240,9 @@ def plain_layers() -> nn.Module:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moments", [[1, 9, 17], [2, 10, 18], [3, 12, 22], [5, 13, 23], [4, 8, 21]])
 def test_accumulation_scaling_clipping_and_what_the_script_changes(moments: list[int]) -> None:
-    torch.manual_seed(11)
     with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
         wanted = eventful(pipe, lambda moment: None)
     with make(plain_layers(), on_failure="replace") as pipe:
-        torch.manual_seed(11)
 
         def kill(moment: int) -> None:
             if moment in moments:
