@@ -17,18 +17,16 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from penstock.capture.equality import same_tensor
 from penstock.errors import PenstockError
 from penstock.links.local import Aborted
+from penstock.workers.processes.remembering import Memory
 from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
-
-if TYPE_CHECKING:
-    from penstock.workers.ray.actor import ActorState
 
 VALUE, GRADIENT, STATE, PART, MEMORY = "value", "gradient", "state", "part", "memory"
 """What is in a copy: of a tensor its value or its gradient; of an optimizer what it remembers of a
@@ -38,6 +36,17 @@ _SHARED = (VALUE, GRADIENT, MEMORY)  # by the workers at the same place of all r
 
 Entries = dict[tuple[Any, ...], Any]
 """What is in a copy, by what it is, and the number of the tensor or the optimizer."""
+
+
+class Holder(Protocol):
+    """Who has what is copied, see `ActorState`."""
+
+    tensors: dict[int, torch.Tensor]
+    optimizers: dict[int, Optimizer]
+    memory: Memory
+
+    def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
+        """What a part of an optimizer remembers, by the numbers of parameters."""
 
 
 class Change(NamedTuple):
@@ -108,7 +117,7 @@ class ActorCopies:
 
     # -- its own --------------------------------------------------------------------------
 
-    def make(self, own: ActorState, number: int) -> None:
+    def make(self, own: Holder, number: int) -> None:
         """Make a copy, and begin to send it.
 
         What forwards have left in modules is looked at if they have ever left anything there, and
@@ -202,24 +211,7 @@ class ActorCopies:
         return {worker: entries for worker, entries in found.items() if entries is not None}
 
 
-@dataclass(frozen=True)
-class WaitForCopy:
-    """Wait until the buddy has a copy.
-
-    Attributes:
-        number: of the copy.
-        timeout: seconds.
-    """
-
-    number: int
-    timeout: float
-
-    def __call__(self, own: ActorState) -> None:
-        """Wait for that."""
-        own.copies.wait(self.number, self.timeout)
-
-
-def _content(own: ActorState, tells: bool) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _content(own: Holder, tells: bool) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """All that a worker has."""
     for number, tensor in own.tensors.items():
         if not tensor.is_meta:

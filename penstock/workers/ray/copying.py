@@ -8,8 +8,7 @@ from typing import Any
 from penstock.workers.copies import Copies
 from penstock.workers.members import Member
 from penstock.workers.ray.buddies import Gathered, buddies_of
-from penstock.workers.ray.copies import WaitForCopy
-from penstock.workers.ray.jobs import MakeCopy, News
+from penstock.workers.ray.jobs import MakeCopy, News, WaitForCopy
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.pool import ActorPool
 

@@ -564,6 +564,23 @@ class MakeCopy:
 
 
 @dataclass(frozen=True)
+class WaitForCopy:
+    """Wait until the buddy has a copy of what this worker has.
+
+    Attributes:
+        number: of the copy.
+        timeout: seconds.
+    """
+
+    number: int
+    timeout: float
+
+    def __call__(self, own: ActorState) -> None:
+        """Wait for that."""
+        own.copies.wait(self.number, self.timeout)
+
+
+@dataclass(frozen=True)
 class Leave:
     """End the rank; the process is ended by the script."""
 

@@ -119,9 +119,11 @@ def lost_nodes() -> None:
     def lose(training: Training, node: Any) -> None:
         assert node.node_id in {member.node for member in training.pipe.members}
         cluster.remove_node(node, allow_graceful=False)
+        deadline = time.monotonic() + PATIENCE
+        while node.node_id in {member.node for member in training.pipe.members}:
+            assert time.monotonic() < deadline
+            training.step()
         training.step()
-        training.step()
-        assert node.node_id not in {member.node for member in training.pipe.members}
 
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
