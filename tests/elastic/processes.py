@@ -127,7 +127,7 @@ def run(
     rng = random.Random(f"{model} {seed}")
     outcome = Outcome(
         *(workers, model, seed, steps, "replace" if seed % 2 == 0 else "continue"),
-        replicas="auto" if seed % 3 == 0 else 1,
+        replicas="auto" if seed % 3 == 0 and workers == "processes" else 1,
     )
     if workers == "ray":
         have_ray()
