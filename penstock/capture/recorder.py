@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -603,6 +603,23 @@ def _dtype(tensor: torch.Tensor, dtype: object, non_blocking: bool = False) -> A
     return getattr(torch, kind).dtype if same else dtype
 
 
+class _Living(weakref.ref[Any]):
+    """An object that has a name, by its id.
+
+    When it dies, a method written in C is called, for in the Python of a callback a Ctrl-C would
+    be lost.
+    """
+
+    __slots__ = ("is_storage", "number")
+
+    def __new__(cls, leaf: object, gone: deque[_Living]) -> _Living:
+        return super().__new__(cls, leaf, gone.append)
+
+    def __init__(self, leaf: object, gone: deque[_Living]) -> None:
+        self.number = id(leaf)
+        self.is_storage = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+
+
 class Known:
     """The names of the objects that calls have given, as long as these live.
 
@@ -613,38 +630,39 @@ class Known:
     def __init__(self) -> None:
         self._values: dict[int, Value] = {}
         self._living: dict[int, Any] = {}  # references; an id may be another object's afterwards
+        self._gone: deque[_Living] = deque()  # those of objects that have died, but have names
         self._storages: dict[int, int] = {}
         self._numbers = count()
         self._memory: list[Any] = []  # keeps addresses of storages apart, but not what is there
 
     def get(self, leaf: object) -> Value | None:
         """The value that an object is; `None` for one that nobody has named."""
+        if self._gone:
+            self._forget()
         return self._values.get(id(leaf))
 
     def put(self, leaf: object, value: Value) -> None:
         """Let an object stand for this value, as long as it lives or until it is named again."""
+        self._forget()
         number = id(leaf)
         self._values[number] = value
         if number not in self._living:
-            self._living[number] = self._reference(leaf, number)
+            try:
+                self._living[number] = _Living(leaf, self._gone)
+            except TypeError:  # there are no weak references to it; it stays
+                self._living[number] = leaf
 
-    def _reference(self, leaf: object, number: int) -> Any:
-        values, living, storages = self._values, self._living, self._storages
-        is_storage = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
-
-        def forget(_: object) -> None:
-            values.pop(number, None)
-            living.pop(number, None)
-            if is_storage:
-                storages.pop(number, None)
-
-        try:
-            return weakref.ref(leaf, forget)
-        except TypeError:  # there are no weak references to it; it stays
-            return leaf
+    def _forget(self) -> None:
+        while self._gone:
+            one = self._gone.popleft()
+            self._values.pop(one.number, None)
+            self._living.pop(one.number, None)
+            if one.is_storage:
+                self._storages.pop(one.number, None)
 
     def storage(self, tensor: torch.Tensor) -> int:
         """A number that tensors sharing memory have in common."""
+        self._forget()
         memory = memory_of(tensor)
         if memory not in self._storages:
             if tensor.layout is torch.strided:
@@ -654,4 +672,5 @@ class Known:
 
     def has_storage(self, tensor: torch.Tensor) -> bool:
         """Whether any value shares this tensor's memory."""
+        self._forget()
         return memory_of(tensor) in self._storages
