@@ -34,7 +34,7 @@ from penstock.capture.calls import (
     function_name,
 )
 from penstock.capture.dims import Varying
-from penstock.capture.trees import flatten, leaf_paths, leaves_of
+from penstock.capture.trees import leaf_paths, leaves_of, tree_leaves
 from penstock.torch_internals import BatchNorm
 
 Make = Callable[[], Callable[[Sequence[Any]], Any]]
@@ -204,7 +204,7 @@ def _what_makes(model: nn.Module, trace: Trace, varying: Varying) -> dict[Value,
 
 def _own(model: nn.Module, call: Call, changed: set[str]) -> _Made:
     """What the results of a call depend on besides its arguments."""
-    sizes = (x for x in flatten((call.args, call.kwargs))[0] if isinstance(x, Size))
+    sizes = (x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Size))
     what = _Made.ROWS if any(size.grows_with(ROWS) for size in sizes) else _Made.NOTHING
     if call.random:
         what |= _Made.CHANCE | _Made.ROWS
