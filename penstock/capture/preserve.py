@@ -196,7 +196,8 @@ def own_generators(module: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         held = value.values() if type(value) is dict else value
         for one in held if type(value) in (list, tuple, dict) else (value,):
-            if _is_generator(type(one)):
+            kind: Any = type(one)
+            if _is_generator(kind):
                 yield name, one
 
 

@@ -105,7 +105,8 @@ def _is_leaf(kind: type) -> bool:
 
 def _open(value: Any) -> _Level | None:
     """The children of `value`, how each is reached, and how to rebuild; `None` for a leaf."""
-    if _is_leaf(type(value)):
+    kind: Any = type(value)
+    if _is_leaf(kind):
         return None
     kind = tuple if isinstance(value, torch.Size) else type(value)
     if kind in (tuple, list):
@@ -198,7 +199,7 @@ def leaves_of(tree: object, structure: Structure | None) -> list[Any]:
 def _flatten(
     tree: object, leaves: list[Any], level_of: Callable[[Any], _Level | None]
 ) -> Structure | None:
-    kind = type(tree)
+    kind: Any = type(tree)
     if kind is tuple or kind is list:  # most are
         inner = tuple([_flatten(child, leaves, level_of) for child in tree])  # type: ignore[attr-defined]
         if any(inner):
@@ -216,7 +217,7 @@ def _flatten(
 
 
 def _collect(tree: object, leaves: list[Any]) -> None:
-    kind = type(tree)
+    kind: Any = type(tree)
     if _is_leaf(kind):
         leaves.append(tree)
     elif kind is tuple or kind is list:  # most are
@@ -330,7 +331,7 @@ def _unflatten(structure: Structure | None, leaves: Iterator[Any]) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
     """`tree` with `function` applied to every leaf, from left to right."""
-    kind = type(tree)
+    kind: Any = type(tree)
     if _is_leaf(kind):
         return function(tree)
     if kind is tuple or kind is list:  # most are
