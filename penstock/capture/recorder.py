@@ -74,6 +74,7 @@ from penstock.capture.trees import (
     leaves_of,
     map_leaves,
     parts_of,
+    tree_leaves,
     unflatten,
 )
 from penstock.capture.watching import (
@@ -230,7 +231,7 @@ class Recorder(TorchFunctionMode):
 
         Otherwise the innermost module that contains all that it uses is closed in its place.
         """
-        with UsedOutside(self.model, module, flatten((args, kwargs))[0]) as used:
+        with UsedOutside(self.model, module, tree_leaves((args, kwargs))) as used:
             result = call(module, *args, **kwargs)
         if used.names:
             owners = (name.rpartition(".")[0] for name in used.names)
@@ -245,7 +246,7 @@ class Recorder(TorchFunctionMode):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, ...]:
         """The names of the tensors in a closed module, and in those that it is given."""
-        given = (m for m in flatten((args, kwargs))[0] if id(m) in self.paths)
+        given = (m for m in tree_leaves((args, kwargs)) if id(m) in self.paths)
         return tuple(  # a tensor that an earlier call has put there is known by its place
             str(self.known.get(tensor) or f"{self.paths[id(held)]}.{name}")
             for held in (module, *given)
@@ -295,7 +296,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if (plain := getattr(func, "__name__", "")) in CLOSING:  # `x.grad` is another matter
             raise Unrecordable(self._open[-1], f"its Python {CLOSING[plain]}")
-        leaves = flatten((args, kwargs))[0]
+        leaves = tree_leaves((args, kwargs))
         if name in SIZES or name in PARTS:
             self._check_sizes(leaves)
         if name in GRADIENTS:
@@ -336,7 +337,7 @@ class Recorder(TorchFunctionMode):
         versions = [g.get_state() for g in self.generators]
         plainly = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
         result = func(*plainly[0], **plainly[1])
-        if not any(isinstance(leaf, torch.Tensor) for leaf in flatten(result)[0]):
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             return result
         for generator, state in zip(self.generators, versions, strict=True):
             generator.set_state(state)
@@ -471,7 +472,7 @@ class Recorder(TorchFunctionMode):
 
     def _only_passes_on(self, call: Call, leaves: Sequence[Any]) -> bool:
         """Whether a module was given no value, and gives what it was given: `Identity()(None)`."""
-        given = flatten((call.args, call.kwargs))[0]
+        given = tree_leaves((call.args, call.kwargs))
         return not call.reads() and all(any(x is y for y in given) for x in leaves)
 
     def _observe(
@@ -486,7 +487,7 @@ class Recorder(TorchFunctionMode):
         Returns:
             its result, and whether the sizes of that may depend on values.
         """
-        tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         contents = [Contents(t) for t in tensors]
         watch = Watch(None if self.weightless is None else self.weightless.known)
         seed = None if self.key is None else self.key.for_call(call.identity)

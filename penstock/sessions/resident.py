@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.capture.calls import Irregular, Size
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.engine.residents import Operand, Operation, Shape
 from penstock.errors import InputError
 from penstock.torch_internals import wrapper_subclass
@@ -147,7 +147,7 @@ class Resident(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = tuple(args), dict(kwargs or {})
-        residents = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Resident)]
+        residents = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Resident)]
         one = residents[0]
         if func._schema.is_mutable or any(other is not one for other in residents):
             raise InputError(_cannot(func))
