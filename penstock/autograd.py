@@ -24,7 +24,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import Node
 
 from penstock.capture.calls import ambient
-from penstock.capture.trees import flatten
+from penstock.capture.trees import tree_leaves
 from penstock.engine.orders import Order
 from penstock.errors import InputError, PenstockError
 from penstock.links.link import Gradients
@@ -50,7 +50,7 @@ def check_untransformed(given: object, parameters: Iterable[torch.Tensor]) -> No
         )
     if not has_tangents():
         return
-    tensors = [leaf for leaf in flatten(given)[0] if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     if any(unpack_dual(tensor).tangent is not None for tensor in [*tensors, *parameters]):
         raise InputError(
             "a tensor that enters the pipeline has a forward-mode tangent, which stages do not "

@@ -17,7 +17,7 @@ from penstock.autograd import Passage, backward_into_inputs, check_untransformed
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
 from penstock.capture.calls import ambient
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, ByHand, Whole, arguments
 from penstock.engine.ends import Apart, Loss, without_history
@@ -365,7 +365,7 @@ class Passes:
 
 def _differentiable(given: Any) -> list[torch.Tensor]:
     """The tensors in containers that ask for a gradient."""
-    leaves = flatten(given)[0]
+    leaves = tree_leaves(given)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.support import shares, tail
 from tests.support.boards import boards
@@ -22,6 +23,10 @@ with warnings.catch_warnings():
     tolerate_missing_torchvision_operators()
 
 __all__ = ["boards"]  # a fixture
+
+# A machine that does something else as well is no mistake.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

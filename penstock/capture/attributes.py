@@ -27,9 +27,17 @@ _CONTAINERS = (list, tuple, dict)
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All of them, by every name that reaches them."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-    for path, module in model.named_modules():
+    places = list(model.named_modules(remove_duplicate=False))
+    for registry in ("_parameters", "_buffers"):
+        for path, module in places:
+            for name, tensor in getattr(module, registry).items():
+                if tensor is not None:
+                    yield f"{path}.{name}" if path else name, tensor
+    seen = set()
+    for path, module in places:
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
         prefix = f"{path}." if path else ""
         for name, value in vars(module).items():
             if name in REGISTRIES:

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.capture.numbers import Given, Number, Outcome, name_of
 from penstock.capture.places import MISSING, SCALARS, Place, frozen
-from penstock.capture.trees import Leaf, Structure, flatten, map_leaves
+from penstock.capture.trees import Leaf, Structure, flatten, map_leaves, tree_leaves
 
 INPUTS = -1
 """The call number of the model's own inputs."""
@@ -288,7 +288,7 @@ class Call:
     def reads(self) -> tuple[Value, ...]:
         """The values among its arguments, with repetitions."""
         if self._reads is None:
-            leaves = flatten((self.args, self.kwargs))[0]
+            leaves = tree_leaves((self.args, self.kwargs))
             self._reads = tuple(leaf for leaf in leaves if isinstance(leaf, (Ref, Attribute)))
         return self._reads
 
@@ -471,7 +471,7 @@ class Trace:
 
     def numbers(self) -> bool:
         """Whether a number that is passed in is among its arguments or its results."""
-        arguments = (leaf for c in self.calls for leaf in flatten((c.args, c.kwargs))[0])
+        arguments = (leaf for c in self.calls for leaf in tree_leaves((c.args, c.kwargs)))
         return any(isinstance(leaf, Number) for leaf in chain(arguments, self.outputs))
 
     def pruned(self) -> Trace:

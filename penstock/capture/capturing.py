@@ -196,9 +196,9 @@ class _Capturer:
                     *program.train.shared,
                     *program.eval.shared,
                 )
-                self._join(program.eval, points, training=False)
+                self._join(program.eval, points, evaluated, training=False)
                 if program.train is not program.eval:
-                    self._join(program.train, points, training=True)
+                    self._join(program.train, points, trained, training=True)
                 return program
             except Unrecordable as problem:
                 if isinstance(problem, Undecided) and not last:
@@ -326,7 +326,7 @@ class _Capturer:
         trace, expected = traced(self.forward, points, training)
         trace = trace.pruned()
         self._check(trace, points[0], expected, training)
-        self._join(trace, points, training)
+        self._join(trace, points, expected, training)
         return trace
 
     def check_at(self, trace: Trace, leaves: Sequence[Any], training: bool) -> None:
@@ -418,7 +418,9 @@ class _Capturer:
                 "", f"replaying its calls in {mode} mode gives another result than it does itself"
             )
 
-    def _join(self, trace: Trace, points: Sequence[Sizes], training: bool) -> None:
+    def _join(
+        self, trace: Trace, points: Sequence[Sizes], known: Sequence[Any], training: bool
+    ) -> None:
         """Note how results are put together; the example's evaluation helps where chance plays."""
         other = self.program.eval if trace is not self.program.eval else None
 
@@ -426,7 +428,7 @@ class _Capturer:
             self.forward.set_mode(training)
             make = None if is_on_meta(self.model) else lambda: self._replaying(trace)
             varying = self.forward.varying
-            return joined(self.model, trace, varying, self.leaves, points, make, other)
+            return joined(self.model, trace, varying, self.leaves, points, make, known, other)
 
         trace.joins = self.forward.without_saving(found)
 

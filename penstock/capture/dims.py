@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.capture.calls import ROWS, Size, Sizes
 from penstock.capture.memory_layout import laid_out_like
-from penstock.capture.trees import flatten
+from penstock.capture.trees import tree_leaves
 from penstock.errors import InputError
 
 Dim = int | tuple[int, int] | None
@@ -242,7 +242,7 @@ def varying(
     axes: list[Mapping[int, Axis]] = []
     for name, argument in named:
         dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
-        for leaf in flatten(argument)[0]:
+        for leaf in tree_leaves(argument):
             if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
                 axes.append(_axes_of(leaf, len(axes), dim, dynamic.get(name, {})))
             else:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.capture.calls import Attribute, Call, Ref, TensorInfo, Trace
-from penstock.capture.trees import flatten
+from penstock.capture.trees import tree_leaves
 
 _PRODUCTS = {
     *("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"),
@@ -129,7 +129,7 @@ def _is_plain(call: Call, model: nn.Module) -> bool:
         return False
     direct = {id(v) for v in (*call.args, *call.kwargs.values()) if isinstance(v, Ref)}
     if any(
-        isinstance(v, Ref) and id(v) not in direct for v in flatten((call.args, call.kwargs))[0]
+        isinstance(v, Ref) and id(v) not in direct for v in tree_leaves((call.args, call.kwargs))
     ):
         return False
     if not isinstance(call.target, str):

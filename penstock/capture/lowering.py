@@ -33,7 +33,7 @@ from penstock.capture.calls import (
 from penstock.capture.halves import Deferral, Half, may_be_halved, run_halved
 from penstock.capture.numbers import Number, at
 from penstock.capture.randomness import draw, draw_in_python
-from penstock.capture.trees import Structure, flatten, leaf_paths, unflatten
+from penstock.capture.trees import Structure, flatten, leaf_paths, tree_leaves, unflatten
 
 _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot
     *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
@@ -274,7 +274,7 @@ def under(ambient: Ambient, function: Callable[..., Any], /, *args: Any, **kwarg
 
 def leaf_of(tree: object, leaf: int) -> Any:
     """Leaf number `leaf` of a container whose items have no public key."""
-    return flatten(tree)[0][leaf]
+    return tree_leaves(tree)[leaf]
 
 
 def build_with(build: Callable[[list[Any]], Any], children: list[Any]) -> Any:

@@ -31,7 +31,7 @@ from penstock.capture.calls import (
 from penstock.capture.cuts import Cuts
 from penstock.capture.known_shapes import KnownShapes
 from penstock.capture.lowering import lower
-from penstock.capture.trees import flatten, map_leaves, unflatten
+from penstock.capture.trees import flatten, map_leaves, tree_leaves, unflatten
 from penstock.errors import CaptureError
 
 META = torch.device("meta")
@@ -79,7 +79,7 @@ class Weightless:
             CaptureError: so does a closed module.
         """
         module = self._model.get_submodule(call.target) if isinstance(call.target, str) else None
-        tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         held = [] if module is None else [t for _, t in named_tensors(module)]
         if not any(t.is_meta for t in (*tensors, *held)):
             return function(*args, **kwargs)

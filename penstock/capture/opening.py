@@ -15,6 +15,7 @@ from penstock.errors import CaptureError, InputError
 
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+_TIED = (nn.Linear, nn.Embedding)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -98,6 +99,17 @@ class Opening:
                 self.closed[path] = "it has forward hooks, which must run around it"
             elif module._backward_hooks or module._backward_pre_hooks:
                 self.closed[path] = "it has backward hooks, which must run around it"
+        self._expected = self._sharing()  # saves a recording, if it is so
+        self.forced |= self._expected
+
+    def _sharing(self) -> set[str]:
+        """Those of torch's layers that share a parameter with another one, as tied weights are."""
+        users: dict[int, list[str]] = {}
+        for path, module in self.modules.items():
+            if type(module) in _TIED and path and path not in self.closed:
+                for parameter in module.parameters(recurse=False):
+                    users.setdefault(id(parameter), []).append(path)
+        return {path for paths in users.values() if len(paths) > 1 for path in paths}
 
     def is_open(self, path: str) -> bool:
         """Whether the program looks inside this module, and inside all that it is in.
@@ -123,12 +135,21 @@ class Opening:
         """Open the closed modules that share a parameter or buffer with another call.
 
         Then the parameter is read by the program itself, and can cross a cut like any value.
+
+        Returns:
+            whether others are open now.
         """
         users: dict[str, set[int]] = {}
+        paths: dict[str, set[str]] = {}
         for number, call in enumerate(trace.calls):
             read = (v.name for v in call.reads() if isinstance(v, Attribute))
+            path = call.target if isinstance(call.target, str) else call.path
             for name in {*call.hidden, *read}:
                 users.setdefault(name, set()).add(number)
+                paths.setdefault(name, set()).add(path)
+        sharing = {path for among in paths.values() if len(among) > 1 for path in among}
+        wrong, self._expected = self._expected - sharing, set()
+        self.forced -= wrong
         shared = {
             call.target
             for call in trace.calls
@@ -138,7 +159,7 @@ class Opening:
         able = (p for p in shared - self.forced if p not in self.closed)
         new = {p for p in able if not self.is_open(p)}
         self.forced |= new
-        return bool(new)
+        return bool(new or wrong)
 
 
 def _wants_values(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from penstock.capture.attributes import named_tensors
 from penstock.capture.calls import function_name
 from penstock.capture.interception import METADATA
 from penstock.capture.objects import Objects, uncompiled
-from penstock.capture.trees import flatten
+from penstock.capture.trees import tree_leaves
 
 
 def leads_outside(module: nn.Module, paths: Mapping[int, str]) -> bool:
@@ -63,7 +63,7 @@ class UsedOutside(TorchFunctionMode):
         used = (
             ()
             if function_name(function) in METADATA
-            else flatten((tuple(args), dict(kwargs or {})))[0]
+            else tree_leaves((tuple(args), dict(kwargs or {})))
         )
         for leaf in used:
             if isinstance(leaf, torch.Tensor) and id(leaf) in self._outside:

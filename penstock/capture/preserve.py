@@ -6,6 +6,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.equality import same_tensor
 from penstock.capture.objects import GENERATORS, Objects
+from penstock.capture.places import INTERNAL
 from penstock.capture.randomness import generators_kept
 from penstock.errors import CaptureError
 from penstock.torch_internals import set_version
@@ -25,6 +27,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, set, deque, *_MAPPINGS)
 
 
+_MOST_KINDS = 4096
 _MOST_BYTES = 4 << 30
 _MOST_BYTES_IN_OBJECTS = 256 << 20
 
@@ -189,10 +192,18 @@ def _put_back(
 def own_generators(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The generators that a module holds, by the attributes that are them or have them."""
     for name, value in vars(module).items():
+        if name in INTERNAL:
+            continue
         held = value.values() if type(value) is dict else value
         for one in held if type(value) in (list, tuple, dict) else (value,):
-            if isinstance(one, GENERATORS):
+            kind: Any = type(one)
+            if _is_generator(kind):
                 yield name, one
+
+
+@lru_cache(_MOST_KINDS)
+def _is_generator(kind: type) -> bool:
+    return issubclass(kind, GENERATORS)
 
 
 def state_of(generator: object) -> Any:
@@ -298,6 +309,8 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
     if type(value) not in _CONTAINERS:
         return value
     twin = copies[id(value)] = value.copy()  # known before what is in it, which may hold it again
+    if not value:  # as most dictionaries of hooks
+        return twin
     for key, item in () if isinstance(value, set) else _items(value).items():
         copied = _copied(item, copies)
         if copied is not item:

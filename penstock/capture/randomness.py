@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.capture.trees import flatten
+from penstock.capture.trees import tree_leaves
 from penstock.devices.kinds import kind_of
 
 LOSS, METRICS = -1, -2
@@ -264,7 +264,7 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def _device_of(tree: object) -> torch.device:
-    for leaf in flatten(tree)[0]:
+    for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
         if isinstance(leaf, torch.device):

@@ -61,6 +61,21 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 """Functions of torch that say how it is set, by name."""
 
 
+class _Paused:
+    """A pause of a `Reading`; most attributes that are read need one, so it is no generator."""
+
+    __slots__ = ("_reading",)
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+
+    def __enter__(self) -> None:
+        self._reading.quiet += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._reading.quiet -= 1
+
+
 class Reading:
     """Notes what is read while a forward runs.
 
@@ -109,14 +124,9 @@ class Reading:
         finally:
             self.quiet += 1
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> _Paused:
         """While open, nothing is noted: Penstock itself reads."""
-        self.quiet += 1
-        try:
-            yield
-        finally:
-            self.quiet -= 1
+        return _Paused(self)
 
     def followed(self) -> dict[Where, Numeric]:
         """The numbers that are followed, to be put in their places."""

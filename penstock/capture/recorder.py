@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -74,6 +74,7 @@ from penstock.capture.trees import (
     leaves_of,
     map_leaves,
     parts_of,
+    tree_leaves,
     unflatten,
 )
 from penstock.capture.watching import (
@@ -230,7 +231,7 @@ class Recorder(TorchFunctionMode):
 
         Otherwise the innermost module that contains all that it uses is closed in its place.
         """
-        with UsedOutside(self.model, module, flatten((args, kwargs))[0]) as used:
+        with UsedOutside(self.model, module, tree_leaves((args, kwargs))) as used:
             result = call(module, *args, **kwargs)
         if used.names:
             owners = (name.rpartition(".")[0] for name in used.names)
@@ -245,7 +246,7 @@ class Recorder(TorchFunctionMode):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, ...]:
         """The names of the tensors in a closed module, and in those that it is given."""
-        given = (m for m in flatten((args, kwargs))[0] if id(m) in self.paths)
+        given = (m for m in tree_leaves((args, kwargs)) if id(m) in self.paths)
         return tuple(  # a tensor that an earlier call has put there is known by its place
             str(self.known.get(tensor) or f"{self.paths[id(held)]}.{name}")
             for held in (module, *given)
@@ -295,7 +296,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if (plain := getattr(func, "__name__", "")) in CLOSING:  # `x.grad` is another matter
             raise Unrecordable(self._open[-1], f"its Python {CLOSING[plain]}")
-        leaves = flatten((args, kwargs))[0]
+        leaves = tree_leaves((args, kwargs))
         if name in SIZES or name in PARTS:
             self._check_sizes(leaves)
         if name in GRADIENTS:
@@ -336,7 +337,7 @@ class Recorder(TorchFunctionMode):
         versions = [g.get_state() for g in self.generators]
         plainly = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
         result = func(*plainly[0], **plainly[1])
-        if not any(isinstance(leaf, torch.Tensor) for leaf in flatten(result)[0]):
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             return result
         for generator, state in zip(self.generators, versions, strict=True):
             generator.set_state(state)
@@ -471,7 +472,7 @@ class Recorder(TorchFunctionMode):
 
     def _only_passes_on(self, call: Call, leaves: Sequence[Any]) -> bool:
         """Whether a module was given no value, and gives what it was given: `Identity()(None)`."""
-        given = flatten((call.args, call.kwargs))[0]
+        given = tree_leaves((call.args, call.kwargs))
         return not call.reads() and all(any(x is y for y in given) for x in leaves)
 
     def _observe(
@@ -486,7 +487,7 @@ class Recorder(TorchFunctionMode):
         Returns:
             its result, and whether the sizes of that may depend on values.
         """
-        tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         contents = [Contents(t) for t in tensors]
         watch = Watch(None if self.weightless is None else self.weightless.known)
         seed = None if self.key is None else self.key.for_call(call.identity)
@@ -603,6 +604,23 @@ def _dtype(tensor: torch.Tensor, dtype: object, non_blocking: bool = False) -> A
     return getattr(torch, kind).dtype if same else dtype
 
 
+class _Living(weakref.ref[Any]):
+    """An object that has a name, by its id.
+
+    When it dies, a method written in C is called, for in the Python of a callback a Ctrl-C would
+    be lost.
+    """
+
+    __slots__ = ("is_storage", "number")
+
+    def __new__(cls, leaf: object, gone: deque[_Living]) -> _Living:
+        return super().__new__(cls, leaf, gone.append)
+
+    def __init__(self, leaf: object, gone: deque[_Living]) -> None:
+        self.number = id(leaf)
+        self.is_storage = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+
+
 class Known:
     """The names of the objects that calls have given, as long as these live.
 
@@ -613,38 +631,39 @@ class Known:
     def __init__(self) -> None:
         self._values: dict[int, Value] = {}
         self._living: dict[int, Any] = {}  # references; an id may be another object's afterwards
+        self._gone: deque[_Living] = deque()  # those of objects that have died, but have names
         self._storages: dict[int, int] = {}
         self._numbers = count()
         self._memory: list[Any] = []  # keeps addresses of storages apart, but not what is there
 
     def get(self, leaf: object) -> Value | None:
         """The value that an object is; `None` for one that nobody has named."""
+        if self._gone:
+            self._forget()
         return self._values.get(id(leaf))
 
     def put(self, leaf: object, value: Value) -> None:
         """Let an object stand for this value, as long as it lives or until it is named again."""
+        self._forget()
         number = id(leaf)
         self._values[number] = value
         if number not in self._living:
-            self._living[number] = self._reference(leaf, number)
+            try:
+                self._living[number] = _Living(leaf, self._gone)
+            except TypeError:  # there are no weak references to it; it stays
+                self._living[number] = leaf
 
-    def _reference(self, leaf: object, number: int) -> Any:
-        values, living, storages = self._values, self._living, self._storages
-        is_storage = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
-
-        def forget(_: object) -> None:
-            values.pop(number, None)
-            living.pop(number, None)
-            if is_storage:
-                storages.pop(number, None)
-
-        try:
-            return weakref.ref(leaf, forget)
-        except TypeError:  # there are no weak references to it; it stays
-            return leaf
+    def _forget(self) -> None:
+        while self._gone:
+            one = self._gone.popleft()
+            self._values.pop(one.number, None)
+            self._living.pop(one.number, None)
+            if one.is_storage:
+                self._storages.pop(one.number, None)
 
     def storage(self, tensor: torch.Tensor) -> int:
         """A number that tensors sharing memory have in common."""
+        self._forget()
         memory = memory_of(tensor)
         if memory not in self._storages:
             if tensor.layout is torch.strided:
@@ -654,4 +673,5 @@ class Known:
 
     def has_storage(self, tensor: torch.Tensor) -> bool:
         """Whether any value shares this tensor's memory."""
+        self._forget()
         return memory_of(tensor) in self._storages

@@ -19,7 +19,7 @@ from penstock.capture.numbers import Numeric, come_out
 from penstock.capture.places import Place
 from penstock.capture.reads import input_property
 from penstock.capture.signatures import Signature, Signatures
-from penstock.capture.trees import flatten, unflatten
+from penstock.capture.trees import tree_leaves, unflatten
 from penstock.errors import CaptureError, InputError, PenstockError
 
 _FIRST = 4  # new sizes that are all compared with the model
@@ -425,6 +425,6 @@ def _divisors(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _has_floats(trace: Trace) -> bool:
     """Whether sizes are there that Python has as floats."""
-    arguments = [leaf for call in trace.calls for leaf in flatten((call.args, call.kwargs))[0]]
+    arguments = [leaf for call in trace.calls for leaf in tree_leaves((call.args, call.kwargs))]
     leaves = (*arguments, *trace.outputs)
     return any(isinstance(leaf, Size) and leaf.kind is float for leaf in leaves)

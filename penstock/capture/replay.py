@@ -19,7 +19,7 @@ from penstock.capture.lowering import lower
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key, draw, draw_in_python, python_kept
 from penstock.capture.recorder import Recorder
-from penstock.capture.trees import flatten
+from penstock.capture.trees import flatten, tree_leaves
 from penstock.torch_internals import without_functions
 
 CallResults = dict[int, list[torch.Tensor]]
@@ -176,6 +176,6 @@ class _Replay(fx.Interpreter):
 
 
 def _copies(result: object) -> list[torch.Tensor]:
-    tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     with torch.no_grad(), without_functions():
         return [tensor.detach().clone() for tensor in tensors]

@@ -10,7 +10,7 @@ rows are enough for that, and take the least memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import Any
@@ -34,7 +34,7 @@ from penstock.capture.calls import (
     function_name,
 )
 from penstock.capture.dims import Varying
-from penstock.capture.trees import flatten, leaf_paths, leaves_of
+from penstock.capture.trees import leaf_paths, leaves_of, tree_leaves
 from penstock.torch_internals import BatchNorm
 
 Make = Callable[[], Callable[[Sequence[Any]], Any]]
@@ -61,6 +61,7 @@ def joined(
     inputs: Sequence[Any],
     points: Sequence[Sizes],
     make: Make | None,
+    known: Sequence[Any] = (),
     other: Trace | None = None,
 ) -> tuple[Join, ...]:
     """For every leaf of a trace's result, how it is put together from micro-batches.
@@ -72,6 +73,7 @@ def joined(
         inputs: their leaves.
         points: sizes that the model takes; the first two differ in their rows alone.
         make: makes what runs the trace; `None` if there are no values to compare.
+        known: the leaves of the result that it gives at the first of the points.
         other: the trace of the other mode. What it is known to do with rows counts where random
             numbers or BatchNorm keep this one from being compared.
     """
@@ -81,7 +83,8 @@ def joined(
     open_ones = [k for k, f in enumerate(found) if f.compare and not f.by_chance]
     verdicts: dict[int, bool] = {}
     if make is not None and open_ones:
-        verdicts = _compared(trace, varying, inputs, points, make, found, open_ones)
+        dims = {k: found[k].join.dim or 0 for k in open_ones}
+        verdicts = _Comparison(trace, varying, inputs, points[0], make, known).of(dims)
     joins = []
     for k, each in enumerate(found):
         join, verdict = each.join, verdicts.get(k)
@@ -204,7 +207,7 @@ def _what_makes(model: nn.Module, trace: Trace, varying: Varying) -> dict[Value,
 
 def _own(model: nn.Module, call: Call, changed: set[str]) -> _Made:
     """What the results of a call depend on besides its arguments."""
-    sizes = (x for x in flatten((call.args, call.kwargs))[0] if isinstance(x, Size))
+    sizes = (x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Size))
     what = _Made.ROWS if any(size.grows_with(ROWS) for size in sizes) else _Made.NOTHING
     if call.random:
         what |= _Made.CHANCE | _Made.ROWS
@@ -224,63 +227,71 @@ def _normalises_batches(model: nn.Module, call: Call) -> bool:
 # -- comparing ------------------------------------------------------------------------------
 
 
-def _compared(
-    trace: Trace,
-    varying: Varying,
-    inputs: Sequence[Any],
-    points: Sequence[Sizes],
-    make: Make,
-    found: Sequence[_Found],
-    leaves: Sequence[int],
-) -> dict[int, bool]:
-    """For leaves of the result, whether the pieces of a batch give what the whole does.
+@dataclass(frozen=True)
+class _Comparison:
+    """Of results of two pieces of a batch with those of the whole.
 
-    Pieces are single rows where the model takes these, else as many as it was recorded at. What
-    looks wrong with single rows is compared again: a `squeeze` may have made it so.
-    Nothing is known of any if the model does not take these rows.
+    Attributes:
+        trace: gives the results.
+        varying: what varies in the inputs.
+        inputs: their leaves.
+        sizes: that the model takes.
+        make: makes what runs the trace.
+        known: the leaves of the result at these sizes, if they are known.
     """
-    verdicts: dict[int, bool] = {}
-    for rows in sorted({1, points[0][ROWS]}):
-        left = [k for k in leaves if not verdicts.get(k)]
-        try:
-            verdicts |= _compared_by(rows, trace, varying, inputs, points[0], make, found, left)
-        except Exception:
-            continue
-        if all(verdicts.values()):
-            break
-    return verdicts
 
+    trace: Trace
+    varying: Varying
+    inputs: Sequence[Any]
+    sizes: Sizes
+    make: Make
+    known: Sequence[Any]
 
-def _compared_by(
-    rows: int,
-    trace: Trace,
-    varying: Varying,
-    inputs: Sequence[Any],
-    sizes: Sizes,
-    make: Make,
-    found: Sequence[_Found],
-    leaves: Sequence[int],
-) -> dict[int, bool]:
-    """The same for two pieces of so many rows, in either order: one may happen to be sorted."""
+    def of(self, dims: Mapping[int, int]) -> dict[int, bool]:
+        """Whether the pieces of a batch give what the whole does.
 
-    replay = make()
+        Pieces are single rows where the model takes these, else as many as it was recorded at. What
+        looks wrong with single rows is compared again: a `squeeze` may have made it so.
+        Nothing is known of any if the model does not take these rows.
 
-    def given(*pieces: int) -> dict[int, torch.Tensor]:
-        result = replay(varying.rows_of(inputs, sizes, (rows, rows), pieces))
-        results = leaves_of(result, trace.output_structure)
-        return {k: results[k] for k in leaves}
+        Args:
+            dims: for leaves of the result the dimension along which pieces follow one another.
+        """
+        verdicts: dict[int, bool] = {}
+        for rows in sorted({1, self.sizes[ROWS]}):
+            left = {k: dim for k, dim in dims.items() if not verdicts.get(k)}
+            try:
+                verdicts |= self.with_rows(rows, left)
+            except Exception:
+                continue
+            if all(verdicts.values()):
+                break
+        return verdicts
 
-    with torch.no_grad():
-        parts = given(0), given(1)
-        bound = _bound(trace, any(x.is_cuda for x in parts[0].values()))
-        verdicts = dict.fromkeys(leaves, True)
-        for one, other in ((0, 1), (1, 0)):
-            whole = given(one, other)
-            for k in leaves:
-                pieces = (parts[one][k], parts[other][k])
-                same = _is_joined(whole[k], pieces, found[k].join.dim or 0, bound)
-                verdicts[k] = verdicts[k] and same
-    return verdicts
+    def with_rows(self, rows: int, dims: Mapping[int, int]) -> dict[int, bool]:
+        """The same for pieces of so many rows, in either order: one may happen to be sorted."""
+        replay = self.make()
+
+        def given(*pieces: int) -> Sequence[Any]:
+            batch = self.varying.rows_of(self.inputs, self.sizes, (rows, rows), pieces)
+            return leaves_of(replay(batch), self.trace.output_structure)
+
+        with torch.no_grad():
+            parts = [{k: results[k] for k in dims} for results in (given(0), given(1))]
+            bound = _bound(self.trace, any(x.is_cuda for x in parts[0].values()))
+            verdicts = dict.fromkeys(dims, True)
+            for one, other in ((0, 1), (1, 0)):
+                is_known = one < other and self.knows_first(2 * rows)
+                whole = self.known if is_known else given(one, other)
+                for k, dim in dims.items():
+                    same = _is_joined(whole[k], (parts[one][k], parts[other][k]), dim, bound)
+                    verdicts[k] = verdicts[k] and same
+        return verdicts
+
+    def knows_first(self, rows: int) -> bool:
+        """Whether the known result is that of so many of the inputs' own first rows."""
+        there = self.varying.sizes(self.inputs)[ROWS]
+        return bool(self.known) and self.sizes[ROWS] == rows <= there
 
 
 def _is_joined(whole: torch.Tensor, pieces: Sequence[torch.Tensor], dim: int, bound: float) -> bool:

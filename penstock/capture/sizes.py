@@ -260,6 +260,7 @@ class _Merge:
     def __init__(self, points: Sequence[Sizes]) -> None:
         self.points = points
         self.names = list(points[0])
+        self._known: dict[tuple[int, ...], Size | None] = {}  # most sizes are there many times
 
     def calls(self, calls: Sequence[Call]) -> Call:
         first = calls[0]
@@ -321,7 +322,14 @@ class _Merge:
         return size
 
     def _fitted(self, group: Sequence[int]) -> Size | None:
-        """The sum of products that gives these integers, by differences; `None` if none does."""
+        """The sum of products that gives these integers; `None` if none does."""
+        key = tuple(group)
+        if key not in self._known:
+            self._known[key] = self._fit(group)
+        return self._known[key]
+
+    def _fit(self, group: Sequence[int]) -> Size | None:
+        """The same, by differences."""
         start = self.points[0]
         terms: Counter[tuple[str, ...]] = Counter({(): group[0]})
         for names in [*((n,) for n in self.names), *combinations(self.names, 2)]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -93,12 +93,20 @@ def _rebuild_dataclass(kind: type, values: dict[str, Any]) -> Any:
 
 
 _ATOMS = frozenset((int, float, bool, str, type(None), torch.Tensor, torch.nn.Parameter))
+_MOST_KINDS = 4096
 _Level = tuple[list[Any], tuple[tuple[str, Any] | None, ...], _Rebuild]
+
+
+@lru_cache(_MOST_KINDS)
+def _is_leaf(kind: type) -> bool:
+    """Whether values of this type are leaves, whatever is registered."""
+    return kind in _ATOMS or issubclass(kind, (Leaf, torch.Tensor))
 
 
 def _open(value: Any) -> _Level | None:
     """The children of `value`, how each is reached, and how to rebuild; `None` for a leaf."""
-    if type(value) in _ATOMS or isinstance(value, (Leaf, torch.Tensor)):
+    kind: Any = type(value)
+    if _is_leaf(kind):
         return None
     kind = tuple if isinstance(value, torch.Size) else type(value)
     if kind in (tuple, list):
@@ -136,6 +144,13 @@ def flatten(tree: object) -> tuple[list[Any], Structure | None]:
     """The leaves of `tree` from left to right, and its structure (`None` when it is a leaf)."""
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves, _open)
+
+
+def tree_leaves(tree: object) -> list[Any]:
+    """The leaves alone, as `flatten` gives them, which is quicker without the structure."""
+    leaves: list[Any] = []
+    _collect(tree, leaves)
+    return leaves
 
 
 def flatten_result(
@@ -184,7 +199,7 @@ def leaves_of(tree: object, structure: Structure | None) -> list[Any]:
 def _flatten(
     tree: object, leaves: list[Any], level_of: Callable[[Any], _Level | None]
 ) -> Structure | None:
-    kind = type(tree)
+    kind: Any = type(tree)
     if kind is tuple or kind is list:  # most are
         inner = tuple([_flatten(child, leaves, level_of) for child in tree])  # type: ignore[attr-defined]
         if any(inner):
@@ -192,13 +207,30 @@ def _flatten(
         return _of_leaves(kind, len(inner))
     if kind is dict and not tree:  # keyword arguments of most calls
         return _NO_ENTRIES
-    level = None if kind in _ATOMS else level_of(tree)
+    level = None if _is_leaf(kind) else level_of(tree)
     if level is None:
         leaves.append(tree)
         return None
     children, keys, build = level
     inner = tuple([_flatten(child, leaves, level_of) for child in children])
     return Structure(build.kind, _said_of(build.kind), keys, inner, build)
+
+
+def _collect(tree: object, leaves: list[Any]) -> None:
+    kind: Any = type(tree)
+    if _is_leaf(kind):
+        leaves.append(tree)
+    elif kind is tuple or kind is list:  # most are
+        for child in tree:  # type: ignore[attr-defined]
+            _collect(child, leaves)
+    elif kind is dict:
+        for child in tree.values():  # type: ignore[attr-defined]
+            _collect(child, leaves)
+    elif (level := _open(tree)) is not None:
+        for child in level[0]:
+            _collect(child, leaves)
+    else:
+        leaves.append(tree)
 
 
 _NO_ENTRIES = Structure(dict, dict, (), (), _Rebuild(dict, ()))
@@ -298,9 +330,19 @@ def _unflatten(structure: Structure | None, leaves: Iterator[Any]) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
-    """`tree` with `function` applied to every leaf."""
-    leaves, structure = flatten(tree)
-    return unflatten(structure, [function(leaf) for leaf in leaves])
+    """`tree` with `function` applied to every leaf, from left to right."""
+    kind: Any = type(tree)
+    if _is_leaf(kind):
+        return function(tree)
+    if kind is tuple or kind is list:  # most are
+        return kind([map_leaves(function, child) for child in tree])  # type: ignore
+    if kind is dict:
+        return {key: map_leaves(function, child) for key, child in tree.items()}  # type: ignore
+    level = _open(tree)
+    if level is None:
+        return function(tree)
+    children, _, build = level
+    return build([map_leaves(function, child) for child in children])
 
 
 def leaf_paths(structure: Structure | None) -> list[tuple[tuple[str, Any] | None, ...]]:

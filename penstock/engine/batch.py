@@ -13,7 +13,7 @@ import torch
 from penstock.capture import ROWS, Program, Sizes
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
-from penstock.capture.trees import flatten, unflatten
+from penstock.capture.trees import flatten, tree_leaves, unflatten
 from penstock.engine.microbatch import split
 from penstock.errors import InputError
 
@@ -244,7 +244,7 @@ def _number(weight: Any) -> float:
 def digest(given: object) -> int:
     """A checksum (CRC-32) of the tensors in containers: their shapes, dtypes and bytes."""
     found = 0
-    for leaf in flatten(given)[0]:
+    for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor):
             values = leaf.detach().cpu().contiguous()
             found = zlib.crc32(f"{values.shape} {values.dtype}".encode(), found)

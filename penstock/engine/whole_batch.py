@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.engine.ends import check_scalar, gradient_of, to_device, without_history
 from penstock.engine.objective import Objective
 from penstock.engine.user_functions import callable_as
@@ -156,7 +156,7 @@ def stand_in(output: Any) -> torch.Tensor:
     Args:
         output: the model's result, a leaf of which requires a gradient.
     """
-    leaves = flatten(output)[0]
+    leaves = tree_leaves(output)
     own = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return own[0].sum()
 

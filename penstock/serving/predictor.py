@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import is_tensor
 
-from penstock.capture.trees import flatten
+from penstock.capture.trees import tree_leaves
 from penstock.errors import ClosedError, StatesLost
 from penstock.generation.generate import Tokens
 from penstock.serving.refusal import Refusal
@@ -130,7 +130,7 @@ class Predictor:
         """
         is_known, count = self._sessions.kinds(job.args, job.kwargs)
         if not is_known and count > self._kinds:
-            shapes = [list(x.shape) for x in flatten((job.args, job.kwargs))[0] if is_tensor(x)]
+            shapes = [list(x.shape) for x in tree_leaves((job.args, job.kwargs)) if is_tensor(x)]
             raise Refusal(
                 400,
                 f"inputs of the shapes {shapes} are new, and {count} kinds of inputs were recorded "

@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from penstock.capture.calls import Irregular, Size
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.engine.residents import Operand, Operation, Shape
 from penstock.errors import InputError
 from penstock.torch_internals import wrapper_subclass
 
 
-class Living:
-    """The values that somebody has, and those that nobody has any more.
+class _Held(weakref.ref["Value"]):
+    """A value that somebody has, and what is known of it.
 
-    Attributes:
-        shapes: of those that somebody has, by number, with the stage of each.
-        gone: the numbers of others, of which the workers have not heard yet.
+    When nobody has it any more, a method written in C is called, for in the Python of a callback
+    or of `__del__` a Ctrl-C would be lost.
     """
 
+    __slots__ = ("number", "shape", "stage")
+
+    def __new__(cls, value: Value, gone: deque[_Held], shape: Shape) -> _Held:
+        return super().__new__(cls, value, gone.append)
+
+    def __init__(self, value: Value, gone: deque[_Held], shape: Shape) -> None:
+        self.number, self.stage, self.shape = value.number, value.stage, shape
+
+
+class Living:
+    """The values that somebody has, and those that nobody has any more."""
+
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, Shape]] = {}
-        self.gone: deque[int] = deque()
+        self._held: dict[int, _Held] = {}
+        self._gone: deque[_Held] = deque()  # of which the workers have not heard yet
+        self._lost: deque[int] = deque()  # nor of these
+
+    def add(self, value: Value, shape: Shape) -> None:
+        """Note a value that a worker keeps as long as somebody has it."""
+        self._held[value.number] = _Held(value, self._gone, shape)
+
+    def lose(self, numbers: Iterable[int]) -> None:
+        """Note values that workers may have and that nobody will ever have."""
+        self._lost.extend(numbers)
 
     def taken(self) -> list[int]:
-        """The numbers that the workers are now told to let go."""
-        return [self.gone.popleft() for _ in range(len(self.gone))]
+        """The numbers of values that the workers are now told to let go."""
+        gone = [self._gone.popleft().number for _ in range(len(self._gone))]
+        for number in gone:
+            self._held.pop(number, None)
+        return gone + [self._lost.popleft() for _ in range(len(self._lost))]
 
     def by_stage(self) -> dict[int, int]:
         """The bytes of all values of each stage."""
         found: dict[int, int] = {}
-        for stage, shape in list(self.shapes.values()):
-            found[stage] = found.get(stage, 0) + prod(shape.size) * shape.dtype.itemsize
+        for held in list(self._held.values()):
+            if held() is not None:
+                size = prod(held.shape.size) * held.shape.dtype.itemsize
+                found[held.stage] = found.get(held.stage, 0) + size
         return dict(sorted(found.items()))
 
 
@@ -52,7 +78,7 @@ class Value:
         living: is told when nobody has it any more.
     """
 
-    __slots__ = ("living", "made", "number", "replica", "stage")
+    __slots__ = ("__weakref__", "living", "made", "number", "replica", "stage")
 
     def __init__(
         self,
@@ -68,11 +94,7 @@ class Value:
         self.replica = replica
         self.made = made
         self.living = living
-        living.shapes[number] = stage, shape
-
-    def __del__(self) -> None:
-        self.living.shapes.pop(self.number, None)
-        self.living.gone.append(self.number)
+        living.add(self, shape)
 
 
 class Seen(NamedTuple):
@@ -125,7 +147,7 @@ class Resident(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = tuple(args), dict(kwargs or {})
-        residents = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Resident)]
+        residents = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Resident)]
         one = residents[0]
         if func._schema.is_mutable or any(other is not one for other in residents):
             raise InputError(_cannot(func))

@@ -296,7 +296,7 @@ class Sessions:
         """Some stages may have kept values of a pass, or not have heard of others."""
         self._weights_since = None
         made = range(states.first, states.first + len(way.trace.outputs))
-        self._living.gone.extend((*made, *states.dropped))
+        self._living.lose((*made, *states.dropped))
 
     def _familiar(
         self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool
@@ -445,7 +445,7 @@ class Sessions:
         found = Followed()
         for _ in self.together.followed(_CALL, found):
             pass
-        self._living.gone.clear()  # the one that leads says what the workers let go
+        self._living.taken()  # the one that leads says what the workers let go
         if found.last is None:
             raise StatesLost(GONE)
         start, started, outcome = found.last

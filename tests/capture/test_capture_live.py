@@ -13,6 +13,9 @@ import penstock as ps
 from penstock.bench.capture_time import UNet
 from penstock.bench.footprint import peak
 from penstock.capture import generalising
+from penstock.capture.calls import Ref
+from penstock.capture.recorder import Known
+from tests.support.interrupts import drop_interrupted
 
 
 class Attention(nn.Module):
@@ -66,6 +69,18 @@ def test_capturing_holds_little_more_than_a_step_of_one_row(
     print(f"{capture / step:.2f}: {capture / 1e6:.1f} MB, and {step / 1e6:.1f} MB for a step")
     assert step > 2e6
     assert capture < 1.3 * step
+
+
+def test_a_ctrl_c_is_not_lost_when_what_a_call_gave_dies() -> None:
+    """And the name is not that of an object which is made in the same place later."""
+    known = Known()
+    held = [torch.ones(2)]
+    known.put(held[0], Ref(0, 0))
+    with pytest.raises(KeyboardInterrupt):
+        drop_interrupted(held)
+    for _ in range(100):
+        assert known.get(torch.ones(2)) is None
+    assert not known._values
 
 
 def test_what_is_counted_is_what_lives_at_the_same_time() -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import penstock as ps
+from penstock.capture.forward import Forward
 
 
 class Two(nn.Module):
@@ -316,3 +318,44 @@ def test_an_array_of_numpy_is_a_constant() -> None:
     program = ps.capture(model, (X, factors))
     assert torch.equal(program(X, factors.copy()), model(X, factors))
     assert torch.equal(program(X, factors + 1), model(X, factors + 1))
+
+
+class Tied(nn.Module):
+    """A table and a head that have a weight together, where both are called, or only the table."""
+
+    def __init__(self, together: bool, both: bool = True) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)
+        self.both = both
+        if together:
+            self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(self.table(x))
+        result: torch.Tensor = self.head(h) if self.both else h
+        return result
+
+
+@pytest.mark.parametrize(
+    ("both", "more", "targets"),
+    [
+        (True, 0, [F.embedding, "body", F.linear]),
+        (False, 1, ["table", "body"]),  # it was opened for nothing
+    ],
+)
+def test_tied_weights_cost_no_recording(
+    monkeypatch: pytest.MonkeyPatch, both: bool, more: int, targets: list[Any]
+) -> None:
+    tokens, recordings = torch.tensor([[1], [2], [3], [4]]), []
+    usual = Forward.record
+
+    def counted(self: Forward, *args: Any, **kwargs: Any) -> Any:
+        recordings.append(args)
+        return usual(self, *args, **kwargs)
+
+    monkeypatch.setattr(Forward, "record", counted)
+    ps.capture(Tied(False, both), (tokens,))
+    without = len(recordings)
+    program = ps.capture(Tied(True, both), (tokens,))
+    assert [call.target for call in program.train.calls] == targets
+    assert len(recordings) == 2 * without + more

@@ -186,17 +186,14 @@ def test_what_a_forward_writes_into_the_batch_has_no_graph_in_the_next_step() ->
     assert not written.requires_grad
 
 
-patient = settings(deadline=None)
-
-
-@settings(patient, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_model_drawn_at_random(data: st.DataObject) -> None:
     check(data)
 
 
 @pytest.mark.slow
-@settings(patient, max_examples=1000)
+@settings(max_examples=1000)
 @given(st.data())
 def test_many_models_drawn_at_random(data: st.DataObject) -> None:
     check(data)

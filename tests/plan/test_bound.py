@@ -121,7 +121,7 @@ def test_is_never_below_the_simple_bound(p: int, m: int, data: st.DataObject) ->
 def test_the_best_of_all_schedules_does_not_beat_it(
     homes: tuple[int, ...], m: int, split: bool, examples: int
 ) -> None:
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(small_costs(len(homes)))
     def compare(costs: Costs) -> None:
         bound = schedule_bound(costs, m, homes, split=split)

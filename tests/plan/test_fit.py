@@ -70,7 +70,7 @@ def test_five_thousand_unequal_pipelines_come_close_to_the_bound() -> None:
     split=st.booleans(),
     overlap=st.booleans(),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_never_worse_than_any_fixed_schedule(
     seed: int, workers: int, v: int, m: int, layout: str, split: bool, overlap: bool
 ) -> None:
@@ -147,7 +147,7 @@ def test_halves_are_worth_it() -> None:
 
 
 @given(seed=st.integers(0, 10**6), m=st.integers(2, 9), split=st.booleans(), v=st.integers(1, 2))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_stays_within_the_room(seed: int, m: int, split: bool, v: int) -> None:
     dice = random.Random(seed)
     workers = dice.randint(1, 3)

@@ -61,7 +61,7 @@ def test_no_more_is_recomputed_than_needed() -> None:
         ps.plan(hungry(), recompute="none", memory_limit=limit, **ask, replicas=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(1, 8),

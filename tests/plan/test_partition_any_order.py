@@ -119,14 +119,14 @@ def check(kinds: Kinds) -> None:
 SEEDS = st.integers(0, 2**40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SEEDS.map(random_kinds))
 def test_the_best_of_all_orders(kinds: Kinds) -> None:
     check(kinds)
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(SEEDS.map(random_kinds))
 def test_the_best_of_all_orders_two_thousand_times(kinds: Kinds) -> None:
     check(kinds)

@@ -13,20 +13,20 @@ from penstock.plan.partition import CapacityError, Partition, Shortfall, Variant
 from tests.plan.brute_force import Problem, problems
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(problems(memory=True))
 def test_optimal_within_the_memory(problem: Problem) -> None:
     problem.check()
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(problems(memory=True))
 def test_optimal_within_the_memory_two_thousand_times(problem: Problem) -> None:
     problem.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(whole=False, memory=True))
 def test_optimal_within_the_memory_for_any_seconds(problem: Problem) -> None:
     try:

@@ -65,20 +65,20 @@ def check(stage: Stage) -> None:
 SEEDS = st.integers(0, 2**40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SEEDS.map(random_stage))
 def test_the_least_seconds_that_fit(stage: Stage) -> None:
     check(stage)
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(SEEDS.map(random_stage))
 def test_the_least_seconds_that_fit_two_thousand_times(stage: Stage) -> None:
     check(stage)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SEEDS.map(lambda seed: random_stage(seed, most=9)), st.integers(0, 2**40))
 def test_seconds_of_any_size(stage: Stage, seed: int) -> None:
     rng = np.random.default_rng(seed)

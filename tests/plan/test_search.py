@@ -17,7 +17,7 @@ from tests.plan.test_plan import profile
 COSTS = st.lists(st.floats(0.01, 10.0), min_size=3, max_size=9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(COSTS, st.integers(1, 3), st.integers(1, 12))
 def test_every_plan_is_whole(costs: list[float], devices: int, batch: int) -> None:
     plan = ps.plan(profile(costs, devices, batch), replicas=1)
@@ -35,7 +35,7 @@ def test_every_plan_is_whole(costs: list[float], devices: int, batch: int) -> No
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(COSTS, st.sets(st.integers(1, 8)))
 def test_forbidden_cuts_are_never_chosen(costs: list[float], cuts: set[int]) -> None:
     forbidden = {k: "no" for k in cuts if k < len(costs)}
@@ -98,7 +98,7 @@ def test_more_devices_than_calls() -> None:
         ps.plan(profile([1.0, 1.0], devices=3), replicas=1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(COSTS, st.integers(1, 12))
 def test_no_cut_is_better_a_call_away(costs: list[float], count: int) -> None:
     """The partition alone leaves some: it counts forward and backward together."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from tests.support.interrupts import drop_interrupted
 from tests.support.models import replicated, uniform_plan
 
 KINDS: Any = ["threads", "processes"]
@@ -195,6 +196,22 @@ def test_states_are_let_go() -> None:
         assert pipe._sessions.held() == {0: 2 * layer, 1: layer}
         assert "states of sessions: 1.2 kB with stage 0, 576 B with stage 1" in str(pipe.status())
         del memory, session, there
+        gc.collect()
+        pipe._sessions.drop()
+        assert not pipe._workers.fetch_states(range(pipe._sessions._kept))
+
+
+def test_a_ctrl_c_is_not_lost_when_states_die() -> None:
+    model = Remembering().eval()
+    (x,) = inputs(1)
+    with pipeline(model, x) as pipe:
+        memory = Memory()
+        pipe.session()(x, memory)
+        held: list[Any] = [memory]
+        del memory
+        gc.collect()
+        with pytest.raises(KeyboardInterrupt):
+            drop_interrupted(held)
         gc.collect()
         pipe._sessions.drop()
         assert not pipe._workers.fetch_states(range(pipe._sessions._kept))

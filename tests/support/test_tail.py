@@ -31,6 +31,11 @@ def test_what_tests_have_taken() -> None:
     }
 
 
+def test_nor_the_quickest_of_a_file_unless_it_is_long_itself() -> None:
+    found = longest({"tests/a/test_a.py::test_a": 11.0, "tests/a/test_b.py::test_b": 9.0}, 1)
+    assert found == {"tests/a/test_a.py::test_a"}
+
+
 @pytest.mark.parametrize(
     ("seconds", "left_out"),
     [(30, set()), (26, set()), (20, {"test_long[x-1]"}), (1, {"test_long[x-1]", "test_middle"})],

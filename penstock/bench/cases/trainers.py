@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import penstock as ps
 from penstock.bench.uniform import replicated, uniform_plan
-from penstock.capture.trees import flatten, unflatten
+from penstock.capture.trees import flatten, tree_leaves, unflatten
 from penstock.workers.backend import Kind
 
 Found = dict[str, Tensor]
@@ -340,5 +340,5 @@ def shares(target: Any, microbatches: int, weight: Weight) -> list[float]:
     parts = split(target, microbatches)
     if weight is None:
         return [1.0] * len(parts)
-    counts = [float(len(flatten(p)[0][0]) if weight == "rows" else weight(p)) for p in parts]
+    counts = [float(len(tree_leaves(p)[0]) if weight == "rows" else weight(p)) for p in parts]
     return [count / sum(counts) for count in counts]

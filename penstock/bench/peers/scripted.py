@@ -40,7 +40,7 @@ from penstock.bench.cases.trainers import (
     split,
 )
 from penstock.bench.peers.peer import Place
-from penstock.capture.trees import flatten
+from penstock.capture.trees import tree_leaves
 
 _BY_NAMES = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -184,7 +184,7 @@ class TorchPipelining(GroupTrainer):
 
     def _schedule(self, inputs: Any) -> Any:
         """A schedule for batches of these shapes."""
-        key = torch.is_grad_enabled(), tuple(x.shape for x in flatten(inputs)[0])
+        key = torch.is_grad_enabled(), tuple(x.shape for x in tree_leaves(inputs))
         if key not in self._schedules:
             given, results = self._example(split(inputs, self.setup.microbatches)[0])
             stage = PipelineStage(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.capture.places import INTERNAL, MISSING, attributes_of, frozen, is_helper
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.engine.batchnorm import Statistics, move
 from penstock.engine.hooks import hooks_of
 from penstock.errors import InputError
@@ -188,7 +188,7 @@ class Following:
         return news
 
     def _check(self, name: str, value: Any) -> None:
-        leaves = (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
+        leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
         if any(map(self._shares, leaves)):
             raise InputError(
                 f"the attribute {name!r} of a module has changed since the pipeline was built, and "

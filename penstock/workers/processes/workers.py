@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.capture.attributes import find, named_tensors
-from penstock.capture.trees import flatten
+from penstock.capture.trees import tree_leaves
 from penstock.devices.settings import Settings
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
@@ -674,7 +674,7 @@ def packed_loss(loss: Loss, backward: bool) -> Packed:
             "would be left in a worker's process. Make it a part of the model, or use "
             'workers="threads"'
         )
-    if _ask_for_gradients(flatten(loss.targets)[0]):
+    if _ask_for_gradients(tree_leaves(loss.targets)):
         raise InputError(
             "the target requires a gradient, which would be left in a worker's process; give "
             'target.detach(), or use workers="threads"'

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
 from penstock.board.runs import new_board
-from penstock.capture.trees import flatten, map_leaves
+from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.devices.streams import Handover
 from penstock.engine.batchnorm import move
 from penstock.engine.ends import to_device
@@ -230,7 +230,7 @@ class ThreadWorkers(Workers):
     def _tensors_of(self, outcome: Outcome, order: Order) -> Iterator[Any]:
         """What the caller gets from a pass, and may let go of while a device still reads it."""
         results = [*outcome.results.values(), *outcome.losses.values(), *outcome.metrics.values()]
-        yield from flatten([*results, *outcome.gradients.values()])[0]
+        yield from tree_leaves([*results, *outcome.gradients.values()])
         if order.goes_back:
             yield from (parameter.grad for parameter in self.ownership.everything())
 
