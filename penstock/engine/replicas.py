@@ -87,7 +87,7 @@ class OrderedSum:
         self.adding = adding
         self.lends = adding is not nullcontext
         self._early: deque[tuple[int, Sequence[Any]]] = deque()
-        self._ways: dict[int, torch.Tensor] = {}  # to leaves, by their ids
+        self._aliases: dict[int, torch.Tensor] = {}  # of leaves, by their ids
 
     def has_come(self, number: int) -> bool:
         """Whether the gradients of all micro-batches before this one have been added."""
@@ -109,7 +109,7 @@ class OrderedSum:
         while self._early:
             self.turns.wait(self._early[0][0])
             self._add(*self._early.popleft())
-        self._ways.clear()
+        self._aliases.clear()
 
     @contextmanager
     def in_turn(
@@ -132,7 +132,7 @@ class OrderedSum:
     def clear(self) -> None:
         """Forget what was not added."""
         self._early.clear()
-        self._ways.clear()
+        self._aliases.clear()
 
     def _add(self, number: int, gradients: Sequence[Any]) -> None:
         for sent in gradients:
@@ -146,9 +146,9 @@ class OrderedSum:
     def _add_terms(self, sent: Any) -> None:
         """Add gradients that were sent."""
         with self.adding([leaf for leaf, _ in sent]):
-            accumulate(self._not_waiting(sent))
+            accumulate(self._aliased(sent))
 
-    def _not_waiting(self, terms: Terms) -> Terms:
+    def _aliased(self, terms: Terms) -> Terms:
         """The same for aliases of the leaves, whose gradients go on to the leaves.
 
         torch looks for what adds to a leaf's `.grad` under a lock of the leaf, and may wait for the
@@ -159,9 +159,9 @@ class OrderedSum:
         """
         with torch.enable_grad():
             for leaf, _ in terms:
-                if id(leaf) not in self._ways:
-                    self._ways[id(leaf)] = torch.ops.aten.alias.default(leaf)
-        return [(self._ways[id(leaf)], gradient) for leaf, gradient in terms]
+                if id(leaf) not in self._aliases:
+                    self._aliases[id(leaf)] = torch.ops.aten.alias.default(leaf)
+        return [(self._aliases[id(leaf)], gradient) for leaf, gradient in terms]
 
 
 class TwinSum(OrderedSum):
@@ -185,7 +185,7 @@ class TwinSum(OrderedSum):
         return self._twins.send(terms)
 
     def _add_terms(self, sent: Any) -> None:
-        accumulate(self._not_waiting(self._twins.arrived(sent)))
+        accumulate(self._aliased(self._twins.arrived(sent)))
 
 
 def accumulate(terms: Terms) -> None:
