@@ -36,19 +36,16 @@ test-torch:
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check -e '.[test]' -c $(OTHER)/constraints.txt
 	$(OTHER)/bin/pytest -n 2 --dist loadfile
 
-# What a slow test may take, and after which its process ends where it does not hear of that.
-LONG := --timeout 1200 -o faulthandler_timeout=1300
-
 # A share of the slow tests, such as SHARE=3/8, and the core that every share has.
 test-share: $(READY)
-	$(TESTS) -m slow --share $(SHARE) $(LONG)
+	$(TESTS) -m slow --share $(SHARE) --timeout 1200
 
 test-slow: $(READY)
-	$(TESTS) -m slow $(LONG)
+	$(TESTS) -m slow --timeout 1200
 
 # On this machine's GPUs; what needs more of them than there are is skipped, and says so.
 test-cuda: $(READY)
-	$(BIN)/pytest -m cuda $(LONG)
+	$(BIN)/pytest -m cuda --timeout 600
 
 zoo: $(READY)
 	$(BIN)/python -W ignore -m tests.zoo --output docs/zoo

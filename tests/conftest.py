@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from uuid import uuid4
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 from tests.support import shares, tail
@@ -23,6 +25,7 @@ with warnings.catch_warnings():
     tolerate_missing_torchvision_operators()
 
 __all__ = ["boards"]  # a fixture
+_TO_END = 60.0  # seconds that a test has when its time is over
 
 # A machine that does something else as well is no mistake.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -60,6 +63,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = shares.chosen(slow, *shares.parsed(share))
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Where a test does not even hear that its time is over, its process says where, and ends.
+
+    So do those whose threads wait for each other and have the interpreter. pytest-xdist goes on
+    with the other tests in another process.
+    """
+    marker = item.get_closest_marker("timeout")
+    given = item.config.getoption("timeout") or item.config.getini("timeout")
+    limit = float(marker.args[0] if marker and marker.args else given)
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(limit + _TO_END, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from penstock.errors import CaptureError, InputError
 
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
-_TIED = (nn.Linear, nn.Embedding)
+_TIED = (nn.Linear, nn.Embedding)  # opened before a recording, where they share a weight
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -99,8 +99,8 @@ class Opening:
                 self.closed[path] = "it has forward hooks, which must run around it"
             elif module._backward_hooks or module._backward_pre_hooks:
                 self.closed[path] = "it has backward hooks, which must run around it"
-        self._expected = self._sharing()  # saves a recording, if it is so
-        self.forced |= self._expected
+        self._ahead = self._sharing()  # which saves a recording, if both are called
+        self.forced |= self._ahead
 
     def _sharing(self) -> set[str]:
         """Those of torch's layers that share a parameter with another one, as tied weights are."""
@@ -148,7 +148,7 @@ class Opening:
                 users.setdefault(name, set()).add(number)
                 paths.setdefault(name, set()).add(path)
         sharing = {path for among in paths.values() if len(among) > 1 for path in among}
-        wrong, self._expected = self._expected - sharing, set()
+        wrong, self._ahead = self._ahead - sharing, set()
         self.forced -= wrong
         shared = {
             call.target

@@ -3,8 +3,9 @@
 Sizes say which leaves can have one entry, or a fixed number of entries, for each row. They cannot
 say in which order, nor whether rows look at each other: `z.flip(0)`, a `cumsum` over rows, or
 `torch.arange(len(x))` have the sizes of any other result. So the program is run on two pieces of
-the example one by one, and on both together in either order, and what it gives is compared. Single
-rows are enough for that, and take the least memory.
+the example one by one, and on both together in either order, and what it gives is compared. What
+it gives in the example's own order is known from its recording, where that had these rows. Single
+rows are enough for pieces, and take the least memory.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class OrderedSum:
         self.adding = adding
         self.lends = adding is not nullcontext
         self._early: deque[tuple[int, Sequence[Any]]] = deque()
+        self._aliases: dict[int, torch.Tensor] = {}  # of leaves, by their ids
 
     def has_come(self, number: int) -> bool:
         """Whether the gradients of all micro-batches before this one have been added."""
@@ -108,6 +109,7 @@ class OrderedSum:
         while self._early:
             self.turns.wait(self._early[0][0])
             self._add(*self._early.popleft())
+        self._aliases.clear()
 
     @contextmanager
     def in_turn(
@@ -130,6 +132,7 @@ class OrderedSum:
     def clear(self) -> None:
         """Forget what was not added."""
         self._early.clear()
+        self._aliases.clear()
 
     def _add(self, number: int, gradients: Sequence[Any]) -> None:
         for sent in gradients:
@@ -143,7 +146,22 @@ class OrderedSum:
     def _add_terms(self, sent: Any) -> None:
         """Add gradients that were sent."""
         with self.adding([leaf for leaf, _ in sent]):
-            accumulate(sent)
+            accumulate(self._aliased(sent))
+
+    def _aliased(self, terms: Terms) -> Terms:
+        """The same for aliases of the leaves, whose gradients go on to the leaves.
+
+        torch looks for what adds to a leaf's `.grad` under a lock of the leaf, and may wait for the
+        interpreter there: where the leaf is of a class in Python, or somebody holds the node that
+        adds, as hooks do. Autograd Functions are given leaves by whoever has the interpreter, and
+        would wait for the lock: both for ever, if the forward of another replica has it. Operators
+        leave the interpreter to others first.
+        """
+        with torch.enable_grad():
+            for leaf, _ in terms:
+                if id(leaf) not in self._aliases:
+                    self._aliases[id(leaf)] = torch.ops.aten.alias.default(leaf)
+        return [(self._aliases[id(leaf)], gradient) for leaf, gradient in terms]
 
 
 class TwinSum(OrderedSum):
@@ -167,7 +185,7 @@ class TwinSum(OrderedSum):
         return self._twins.send(terms)
 
     def _add_terms(self, sent: Any) -> None:
-        accumulate(self._twins.arrived(sent))
+        accumulate(self._aliased(self._twins.arrived(sent)))
 
 
 def accumulate(terms: Terms) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.interleavings.cases import CASES, Case
 from tests.interleavings.running import plan_of
 from tests.support.simulated.machine import Machine
 from tests.support.simulated.module import install, simulated
+from tests.support.simulated.tensors import SimulatedTensor
 
 install()
 LOSS = nn.functional.mse_loss
@@ -123,3 +126,17 @@ def test_statistics_of_whole_batches_are_refused() -> None:
 
     with simulated(Machine(2)), pytest.raises(ps.InputError, match="several devices"):
         built(normed, DEVICES, batchnorm="deferred")
+
+
+def test_forwards_beside_what_adds_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a leaf is asked for its device in the midst of a forward, others have their turn."""
+    usual = SimulatedTensor.device.fget
+
+    def slow(tensor: SimulatedTensor) -> torch.device:
+        if threading.current_thread().name == "penstock-0" and isinstance(tensor, nn.Parameter):
+            time.sleep(0.002)
+        return usual(tensor)
+
+    monkeypatch.setattr(SimulatedTensor, "device", property(slow))
+    one, two = both(lambda pipe: None)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -655,3 +656,26 @@ def test_recomputing_leaves_modules_alone_that_others_run() -> None:
         model = nn.Sequential(nn.Linear(6, 6), Counts(kind), nn.Linear(6, 6))
         with pytest.raises(ps.InputError, match=r"replicas=1"):
             make(model, recompute="all")
+
+
+def test_forwards_and_sums_do_not_wait_for_each_other() -> None:
+    """Where somebody holds the node that adds: forwards ask it under a lock of the leaf."""
+    leaf, x = nn.Parameter(torch.zeros(4, 4)), torch.randn(2, 4)
+    held, over = get_gradient_edge(leaf).node, threading.Event()
+
+    def forwards() -> None:
+        while not over.is_set():
+            F.linear(x, leaf)
+
+    thread = threading.Thread(target=forwards)
+    thread.start()
+    try:
+        total = OrderedSum(LocalTurns())
+        for number in range(4000):
+            total.add(number, [[(leaf, torch.ones(4, 4))]])
+            total.settle()
+    finally:
+        over.set()
+        thread.join()
+    assert held.variable.grad is not None
+    assert torch.equal(held.variable.grad, torch.full((4, 4), 4000.0))
