@@ -686,12 +686,8 @@ class Pipeline:
         self._check_trains("optimizer()")
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
-        runner, dividing = self._runner, self._running.dividing
         optimizer = PipelineOptimizer(
-            *(kind, chosen, dividing),
-            surviving=runner.surviving,
-            doing=runner.doing,
-            **options,
+            *(kind, chosen, self._running.dividing), surviving=self._runner.surviving, **options
         )
         self._running.add(optimizer)
         return optimizer
@@ -707,7 +703,7 @@ class Pipeline:
         """
         self._check_trains("scaler()")
         runner = self._runner
-        scaler = PipelineScaler(runner.loss_device, self._workers, runner.doing, **options)
+        scaler = PipelineScaler(runner.loss_device, self._workers, runner.surviving, **options)
         self._running.add(scaler)
         return scaler
 
@@ -765,7 +761,7 @@ class Pipeline:
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
         with self._runner.steps.during("clipping"):
             chosen = self._clipped(parameters)
-            return self._runner.doing(lambda: self._workers.clip(chosen, clipping))
+            return self._runner.surviving(lambda: self._workers.clip(chosen, clipping))
 
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
@@ -779,7 +775,7 @@ class Pipeline:
         self._check_trains("clip_grad_value_")
         with self._runner.steps.during("clipping"):
             chosen = self._clipped(parameters)
-            self._runner.doing(lambda: self._workers.clip_value(chosen, clip_value, foreach))
+            self._runner.surviving(lambda: self._workers.clip_value(chosen, clip_value, foreach))
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
         """The parameters to clip; by default all of the model, each once."""
@@ -947,8 +943,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         with self._runner.steps.during("saving"):
-            self._running.notice_deaths()
-            return self._saver.save(path, background, things)
+            return self._runner.surviving(lambda: self._saver.save(path, background, things))
 
     def autosave(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -92,8 +91,6 @@ class Started:
         order: the pass.
         begun: when, in nanoseconds of `time.monotonic_ns()`.
         ticket: for `Workers.finish`; `None` as long as the workers have not been told.
-        copy: the number of the last copy that the workers have made before it, see `Copies`.
-        buffers: of its loss, as they were before it.
         is_lost: whether it reads states of workers that are gone, so that nobody can run it.
     """
 
@@ -101,8 +98,6 @@ class Started:
     begun: int
     ticket: Any = None
     is_lost: bool = False
-    copy: int = 0
-    buffers: Sequence[torch.Tensor] = ()
 
 
 class Runner:
@@ -154,7 +149,6 @@ class Runner:
         self._under_way: list[Started] = []
         self._held: dict[int, Order] = {}  # forwards whose backward may come
         self._lost: set[int] = set()  # numbers of those that the workers have lost
-        self._undone: deque[Callable[[], object]] = deque()  # what has to be done once more
         self.use(plan, workers)
 
     def use(self, plan: Plan, workers: Workers) -> None:
@@ -172,8 +166,6 @@ class Runner:
         if not self._program.same_in_eval:
             evaluation = make(False)
         before = self.workers if self._ways else workers
-        if before.copies is not None:
-            self._undone.extendleft(reversed(before.copies.since()))
         self._ways = {True: training, False: evaluation}
         self.plan, self.workers = plan, workers
         if before.is_stopping:
@@ -469,10 +461,7 @@ class Runner:
         for started in unknown:
             if self._lost:
                 self._run_again(started.order.number)
-            if self.workers.copies is not None and started.order.loss is not None:
-                started.buffers = [b.detach().clone() for b in started.order.loss.buffers]
             started.ticket = self.workers.start(started.order)
-            started.copy = self._copy
 
     def _introduce(self, order: Order) -> None:
         """Let the workers know the ways of an order; those that took over may know fewer."""
@@ -504,56 +493,10 @@ class Runner:
         deaths = 0
         while True:
             try:
-                while self._undone:
-                    self._undone[0]()
-                    self._undone.popleft()
                 return work()
             except WorkerDied as death:
                 deaths += 1
                 self.recover(death, deaths)
-
-    def doing(self, work: Callable[[], T]) -> T:
-        """As `surviving`, for work by which workers have something else than before.
-
-        If they lose that later, it is done once more.
-        """
-
-        def noted() -> T:
-            found = work()
-            self._note(noted, self._copy)
-            return found
-
-        return self.surviving(noted)
-
-    @property
-    def _copy(self) -> int:
-        """The number of the latest copy that the workers have made."""
-        return self.workers.copies.made if self.workers.copies is not None else 0
-
-    def _note(self, work: Callable[[], object], copy: int) -> None:
-        """This was done after this copy."""
-        if self.workers.copies is not None:
-            self.workers.copies.note(work, copy)
-
-    def _done(self, started: Started) -> None:
-        """Note a pass that has ended, if workers have something else since."""
-        order = started.order
-        if not order.trial and not order.again and (order.goes_back or order.training):
-            self._note(partial(self._do_again, started), started.copy)
-
-    def _do_again(self, started: Started) -> None:
-        """Run a pass once more which the workers have lost; its results are known."""
-        order = replace(started.order, recorded=False, profiled=False)
-        if order.loss is not None:
-            for buffer, before in zip(order.loss.buffers, started.buffers, strict=True):
-                buffer.data.copy_(before)
-        if order.what == "backward":
-            self._run_again(order.number)
-        self._introduce(order)
-        ticket, copy = self.workers.start(order), self._copy
-        self.workers.finish(ticket)
-        self._lost.discard(order.number)
-        self._note(partial(self._do_again, started), copy)
 
     def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
@@ -571,7 +514,6 @@ class Runner:
             raise
         finally:
             self._left(started)
-        self._done(started)
         if order.what == "forward":
             self._held[order.number] = order
         elif order.what == "backward":

@@ -29,6 +29,7 @@ from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.errors import ClosedError, InputError, PlanError, WorkerDied, WorkerError
 from penstock.links.casting import in_words
+from penstock.links.wire import interrupts_wait
 from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.planning.planner import Replanning
@@ -359,8 +360,8 @@ class Running:
             ClosedError: nobody could take over.
         """
         began, before, old = time.monotonic(), self.members, self.plan
-        with with_autograd(), self._told_where_to_resume():
-            left = remember()
+        with with_autograd(), interrupts_wait():  # so that nothing is lost by a Ctrl-C
+            left = self._remembered(remember)
             for optimizer in self._optimizers:
                 optimizer.divide_again()
             self._serve_again()
@@ -368,47 +369,48 @@ class Running:
             survivors = now.survivors()
             left.bring()
             chosen = self.given.as_they_are(now, self.threads)
-            if self._fallbacks is not None:
-                if not survivors and death is not None:
-                    death.add_note("No worker is left to go on.")
-                    raise death
-                one_replica = with_one_replica(self.given.request, old, left)[0].replicas == 1
-                try:
-                    plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
-                except PlanError:
-                    survivors.close()
-                    raise
-                chosen = self.given.on(list(plan.devices), now, self.threads)
-            else:
+            with self._ending(survivors):
                 plan = old
-            self._try_to_use(chosen, plan, survivors, what)
-        self.given = replace(self.given, workers=chosen)
-        took = show_seconds(time.monotonic() - began)
-        another = f"; another plan: {plan.summary}" if plan is not old else ""
-        self.runner.steps.kept.happened(
-            f"{what}; {self.members.news(before)}; others have taken over within {took}{another}"
-        )
+                if self._fallbacks is not None:
+                    if not survivors and death is not None:
+                        death.add_note("No worker is left to go on.")
+                        raise death
+                    one_replica = with_one_replica(self.given.request, old, left)[0].replicas == 1
+                    plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
+                    chosen = self.given.on(list(plan.devices), now, self.threads)
+                self._try_to_use(chosen, plan, survivors, what)
+            self.given = replace(self.given, workers=chosen)
+            took = show_seconds(time.monotonic() - began)
+            another = f"; another plan: {plan.summary}" if plan is not old else ""
+            self.runner.steps.kept.happened(
+                f"{what}; {self.members.news(before)}; others have taken over within "
+                f"{took}{another}"
+            )
+
+    def _remembered(self, remember: Callable[[], Left]) -> Left:
+        """What forwards have left with the workers; an error, if it is lost, says how to resume."""
+        try:
+            return remember()
+        except WorkerDied as death:
+            self.workers.close()
+            newest = self.saver.newest
+            death.advise(
+                f"Resume from the checkpoint {newest}"
+                if newest is not None
+                else "There is no checkpoint of this run: pipe.autosave(folder, every=...) writes "
+                "one, from which penstock.resume goes on"
+            )
+            raise
 
     @contextmanager
-    def _told_where_to_resume(self) -> Iterator[None]:
-        """While open, an error closes the workers; where they had what is lost, it says more."""
-        has_all = self.workers.copies is None
+    def _ending(self, survivors: Any) -> Iterator[None]:
+        """While open, an error ends those that are left; it says how to go on."""
         try:
             yield
-        except Exception as error:
-            if not has_all:
-                self.workers.close()
-                newest = self.saver.newest
-                advice = (
-                    f"Resume from the checkpoint {newest}"
-                    if newest is not None
-                    else "There is no checkpoint of this run: pipe.autosave(folder, every=...) "
-                    "writes one, from which penstock.resume goes on"
-                )
-                if isinstance(error, WorkerDied):
-                    error.advise(advice)
-                elif isinstance(error, (InputError, PlanError, ClosedError)):
-                    raise type(error)(f"{error}. {advice}") from error
+        except BaseException as error:
+            survivors.close()
+            if isinstance(error, (InputError, PlanError)):
+                raise type(error)(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error
             raise
 
     def _try_to_use(self, chosen: WorkerOptions, plan: Plan, survivors: Any, what: str) -> None:
@@ -431,14 +433,10 @@ class Running:
             except WorkerError as error:
                 survivors.close()
                 if attempt == _DEATHS - 1:
-                    how = f". {_HOW_TO_GO_ON}" if self.workers.copies is None else ""
                     raise ClosedError(
                         f"{what}, and others could not take over ({error}), so the pipeline is "
-                        f"closed{how}"
+                        f"closed. {_HOW_TO_GO_ON}"
                     ) from error
-            except Exception:
-                survivors.close()
-                raise
 
     # -- the end ----------------------------------------------------------------------------------
 

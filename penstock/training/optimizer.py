@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from penstock.errors import InputError, WorkerDied
+from penstock.errors import InputError
 from penstock.training.masters import MasterWeights, restore_float32
 from penstock.workers.optimizer_parts import Groups, Parts, move_state
 
@@ -41,7 +41,6 @@ class PipelineOptimizer(Optimizer):
         master_weights: whether to update half-precision parameters with float32 copies, see
             `penstock.training.masters`.
         surviving: does some work, and again if other workers had to take over; once by default.
-        doing: likewise a step, which may have to be done again later, too.
         options: arguments of `kind`.
 
     Raises:
@@ -55,7 +54,6 @@ class PipelineOptimizer(Optimizer):
         divide: Divide,
         master_weights: bool = False,
         surviving: Callable[[Callable[[], Any]], Any] = _once,
-        doing: Callable[[Callable[[], Any]], Any] = _once,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):
@@ -70,7 +68,7 @@ class PipelineOptimizer(Optimizer):
         self._kind = kind
         self._options = options
         self._divide = divide
-        self._surviving, self._doing = surviving, doing
+        self._surviving = surviving
         self._parts: Parts | None = None
         self._divided: list[list[int]] = []
         self._updated: Collection[torch.Tensor] = ()  # by a step that is still to be completed
@@ -79,7 +77,7 @@ class PipelineOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does."""
         if getattr(self, "_parts", None) is not None:
-            self._parts.fetch(self.state)  # type: ignore[union-attr]
+            self._surviving(self._fetch)
         super().add_param_group(param_group)
         self._parts = None
 
@@ -108,15 +106,11 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._doing(partial(self._step, [_as_now(group) for group in self.param_groups]))
+        self._surviving(self._step)
         return loss
 
-    def _step(self, as_asked: Groups) -> None:
-        """Update the parameters that are still to be updated.
-
-        Args:
-            as_asked: the groups, with the settings that they had when the step was asked for.
-        """
+    def _step(self) -> None:
+        """Update the parameters that are still to be updated."""
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if self._parts is not None and groups != self._divided:  # the script has edited them
             self._parts.fetch(self.state)
@@ -127,7 +121,7 @@ class PipelineOptimizer(Optimizer):
             parts.load(self.state)
             self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
         with _without_gradients(self._updated):
-            self._parts.step(as_asked, self.state)
+            self._parts.step(self.param_groups, self.state)
         self._updated = ()
 
     def divide_again(self) -> None:
@@ -162,18 +156,8 @@ class PipelineOptimizer(Optimizer):
             restore_float32(self, state_dict)
         parts, self._parts = self._parts, None
         if parts is not None:
-            try:
-                parts.load(self.state)  # if that is interrupted, the next step loads all of it
-            except WorkerDied:
-                self._parts = parts  # who takes over asks for what it had
-                raise
+            parts.load(self.state)  # if that is given up, the next step loads all of it
             self._parts = parts
-
-
-def _as_now(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with its settings as they are now; a learning rate in a tensor changes in place."""
-    found = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-    return {**found, "params": list(group["params"])}
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class PipelineScaler(torch.amp.GradScaler):
     Args:
         device: of the pipeline's last stage; the scale is there.
         workers: of the pipeline; another plan has others.
-        doing: does some work of theirs, and again if other workers had to take over; once by
+        surviving: does some work of theirs, and again if other workers had to take over; once by
             default.
         **options: those of `torch.amp.GradScaler`, `init_scale` and so on.
 
@@ -42,10 +42,10 @@ class PipelineScaler(torch.amp.GradScaler):
         self,
         device: torch.device,
         workers: Workers,
-        doing: Callable[[Callable[[], Any]], Any] = _once,
+        surviving: Callable[[Callable[[], Any]], Any] = _once,
         **options: Any,
     ) -> None:
-        self._doing = doing
+        self._surviving = surviving
         try:
             super().__init__(device.type, **options)
             self._home = device
@@ -90,7 +90,7 @@ class PipelineScaler(torch.amp.GradScaler):
             _check_dtype(optimizer)
             unscale = partial(super()._unscale_grads_, optimizer, inv_scale, found_inf, allow_fp16)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            found = self._doing(
+            found = self._surviving(
                 lambda: self.workers.unscale(parameters, inv_scale, allow_fp16, unscale)
             )
             parts = self.workers.all_gather("unscale_", found)

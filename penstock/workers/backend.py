@@ -36,7 +36,6 @@ from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.clipping import Clipping
-from penstock.workers.copies import Copies
 from penstock.workers.members import Member
 from penstock.workers.memories import Left
 from penstock.workers.optimizer_parts import Groups, Parts
@@ -274,8 +273,6 @@ class Workers(ABC):
             its own.
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in this process, if they are its own.
-        copies: how far copies are of what only they have; `None` if the script has everything, or
-            nobody takes over for a worker that dies.
         assumes: whether they can begin a pass before it is known that the model is as it was.
         times_told: how often they were told of changes of the model.
         job: the same in all processes that run this pipeline, if there are several, and in no
@@ -285,7 +282,6 @@ class Workers(ABC):
 
     role: Role = Role()
     has_gradients: bool = True
-    copies: Copies | None = None
     assumes: bool = False
     times_told: int = 0
     job: str = ""
@@ -466,11 +462,12 @@ class Workers(ABC):
     def remembered(self) -> Left:
         """As `left`, as it was after the last pass, although a worker has died.
 
-        With `copies`, it is as it was when the last one was made that is safe, and so is all that
-        only the workers have had, which is in this process afterwards.
+        All that only the workers have had is in this process afterwards, as it was before the work
+        in which the worker has died.
 
         Raises:
-            InputError: some of it is lost.
+            WorkerDied: some of it is lost.
+            InputError: some of it cannot be brought from them.
         """
         return Left()
 

@@ -50,6 +50,8 @@ class ActorState:
         optimizers: its parts of them, by number.
         tickets: of passes under way, by the numbers of their starts.
         copies: of what it has, and of what others have.
+        doing: the number of the job that it does.
+        given_up: the number of the last job that was given up.
     """
 
     def __init__(self, worker: int) -> None:
@@ -65,6 +67,7 @@ class ActorState:
         self.optimizers: dict[int, Optimizer] = {}
         self.tickets: deque[Any] = deque()
         self.copies = ActorCopies()
+        self.doing, self.given_up = -1, -2
         self._rank: ActorRank | None = None
         self._buffers: list[tuple[dict[str, Any], str, int]] = []
 
@@ -102,7 +105,6 @@ class ActorState:
 
     def interrupt(self) -> None:
         """Have the pass that is waited for given up; called from another thread."""
-        self.copies.interrupt()
         if self._rank is not None:
             self._rank.interrupt()
 
@@ -129,6 +131,10 @@ class ActorState:
             if isinstance(tensor, nn.Parameter) and id(tensor) in own
         }
 
+    def is_given_up(self) -> bool:
+        """Whether the job that it does was given up; may be called from any thread."""
+        return self.doing <= self.given_up
+
     # -- what forwards replace ------------------------------------------------------------
 
     def watch(self, modules: list[nn.Module]) -> None:
@@ -140,6 +146,17 @@ class ActorState:
             for name, buffer in module._buffers.items()
             if buffer is not None and id(buffer) in known
         ]
+
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """What forwards have assigned to buffers and was not put back yet, by their numbers."""
+        found = {number: registry[name] for registry, name, number in self._buffers}
+        return {
+            number: new
+            for number, new in found.items()
+            if new is not None
+            and new is not (known := self.tensors[number])
+            and (new.shape, new.dtype) == (known.shape, known.dtype)
+        }
 
     @torch.no_grad()
     def put_buffers_back(self) -> list[int]:
@@ -183,9 +200,7 @@ class Actor:
 
     def __init__(self, worker: int) -> None:
         self._state = ActorState(worker)
-        self._given_up = -1
-        self._doing = -1  # the number of the job
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # of the numbers of jobs
         self._thread = 0
 
     def do(self, number: int, parcel: Parcel) -> tuple[bool, Parcel]:
@@ -202,8 +217,8 @@ class Actor:
         own = self._state
         try:
             with self._lock:
-                self._doing = number
-                if number <= self._given_up:
+                own.doing = number
+                if own.is_given_up():
                     raise Aborted
             with loading():
                 job: Callable[[ActorState], Any] = unwrapped(parcel)
@@ -219,21 +234,23 @@ class Actor:
     def give_up(self, number: int) -> None:
         """Give up this job and those before it; runs beside them, and may come after them."""
         with self._lock:
-            self._given_up = max(self._given_up, number)
-            if self._doing <= number:
+            self._state.given_up = max(self._state.given_up, number)
+            if self._state.is_given_up():
                 self._state.interrupt()
 
-    def have_buddy(self, worker: int, buddy: Any, has_twins: bool) -> None:
+    def have_buddy(
+        self, membership: int, worker: int, buddy: Any, number: int, has_twins: bool
+    ) -> None:
         """Send another actor copies from now on, see `ActorCopies`."""
-        self._state.copies.have_buddy(worker, buddy, has_twins)
+        self._state.copies.have_buddy(membership, worker, buddy, number, has_twins)
 
-    def hold(self, worker: int, parcel: Parcel) -> None:
-        """Keep a copy of what another worker has; runs beside the jobs."""
-        self._state.copies.hold(worker, parcel)
+    def hold(self, membership: int, worker: int, parcel: Parcel) -> bool:
+        """Keep a copy of what another worker has, see `ActorCopies`; runs beside the jobs."""
+        return self._state.copies.hold(membership, worker, parcel)
 
-    def copies(self, number: int) -> Parcel:
-        """The copies of this number that are here; runs beside the jobs."""
-        return wrapped(self._state.copies.all_of(number))
+    def copy_of(self, worker: int, number: int) -> Parcel:
+        """The copy of this number of what a worker has, if it is here; runs beside the jobs."""
+        return wrapped(self._state.copies.copy_of(worker, number))
 
     def look(self) -> tuple[str, Reading]:
         """The stack of the thread that does jobs, and what the rank is doing; runs beside them."""

@@ -1,12 +1,12 @@
 """Copies of what an actor has, of which one is with a buddy: another actor, on another node if any.
 
 A copy has everything of one moment: parameters, buffers and gradients of the worker's stages, its
-parts of optimizers, what forwards have left in its modules. Making one copies in memory what has
-changed since the one before; a thread sends that to the buddy meanwhile. Replicas have the same
+parts of optimizers, what forwards have left in its modules. What has changed is copied when a piece
+of work has been done, and sent to the buddy before the work counts as done. Replicas have the same
 parameters, buffers and gradients, so that there only parts of optimizers are sent.
 
-An actor keeps its own copies as well, as all workers go back to the same moment. The script lets
-nobody make a copy before the one before it has arrived everywhere, so the last two are enough.
+An actor keeps its own copies as well, as all workers go back to the same moment. There may be two
+of them: the last one that every worker has, and the one that is being sent.
 
 Copies are in the memory of the buddy's process. An object in Ray's store dies with its owner, the
 process that has put it there.
@@ -15,15 +15,15 @@ process that has put it there.
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from penstock.capture.equality import same_tensor
-from penstock.errors import PenstockError
+from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
 from penstock.workers.processes.remembering import Memory
 from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
@@ -32,10 +32,33 @@ VALUE, GRADIENT, STATE, PART, MEMORY = "value", "gradient", "state", "part", "me
 """What is in a copy: of a tensor its value or its gradient; of an optimizer what it remembers of a
 parameter, and that the worker has a part of it at all; what forwards have left in modules."""
 
+OF_PASS, OF_OTHERS = (VALUE, GRADIENT, MEMORY), (VALUE, GRADIENT, STATE, PART)
+"""What may change by a pass, and by other work."""
+
 _SHARED = (VALUE, GRADIENT, MEMORY)  # by the workers at the same place of all replicas
+_PAUSE = 0.2  # seconds until something is sent again
+_SLICE = 0.5  # seconds that are waited at once
 
 Entries = dict[tuple[Any, ...], Any]
 """What is in a copy, by what it is, and the number of the tensor or the optimizer."""
+
+
+class Unsent(Aborted):
+    """The work was done, and was given up before its copy had arrived; never reaches a user."""
+
+
+class Copy(NamedTuple):
+    """A copy that is made when a piece of work has been done.
+
+    Attributes:
+        number: of the copy; numbers grow.
+        safe: the number of the last one that every buddy has; older ones are not needed any more.
+        timeout: seconds that the buddy has to take it.
+    """
+
+    number: int
+    safe: int
+    timeout: float
 
 
 class Holder(Protocol):
@@ -45,186 +68,205 @@ class Holder(Protocol):
     optimizers: dict[int, Optimizer]
     memory: Memory
 
+    def replaced(self) -> Mapping[int, torch.Tensor]:
+        """What forwards have assigned to buffers, by the numbers of these."""
+
     def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
         """What a part of an optimizer remembers, by the numbers of parameters."""
 
 
 class Change(NamedTuple):
-    """What is different in a copy from the one before.
+    """What is different in a copy from an older one.
 
     Attributes:
         number: of the copy.
+        safe: see `Copy`.
+        base: the number of the older one; `None` if there is none.
         changed: what has changed, or is new.
         gone: what is not there any more.
     """
 
     number: int
+    safe: int
+    base: int | None
     changed: Entries
     gone: Collection[tuple[Any, ...]]
 
 
 class Shelf:
-    """The last two copies of what one worker has."""
+    """The copies of what one worker has that may still be needed."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Entries] = {}
 
-    def before(self, number: int) -> Entries:
-        """The copy before this one."""
-        return self._copies.get(number - 1, {})
-
-    def put(self, change: Change) -> None:
-        """Have one more copy; one of the same number was given up."""
-        before = self.before(change.number)
+    def put(self, change: Change) -> bool:
+        """Have one more copy; returns whether that is so: the older one may not be here."""
+        before = {} if change.base is None else self._copies.get(change.base)
+        if before is None:
+            return False
         gone = set(change.gone)
-        entries = {key: value for key, value in before.items() if key not in gone}
-        self._copies = {change.number - 1: before, change.number: entries | change.changed}
+        kept = {key: value for key, value in before.items() if key not in gone}
+        self._copies = {n: e for n, e in self._copies.items() if n >= change.safe}
+        self._copies[change.number] = kept | change.changed
+        return True
 
-    def copy(self, number: int) -> Entries | None:
+    def copy(self, number: int | None) -> Entries | None:
         """The copy of this number, if it is there."""
-        return self._copies.get(number)
+        return None if number is None else self._copies.get(number)
 
 
 class ActorCopies:
-    """The copies that an actor has: its own, and those of workers whose buddy it is.
-
-    Attributes:
-        arrived: the number of its own latest copy that its buddy has.
-    """
+    """The copies that an actor has: its own, and those of workers whose buddy it is."""
 
     def __init__(self) -> None:
-        self.arrived = 0
         self._own = Shelf()
         self._held: dict[int, Shelf] = {}
+        self._membership: int | None = None
+        self._worker = self._buddy_number = 0
         self._buddy: Any = None
-        self._worker = 0
         self._leaves_out: tuple[str, ...] = ()
-        self._news = threading.Condition()
-        self._failure: Exception | None = None
-        self._sender: threading.Thread | None = None
-        self._waits = self._is_given_up = False
+        self._made: dict[int, Change] = {}  # and not yet sent
+        self._sent: int | None = None  # the number of the last one that the buddy has taken
 
-    def have_buddy(self, worker: int, buddy: Any, has_twins: bool) -> None:
-        """From now on copies are sent.
+    def have_buddy(
+        self, membership: int, worker: int, buddy: Any, number: int, has_twins: bool
+    ) -> None:
+        """From now on copies can be sent and held.
 
         Args:
-            worker: the number of this one.
-            buddy: the handle of an actor; `None` if there is no other one.
+            membership: the number of the members that this worker is one of.
+            worker: its number among them.
+            buddy: the handle of another actor.
+            number: of that.
             has_twins: whether other replicas have the same parameters, buffers and gradients.
         """
-        self._worker, self._buddy = worker, buddy
+        self._membership, self._worker = membership, worker
+        self._buddy, self._buddy_number = buddy, number
         self._leaves_out = _SHARED if has_twins else ()
 
     # -- its own --------------------------------------------------------------------------
 
-    def make(self, own: Holder, number: int) -> None:
-        """Make a copy, and begin to send it.
-
-        What forwards have left in modules is looked at if they have ever left anything there, and
-        else at first, and more and more rarely.
+    def make(self, own: Holder, what: Copy, kinds: Collection[str]) -> None:
+        """Copy what has changed since the last copy that was sent.
 
         Args:
             own: whose.
-            number: of the copy.
+            what: the copy.
+            kinds: what may have changed.
         """
-        before = self._own.before(number)
-        tells = number < 3 or not number & (number - 1) or bool(before.get((MEMORY,)))
+        base = self._sent if self._own.copy(self._sent) is not None else None
+        before = self._own.copy(base) or {}
         changed: Entries = {}
         there = set()
         with torch.no_grad():
-            for key, value in _content(own, tells):
+            for key, value in _content(own, kinds):
                 there.add(key)
                 if key not in before or not _is_same(before[key], value):
                     changed[key] = _copied(value)
-        gone = [key for key in before if key not in there and (tells or key[0] != MEMORY)]
-        self._own.put(Change(number, changed, gone))
-        sent = {key: v for key, v in changed.items() if key[0] not in self._leaves_out}
-        self._sender = threading.Thread(
-            target=self._send,
-            args=(Change(number, sent, gone), self._sender),
-            name="penstock-copy",
-            daemon=True,
-        )
-        with self._news:
-            self.arrived, self._failure = min(self.arrived, number - 1), None
-        self._sender.start()
+        gone = [key for key in before if key[0] in kinds and key not in there]
+        change = Change(what.number, what.safe, base, changed, gone)
+        self._own.put(change)
+        self._made = {n: c for n, c in self._made.items() if n > what.safe} | {what.number: change}
 
-    def _send(self, change: Change, before: threading.Thread | None) -> None:
-        """Send what has changed to the buddy, in a thread of its own, after the one before."""
-        import ray
+    def send(self, what: Copy, is_given_up: Callable[[], bool]) -> None:
+        """Have the buddy take a copy that was made; it is sent again if it is lost on the way.
 
-        if before is not None:
-            before.join()
-        failure = None
-        try:
-            if self._buddy is not None:
-                beside = self._buddy.hold.options(concurrency_group="control")
-                ray.get(beside.remote(self._worker, wrapped(change)))
-        except Exception as error:  # the buddy has died, which the script notices as well
-            failure = error
-        with self._news:
-            if self._sender is threading.current_thread():  # else another one takes its place
-                self._failure = failure
-                self.arrived = change.number if failure is None else self.arrived
-                self._news.notify_all()
-
-    def wait(self, number: int, timeout: float) -> None:
-        """Wait until a copy has arrived.
+        Args:
+            what: the copy.
+            is_given_up: whether the work is given up meanwhile.
 
         Raises:
-            Aborted: the wait was given up.
-            PenstockError: the buddy has not taken it.
+            Unsent: it is.
+            WorkerDied: the buddy has died, or does not take it in time.
         """
-        with self._news:
-            self._waits, self._is_given_up = True, False
-            self._news.wait_for(lambda: self._is_over(number), timeout)
-            self._waits = False
-            if self.arrived >= number:
-                return
-            if self._is_given_up:
-                raise Aborted
-        why = f"within {timeout:.0f} s" if self._failure is None else f"({self._failure})"
-        raise PenstockError(
-            f"the buddy of worker {self._worker} has not taken copy {number} of what that has {why}"
+        change = self._made.pop(what.number)
+        sent = {k: v for k, v in change.changed.items() if k[0] not in self._leaves_out}
+        parcel = wrapped(change._replace(changed=sent))
+        deadline = time.monotonic() + what.timeout
+        why = "it does not answer"
+        while time.monotonic() < deadline and not is_given_up():
+            try:
+                if self._is_taken(parcel, deadline, is_given_up):
+                    self._sent = what.number
+                    return
+                why = "it belongs to other members, or has not the copy before"
+                break
+            except Unsent:
+                raise
+            except Exception as error:
+                why = " ".join(str(error).split())
+                if _is_dead(error):
+                    break
+                time.sleep(_PAUSE)  # it was lost on the way, say
+        if is_given_up():
+            raise Unsent
+        raise WorkerDied(
+            self._buddy_number,
+            f"has not taken copy {what.number} of what worker {self._worker} has ({why});",
+            None,
+            None,
+            "copying",
         )
 
-    def _is_over(self, number: int) -> bool:
-        """Whether a copy has arrived, or will not."""
-        return self.arrived >= number or self._failure is not None or self._is_given_up
+    def _is_taken(self, parcel: Parcel, deadline: float, is_given_up: Callable[[], bool]) -> bool:
+        """Send something to the buddy; whether it has taken it.
 
-    def interrupt(self) -> None:
-        """Have the wait for a copy given up; called from another thread."""
-        with self._news:
-            self._is_given_up = self._waits
-            self._news.notify_all()
+        Raises:
+            Unsent: the work was given up.
+            TimeoutError: there is no answer in time.
+        """
+        import ray
+
+        beside = self._buddy.hold.options(concurrency_group="control")
+        answer = beside.remote(self._membership, self._worker, parcel)
+        while not ray.wait([answer], timeout=_SLICE)[0]:
+            if is_given_up():
+                raise Unsent
+            if time.monotonic() > deadline:
+                raise TimeoutError("it does not answer")
+        return bool(ray.get(answer))
 
     # -- those of others ------------------------------------------------------------------
 
-    def hold(self, worker: int, parcel: Parcel) -> None:
-        """Keep what another worker sends; runs beside the jobs."""
-        self._held.setdefault(worker, Shelf()).put(unwrapped(parcel))
+    def hold(self, membership: int, worker: int, parcel: Parcel) -> bool:
+        """Keep what another worker sends, if both belong to the same members; whether that is so.
 
-    def all_of(self, number: int) -> Mapping[int | None, Entries]:
-        """The copies of this number, by whose they are; its own under `None`."""
-        shelves: list[tuple[int | None, Shelf]] = [(None, self._own), *self._held.items()]
-        found = {worker: shelf.copy(number) for worker, shelf in shelves}
-        return {worker: entries for worker, entries in found.items() if entries is not None}
+        Runs beside the jobs.
+        """
+        if membership != self._membership:
+            return False
+        return self._held.setdefault(worker, Shelf()).put(unwrapped(parcel))
+
+    def copy_of(self, worker: int, number: int) -> Entries | None:
+        """The copy of this number of what this or another worker has, if it is here."""
+        shelf = self._own if worker == self._worker else self._held.get(worker, Shelf())
+        return shelf.copy(number)
 
 
-def _content(own: Holder, tells: bool) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All that a worker has."""
+def _is_dead(error: Exception) -> bool:
+    """Whether Ray says that the actor which was called is gone."""
+    import ray
+
+    return isinstance(error, ray.exceptions.RayActorError)
+
+
+def _content(own: Holder, kinds: Collection[str]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What a worker has of these kinds."""
+    replaced = own.replaced()
     for number, tensor in own.tensors.items():
-        if not tensor.is_meta:
-            yield (VALUE, number), tensor.detach()
-            if tensor.grad is not None:
-                yield (GRADIENT, number), tensor.grad
-    for number in own.optimizers:
+        if tensor.is_meta:
+            continue
+        if VALUE in kinds:
+            yield (VALUE, number), replaced.get(number, tensor).detach()
+        if GRADIENT in kinds and tensor.grad is not None:
+            yield (GRADIENT, number), tensor.grad
+    for number in own.optimizers if STATE in kinds else ():
         yield (PART, number), True
         for key, remembered in own.remembered(number).items():
             yield (STATE, number, key, None), list(remembered)
             for name, value in remembered.items():
                 yield (STATE, number, key, name), value
-    if tells:
+    if MEMORY in kinds:
         yield (MEMORY,), own.memory.found()
 
 

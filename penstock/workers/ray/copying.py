@@ -1,158 +1,192 @@
-"""When actors make copies of what only they have, and what these give when some have died."""
+"""Which actor has a copy of what another one has, and what copies give when some have died."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.workers.copies import Copies
+import torch
+
+from penstock.capture.preserve import own_generators
+from penstock.engine.span import Span
 from penstock.workers.members import Member
-from penstock.workers.ray.buddies import Gathered, buddies_of
-from penstock.workers.ray.jobs import MakeCopy, News, WaitForCopy
-from penstock.workers.ray.model import DriverModel
+from penstock.workers.pool import Dispatch
+from penstock.workers.processes.following import News
+from penstock.workers.processes.remembering import Found, Key
+from penstock.workers.ray.copies import GRADIENT, MEMORY, PART, STATE, VALUE, Copy, Entries, Unsent
 from penstock.workers.ray.pool import ActorPool
+from penstock.workers.ways import modules_of
+
+Memory = Mapping[Key, Found]
+"""What forwards have left in a worker's modules."""
 
 
 class Copying:
     """Has the actors of a pipeline make copies.
 
-    One that is due is made by the next pass, right before it begins, and sent meanwhile. If the
-    script itself has done something to tensors before other work than a pass, or to modules or
-    settings before a pass, one is made at once and waited for: what was done before could not be
-    done again after that.
+    A piece of work counts as done when every buddy has the copy that was made after it. So when an
+    actor dies, only the work that was under way has to be done again.
 
     Args:
-        model: the script's.
-        members: the actors.
+        members: the actors, two at least.
         pool: the same.
-        timeout: seconds that a copy may take.
-        run: runs a job on every actor.
+        timeout: seconds that a buddy has to take a copy.
 
     Attributes:
-        copies: how far they are.
-        is_due: whether one is to be made before the next pass.
+        timeout: as given.
     """
 
-    def __init__(
-        self,
-        model: DriverModel,
-        members: Sequence[Member],
-        pool: ActorPool,
-        timeout: float,
-        run: Callable[..., list[Any]],
-    ) -> None:
-        self.copies = Copies()
-        self.is_due = False
-        self._is_fresh = False  # whether the latest is to be made by what is under way
-        self._model, self._members, self._pool = model, members, pool
-        self._timeout, self._run = timeout, run
+    def __init__(self, members: Sequence[Member], pool: ActorPool, timeout: float) -> None:
+        self.timeout = timeout
+        self._members, self._pool = members, pool
+        self._buddies = buddies_of(members)
+        self._nothing = self._safe = pool.copies  # when the script still has everything
+        pool.pair(self._buddies, len({member.replica for member in members}) > 1)
 
-    def before_pass(self, news: Sequence[News], told: bool) -> Sequence[News]:
-        """Have copies made that are due before a pass begins; see `number` for that of the pass.
+    def next(self) -> Copy:
+        """The copy that is made after the next work."""
+        self._pool.copies += 1
+        return Copy(self._pool.copies, self._safe, self.timeout)
 
-        Args:
-            news: of tensors, for every place.
-            told: whether workers are to be told more of modules and settings than they know.
+    def done(self, copy: Copy) -> None:
+        """Every buddy has it."""
+        self._safe = copy.number
 
-        Returns:
-            what is new of tensors since then.
-        """
-        if not self.copies.made or (told and self.copies.is_behind):
-            return self._copy(news)
-        if told or self._is_wanted(news):
-            self._settle()
-        return news
-
-    def before_work(self, news: Sequence[News], changes: bool) -> Sequence[News]:
-        """Likewise before other work.
-
-        Args:
-            news: of tensors, for every place.
-            changes: whether the workers have something else after the work.
-        """
-        return self._copy(news) if any(news) or (changes and not self.copies.made) else news
-
-    def number(self, news: Sequence[News]) -> int:
-        """The number of the copy that a pass with these news makes; 0 if it makes none."""
-        return self._made(news) if self._is_wanted(news) else 0
-
-    def now(self) -> None:
-        """Have a copy made, and wait until it is safe."""
-        self._copy(self._model.news(1 + max(member.place for member in self._members)))
-
-    def passed(self, goes_back: bool, arrived: int) -> None:
-        """A pass has come to its end.
-
-        Args:
-            goes_back: whether it has left gradients.
-            arrived: the number of the latest copy that every buddy has.
-        """
-        self._is_fresh = False
-        self.is_due |= goes_back or self.copies.is_far_behind
-        self.copies.arrived(arrived)
-
-    def failed(self) -> None:
-        """Work has failed: if it was to make a copy, some may have made that, and others not."""
-        if self._is_fresh:
-            self.copies.unmake()
-            self._is_fresh, self.is_due = False, True
-
-    def _is_wanted(self, news: Sequence[News]) -> bool:
-        return self.is_due or any(news)
-
-    def _made(self, news: Sequence[News]) -> int:
-        """The number of a copy that the next work makes."""
-        self.is_due, self._is_fresh = False, True
-        return self.copies.make(self._model.again(news) if any(news) else None)
-
-    def _copy(self, news: Sequence[News]) -> Sequence[News]:
-        """Have all make a copy, and wait until all have arrived; nothing is new after that."""
-        self._settle()
-        number = self._made(news)
-        self._run([MakeCopy(number, news[m.place], self._timeout) for m in self._members])
-        self._is_fresh = False
-        self.copies.arrived(number)
-        return [News() for _ in news]
-
-    def _settle(self) -> None:
-        """Wait until all copies have arrived that were made."""
-        copies = self.copies
-        if copies.safe < copies.made:
-            jobs = [WaitForCopy(copies.made, self._timeout)] * len(self._members)
-            self._run(jobs, confirms=False)  # what is new of tensors is still to be sent
-            copies.arrived(copies.made)
-
-    def go_back(self) -> Gathered:
-        """Let the script have what the last safe copies have, as some of the actors have died.
-
-        What the script has done to tensors since the last work is kept, to be done again.
-
-        Returns:
-            what the copies have.
+    def gathered(self) -> Gathered:
+        """What every worker had when the last work was done, as some have died.
 
         Raises:
-            WorkerDied: nobody that is left has a copy of what somebody had.
+            WorkerDied: nobody that is left has a copy of what one had.
         """
-        copies = self.copies
-        found = self._gathered(copies.safe)
-        news = self._model.news(1 + max(member.place for member in self._members))
-        copies.note(self._model.again(news), copies.made)
-        self._model.go_back(found.values, found.gradients)
-        return found
-
-    def _gathered(self, number: int) -> Gathered:
-        """What the copies of this number have; the script itself has what number 0 has."""
-        if not number:
-            return Gathered(memories=[{}] * len(self._members))
-        found = Gathered.of(self._members, self._pool.copies(number))
+        pool, number = self._pool, self._safe
+        own = pool.copies_with({worker: worker for worker in range(len(self._members))}, number)
+        if number == self._nothing:
+            return Gathered(memories=[{} for _ in self._members])
+        asked = {w: buddy for w, buddy in enumerate(self._buddies) if w not in own and buddy in own}
+        held = pool.copies_with(asked, number)
+        found = Gathered.of(self._members, own, held)
         if not found.lost:
             return found
-        deaths = self._pool.deaths
-        lost = next((worker for worker in found.lost if worker in deaths), min(deaths))
-        died, buddy = deaths[lost], buddies_of(self._members)[lost]
-        who = "there is no other" if buddy is None else f"its buddy, worker {buddy}, has died, too"
+        lost = next((worker for worker in found.lost if worker in pool.deaths), found.lost[0])
+        buddy, died = self._buddies[lost], pool.death_of(lost)
+        who = "all workers with the same stages" if buddy in own else f"its buddy, worker {buddy}"
         died.advise(
-            f"Nobody that is left has a copy of what worker {lost} had ({who}), so what was "
-            "trained since the last checkpoint is lost"
+            f"Nobody that is left has a copy of what worker {lost} had: {who} died as well. So "
+            "what was trained since the last checkpoint is lost"
         )
         raise died
+
+
+def buddies_of(members: Sequence[Member]) -> list[int]:
+    """For every worker the one that has a copy of what it has; there are two workers at least.
+
+    It is on another node, if there is one, and of those the one that has the fewest copies.
+    """
+    held = dict.fromkeys((member.number for member in members), 0)
+    found: list[int] = []
+    for member in members:
+        others = [other for other in members if other.number != member.number]
+        away = [other for other in others if other.node != member.node]
+        count = len(members)
+        best = min(
+            away or others,
+            key=lambda other: (held[other.number], (other.number - member.number) % count),
+        )
+        held[best.number] += 1
+        found.append(best.number)
+    return found
+
+
+@dataclass
+class Gathered:
+    """What copies of one number have.
+
+    Attributes:
+        values: of tensors, by number.
+        gradients: likewise.
+        states: by the number of an optimizer and the worker that has the part, what that remembers.
+        memories: for every worker what forwards have left in its modules.
+        lost: the workers of which nothing is left that has all they had.
+    """
+
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    states: dict[tuple[int, int], dict[Any, dict[str, Any]]] = field(default_factory=dict)
+    memories: list[Memory] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, members: Sequence[Member], own: Mapping[int, Entries], held: Mapping[int, Entries]
+    ) -> Gathered:
+        """What these copies have.
+
+        Args:
+            members: all workers.
+            own: what those that are left have of themselves.
+            held: what they have of others. Replicas have the same tensors, and send only parts of
+                optimizers.
+        """
+        found = cls()
+        for member in members:
+            part = own.get(member.number, held.get(member.number))
+            twins = [m.number for m in members if m.place == member.place]
+            alive = [twin for twin in twins if twin in own]
+            shared = own[alive[0]] if alive else part if len(twins) == 1 else None
+            if part is None or shared is None:
+                found.lost.append(member.number)
+                found.memories.append({})
+                continue
+            found._take_states(member.number, part)
+            found.values |= {key[1]: value for key, value in shared.items() if key[0] == VALUE}
+            found.gradients |= {key[1]: g for key, g in shared.items() if key[0] == GRADIENT}
+            found.memories.append(shared.get((MEMORY,), {}))
+        return found
+
+    def _take_states(self, worker: int, part: Entries) -> None:
+        for key, value in part.items():
+            if key[0] == PART:
+                self.states.setdefault((key[1], worker), {})
+            elif key[0] == STATE:
+                _, number, of, name = key
+                remembered = self.states.setdefault((number, worker), {}).setdefault(of, {})
+                if name is not None:
+                    remembered[name] = value
+        for key, names in part.items():
+            if key[0] == STATE and key[3] is None:  # in the order in which they were
+                remembered = self.states[key[1], worker][key[2]]
+                self.states[key[1], worker][key[2]] = {name: remembered[name] for name in names}
+
+
+def is_done(current: Dispatch, count: int) -> bool:
+    """Whether all of so many workers have done a job."""
+    return len(current.results) == count and not current.failures()
+
+
+def may_be_done(current: Dispatch | None, error: BaseException) -> bool:
+    """Whether a worker may have done work that was interrupted, or failed elsewhere.
+
+    Args:
+        current: the jobs; `None` if the interrupt came as they were given out.
+        error: what has come.
+    """
+    if current is None:
+        return not isinstance(error, Exception)
+    ends = [result.error for result in current.results.values()]
+    return any(end is None or isinstance(end, Unsent) for end in ends)
+
+
+def leaves_traces(span: Span) -> bool:
+    """Whether forwards leave something in modules, as far as recordings have shown."""
+    modules = modules_of([span])
+    return bool(span.changing or any(span.memories)) or any(any(own_generators(m)) for m in modules)
+
+
+def without(attributes: News, memory: Memory) -> Memory:
+    """What forwards have left in modules, but for attributes that the script has set since."""
+    return {
+        key: found
+        for key, found in memory.items()
+        if key.kind != "module" or key.registry or key.name not in attributes.get(key.number, {})
+    }

@@ -30,11 +30,13 @@ from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
 from penstock.workers.clipping import Clipping
 from penstock.workers.optimizer_parts import own_groups, use_settings
+from penstock.workers.pool import Job
 from penstock.workers.processes.following import follow
 from penstock.workers.processes.shared_model import Shared
 from penstock.workers.processes.worker_state import loading
 from penstock.workers.ranks.rendezvous import LISTEN, Entry, Others, launched
 from penstock.workers.ray.actor import ActorState, step_failed
+from penstock.workers.ray.copies import OF_OTHERS, OF_PASS, Copy
 from penstock.workers.ray.rank import ActorRank
 
 _TIMEOUT = 120.0  # seconds in which all actors have to be there
@@ -183,10 +185,6 @@ class News:
     zeroed: Sequence[int] = ()
     requires_grad: Mapping[int, bool] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        """Whether it has done anything."""
-        return bool(self.values or self.gradients or self.zeroed or self.requires_grad)
-
     @torch.no_grad()
     def apply(self, own: ActorState) -> None:
         """Let the worker's tensors have it."""
@@ -282,7 +280,7 @@ class StartPass:
         forgotten: modes and numbers of batches that will not come back.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
-        copy: the number of the copy that is made before the pass; 0 for none.
+        copy: that is made after the pass, if one is.
     """
 
     order: Order
@@ -293,7 +291,7 @@ class StartPass:
     forgotten: Sequence[tuple[bool, int]]
     settings: Settings | None
     wanted: Sequence[int] | None = None
-    copy: int = 0
+    copy: Copy | None = None
 
     def __call__(self, own: ActorState) -> None:
         """Start it; the rest happens in the rank's thread, right before the pass."""
@@ -303,8 +301,9 @@ class StartPass:
         for mode, number in self.forgotten:
             own.rank.forget(mode, number)
         order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
-        before = partial(self._prepare, own, attributes)
-        own.tickets.append((order, own.rank.start_after(before, order)))
+        before, after = partial(self._prepare, own, attributes), partial(self._copy, own)
+        ticket = own.rank.start_between(before, order, after)
+        own.tickets.append((order, ticket, self.copy))
 
     def _prepare(self, own: ActorState, attributes: Any) -> None:
         if self.settings is not None:
@@ -315,8 +314,10 @@ class StartPass:
         follow(own.modules, attributes)
         own.memory.note(attributes)
         self.news.apply(own)
-        if self.copy:
-            own.copies.make(own, self.copy)
+
+    def _copy(self, own: ActorState) -> None:
+        if self.copy is not None:
+            own.copies.make(own, self.copy, OF_PASS)
 
 
 class Done(NamedTuple):
@@ -327,14 +328,12 @@ class Done(NamedTuple):
         present: the numbers of parameters that have a gradient now; `None` if that is as before.
         replaced: the numbers of buffers in whose places forwards have put others.
         now: by this worker's clock.
-        copied: the number of its latest copy that has arrived.
     """
 
     outcome: Outcome
     present: Sequence[int] | None
     replaced: Sequence[int]
     now: int
-    copied: int
 
 
 @dataclass(frozen=True)
@@ -348,11 +347,11 @@ class FinishPass:
     number: int
 
     def __call__(self, own: ActorState) -> Done:
-        """Give what has come of it."""
-        places = [k for k, (order, _) in enumerate(own.tickets) if order.number == self.number]
+        """Give what has come of it, when the buddy has a copy of what the worker has since."""
+        places = [k for k, (order, *_) in enumerate(own.tickets) if order.number == self.number]
         if not places:
             raise Aborted
-        order, ticket = own.tickets[places[0]]
+        order, ticket, copy = own.tickets[places[0]]
         del own.tickets[places[0]]
         outcome = own.rank.finish(ticket)
         if order.loss is not None:
@@ -363,7 +362,10 @@ class FinishPass:
         present = None
         if order.goes_back:
             present = [n for n, p in own.own_parameters().items() if p.grad is not None]
-        return Done(outcome, present, replaced, monotonic_ns(), own.copies.arrived)
+        done = Done(outcome, present, replaced, monotonic_ns())
+        if copy is not None:
+            own.copies.send(copy, own.is_given_up)
+        return done
 
 
 @dataclass(frozen=True)
@@ -543,41 +545,23 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class MakeCopy:
-    """Make a copy of what this worker has, and wait until it has arrived.
+class Copied:
+    """Do a job, and have the buddy take a copy of what the worker has since.
 
     Attributes:
-        number: of the copy.
-        news: of this worker's tensors.
-        timeout: seconds.
+        job: what is done.
+        copy: the copy.
     """
 
-    number: int
-    news: News
-    timeout: float
+    job: Job
+    copy: Copy
 
-    def __call__(self, own: ActorState) -> None:
-        """Do that, after the passes that are under way."""
-        own.rank.in_thread(partial(self.news.apply, own))
-        own.rank.in_thread(partial(own.copies.make, own, self.number))
-        own.copies.wait(self.number, self.timeout)
-
-
-@dataclass(frozen=True)
-class WaitForCopy:
-    """Wait until the buddy has a copy of what this worker has.
-
-    Attributes:
-        number: of the copy.
-        timeout: seconds.
-    """
-
-    number: int
-    timeout: float
-
-    def __call__(self, own: ActorState) -> None:
-        """Wait for that."""
-        own.copies.wait(self.number, self.timeout)
+    def __call__(self, own: ActorState) -> Any:
+        """Give what the job gives."""
+        found = self.job(own)
+        own.rank.in_thread(partial(own.copies.make, own, self.copy, OF_OTHERS))
+        own.copies.send(self.copy, own.is_given_up)
+        return found
 
 
 @dataclass(frozen=True)

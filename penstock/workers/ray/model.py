@@ -166,8 +166,8 @@ class DriverModel:
             InputError: see `check`.
         """
         self.check()
-        drafts = [self._again.pop(place, _Draft()) for place in range(places)]
-        for number in sorted(self._changed()):
+        drafts = [self._again.setdefault(place, _Draft()) for place in range(places)]
+        for number in sorted(self._changed()):  # whatever is noted is noted here first
             tensor = self.tensors[number]
             drafts[self._places[number] or 0].values[number] = tensor.detach()
             self._versions[number] = _state(tensor)
@@ -178,21 +178,22 @@ class DriverModel:
                 self._look_at(number, tensor, drafts[place])
         for place, draft in enumerate(drafts):
             self._unsure.setdefault(place, _Draft()).update(draft)
+        self._again = {}
         return [draft.news() for draft in drafts]
 
     def _look_at(self, number: int, parameter: nn.Parameter, draft: _Draft) -> None:
         """Note what the script has done to a parameter's gradient, and to `requires_grad`."""
         if parameter.requires_grad != self._requires_grad[number]:
-            self._requires_grad[number] = parameter.requires_grad
             draft.requires_grad[number] = parameter.requires_grad
+            self._requires_grad[number] = parameter.requires_grad
         now, before = parameter.grad, self._stand_ins.get(number)
         if now is before:
             if before is not None and before.is_zeroed:
-                before.is_zeroed = False
                 draft.zeroed.add(number)
+                before.is_zeroed = False
         elif now is None:
-            del self._stand_ins[number]
             draft.drop(number)
+            del self._stand_ins[number]
         elif not isinstance(now, GradientElsewhere):
             draft.give(number, now.detach())
             self._stand_in(number, parameter)
@@ -211,32 +212,10 @@ class DriverModel:
             older.update(draft)
         self._unsure.clear()
 
-    def again(self, news: Iterable[News]) -> Callable[[], None]:
-        """What does these news to the script's tensors once more, with copies of what they have."""
-        every = [one for one in news if one]
-        values = {n: value.clone() for one in every for n, value in one.values.items()}
-        gradients = {
-            n: None if gradient is None else gradient.clone()
-            for one in every
-            for n, gradient in one.gradients.items()
-        }
-        zeroed = [n for one in every for n in one.zeroed]
-        wanted = {n: wants for one in every for n, wants in one.requires_grad.items()}
-        tensors = self.tensors
-
-        @torch.no_grad()
-        def do() -> None:
-            for number, value in values.items():
-                tensors[number].copy_(value)
-            for number, gradient in gradients.items():
-                tensors[number].grad = None if gradient is None else gradient.clone()
-            for number in zeroed:
-                if (present := tensors[number].grad) is not None:
-                    present.zero_()
-            for number, wants in wanted.items():
-                tensors[number].requires_grad_(wants)
-
-        return do
+    @property
+    def has_told(self) -> bool:
+        """Whether workers were told something of which it is not known that it has arrived."""
+        return any(self._unsure.values())
 
     # -- what workers have done to them -----------------------------------------------------
 
@@ -272,16 +251,34 @@ class DriverModel:
                 self.tensors[number].grad = gradient
             self._stand_ins.pop(number, None)
 
+    @torch.no_grad()
     def go_back(
-        self, values: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
+        self,
+        values: Mapping[int, torch.Tensor],
+        gradients: Mapping[int, torch.Tensor],
+        news: Iterable[News],
     ) -> None:
-        """Have what a copy of the workers has; they are gone."""
-        self.have(values)
+        """Have what a copy of the workers has, who are gone.
+
+        Args:
+            values: of the copy, by number.
+            gradients: likewise.
+            news: what the script has done since that copy was made, which stays done.
+        """
+        since = list(news)
+        done = {number for each in since for number in each.values}
+        self.have({number: value for number, value in values.items() if number not in done})
         self.stale.clear()
         self._stand_ins.clear()
         for number, tensor in enumerate(self.tensors):
             if self._places[number] is not None and isinstance(tensor, nn.Parameter):
                 tensor.grad = gradients.get(number)
+        for each in since:
+            for number, gradient in each.gradients.items():
+                self.tensors[number].grad = None if gradient is None else gradient.clone()
+            for number in each.zeroed:
+                if (present := self.tensors[number].grad) is not None:
+                    present.zero_()
 
     def with_gradients(self, place: int) -> list[int]:
         """The numbers of parameters at a place whose gradients are there."""
@@ -341,6 +338,9 @@ class _Draft:
         self.gradients: dict[int, torch.Tensor | None] = {}
         self.zeroed: set[int] = set()
         self.requires_grad: dict[int, bool] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.gradients or self.zeroed or self.requires_grad)
 
     def drop(self, number: int) -> None:
         """The script has dropped a gradient."""

@@ -28,8 +28,7 @@ class ActorParts:
         places: of the workers.
         model: the script's.
         run: runs a job on every worker.
-        news: gives what is new of tensors at every place; copies that are due are made.
-        due: says that a copy is due, or has one made now.
+        news: gives for every place what the script has done to tensors.
 
     Attributes:
         number: of the optimizer.
@@ -46,16 +45,13 @@ class ActorParts:
         model: DriverModel,
         run: Callable[..., list[Any]],
         news: Callable[[], Sequence[News]],
-        due: Callable[..., None],
     ) -> None:
         self.number = number
         self._owners = owners
         self._places = places
         self._model = model
-        self._run = run
-        self._news, self._due = news, due
+        self._run, self._news = run, news
         self._kept: State | None = None
-        self._is_gone = False
 
     def keep(self) -> None:
         """Have here what the parts remember, as the workers are about to go."""
@@ -67,39 +63,28 @@ class ActorParts:
         """Run the step of every part in its actor, all at the same time."""
         settings = settings_of(groups)
         warn_of_no_gradients(groups)
-        steps = [Step(self.number, settings, each) for each in self._news()]
+        self._kept = None
+        steps = [Step(self.number, settings, news) for news in self._news()]
         try:
-            self._run([steps[place] for place in self._places], True)
+            self._run([steps[place] for place in self._places], changes=True, whole=True)
         finally:  # some may have, whatever happened
             for owned in self._owners:
                 self._model.has_changed(p for p in owned if p.grad is not None)
-        self._due()
 
     def go_back(self, states: Mapping[tuple[int, int], Mapping[Any, Any]]) -> None:
-        """Have here what a copy has, as the workers are gone.
+        """Have here what a copy has, as the workers are about to go.
 
         Args:
             states: by the number of an optimizer and of the worker what its part remembers.
         """
-        parts = [states.get((self.number, worker)) for worker in range(len(self._owners))]
-        self._is_gone = True
-        if all(part is not None for part in parts):
-            self._kept = self._named([part or {} for part in parts])
+        workers = range(len(self._owners))
+        self._kept = self._named([states.get((self.number, worker), {}) for worker in workers])
 
     def fetch(self, state: State) -> None:
-        """Bring what the parts remember here.
-
-        If the workers are gone, and had no part of it when the copy was made, it is as it was then.
-        """
-        if self._is_gone:
-            if self._kept is not None:
-                state.clear()
-                state.update(self._kept)
-            return
-        if self._kept is not None:
-            state.update(self._kept)
-            return
-        found = self._named(self._run([FetchState(self.number)] * len(self._owners)))
+        """Bring what the parts remember here."""
+        found = self._kept
+        if found is None:
+            found = self._named(self._run([FetchState(self.number)] * len(self._owners)))
         state.clear()
         state.update(found)
 
@@ -113,10 +98,9 @@ class ActorParts:
 
     def load(self, state: State) -> None:
         """Let the parts remember what is in `state`."""
+        self._kept = None
         jobs = []
         for owned in self._owners:
             own = {self._model.number(p): state[p] for p in owned if p in state}
             jobs.append(LoadState(self.number, own))  # type: ignore[arg-type]
-        self._run(jobs)
-        if state:
-            self._due(now=True)
+        self._run(jobs, changes=True)

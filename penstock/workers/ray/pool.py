@@ -7,18 +7,19 @@ import re
 import signal
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock.board.activity import Activity
 from penstock.board.memory import Board, Reading
 from penstock.board.runs import new_board
-from penstock.errors import InputError, WorkerDied
+from penstock.errors import InputError, WorkerDied, WorkerTimeout
 from penstock.links.local import Aborted
+from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
+from penstock.workers.ranks.rendezvous import Entry
 from penstock.workers.ray.actor import Actor
 from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.copies import Entries
@@ -61,6 +62,8 @@ class ActorSurvivors:
         cluster: where all of that is; it is left when nobody takes them over.
         cpus: that each of them reserves.
         dispatches: how many they have seen.
+        copies: the number of the last copy that they were asked for.
+        membership: the number of the members that they were among.
     """
 
     actors: list[Any]
@@ -69,6 +72,8 @@ class ActorSurvivors:
     cluster: Cluster
     cpus: float
     dispatches: int
+    copies: int
+    membership: int
     _is_taken: bool = False
 
     def __len__(self) -> int:
@@ -93,15 +98,17 @@ class ActorPool(Pool):
         cluster: where they are; it is left when they are closed.
         count: how many.
         cpus: that each of them reserves.
-        keeps_survivors: if an actor dies, whether the others wait for `survivors`.
+        keeps_survivors: if an actor dies, whether the others wait for `survivors`; the only one of
+            a pool does not.
         survivors: of another pool, which go on in this one, in the same placement group; others are
             started there only if these do not suffice.
 
     Attributes:
         board: what those do that are on this machine.
         nodes: for every worker its process, and its node, in words; known after the start.
-        keeps_survivors: as given.
+        keeps_survivors: whether others can go on.
         old: the workers that were in another pool; they have to be told of this one.
+        copies: the number of the last copy that they were asked for, by the pool before, too.
 
     Raises:
         InputError: the cluster has no room for them.
@@ -119,14 +126,16 @@ class ActorPool(Pool):
     ) -> None:
         super().__init__(count, _GRACE, lambda: None)
         self.nodes = ["an actor that is starting"] * count
-        self.keeps_survivors = keeps_survivors
+        self.keeps_survivors = keeps_survivors and count > 1
+        self.copies = self._membership = 0
         self._deaths: dict[int, WorkerDied] = {}
+        self._stuck: set[int] = set()  # have not stopped at what was given up
         self._actors: list[Any] = []
         self._bundles = list(range(count))
         self._cluster, self._cpus = cluster, cpus
         self.board: Board = new_board(count)
         self._reserved: list[Any] = []  # one placement group
-        self._pids: list[int] = []  # of those on this machine; 0 for others
+        self._pulses: dict[int, Pulse] = {}  # of those on this machine
         self._end = weakref.finalize(self, _end, self._actors, self._reserved, cluster)
         self.old = range(0)
         try:
@@ -147,7 +156,8 @@ class ActorPool(Pool):
         Raises:
             InputError: the cluster has no room for these.
         """
-        self._dispatches = survivors.dispatches
+        self._dispatches, self.copies = survivors.dispatches, survivors.copies
+        self._membership = survivors.membership + 1
         self._reserved.append(survivors.group)
         self._actors += survivors.actors
         survivors.take()
@@ -178,62 +188,72 @@ class ActorPool(Pool):
         self._actors[:] = [self._actors[k] for k in order]
         self._bundles[:] = [self._bundles[k] for k in order]
 
-    def know(self, places: Sequence[tuple[int, str, str, bool]]) -> None:
+    def know(self, places: Sequence[tuple[Entry, str, bool]]) -> None:
         """Know where the workers are.
 
         Args:
-            places: for every worker its process, its host, its node, and whether that is here.
+            places: what every worker says of itself, its node, and whether that is here.
         """
-        self.nodes[:] = [f"process {pid} on {host}, node {n[:8]}" for pid, host, n, _ in places]
-        self._pids = [pid if is_here else 0 for pid, _, _, is_here in places]
+        self.nodes[:] = [f"process {e.pid} on {e.host}, node {node[:8]}" for e, node, _ in places]
+        self._pulses = {k: Pulse(e.pid, e.started) for k, (e, _, near) in enumerate(places) if near}
 
-    def pair(self, buddies: Sequence[int | None], has_twins: bool) -> None:
-        """Have every worker send copies of what it has to another one.
+    def pair(self, buddies: Sequence[int], has_twins: bool) -> None:
+        """Let every worker send copies of what it has to another one.
 
         Args:
-            buddies: for every worker the other one; `None` for nobody.
+            buddies: for every worker the other one.
             has_twins: whether replicas have the same, so that less is sent.
-        """
-        refs = [
-            actor.have_buddy.remote(
-                worker, None if buddy is None else self._actors[buddy], has_twins
-            )
-            for worker, (actor, buddy) in enumerate(zip(self._actors, buddies, strict=True))
-        ]
-        with self._naming():
-            ray().get(refs, timeout=_GRACE + _SLOW)
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """While open, the end of an actor is a `WorkerDied`."""
-        try:
-            yield
-        except ray().exceptions.RayActorError as error:
-            raise self._lost(0, error) from None
+        Raises:
+            WorkerDied: one has died.
+        """
+        refs = {
+            self._actors[worker].have_buddy.remote(
+                self._membership, worker, self._actors[buddy], buddy, has_twins
+            ): worker
+            for worker, buddy in enumerate(buddies)
+        }
+        ready, late = ray().wait([*refs], num_returns=len(refs), timeout=_SLOW)
+        for ref in ready:
+            try:
+                ray().get(ref)
+            except ray().exceptions.RayError as error:
+                raise self._lost(refs[ref], error) from None
+        if late:
+            raise self._died(refs[late[0]], "does not answer any more;")
 
     # -- those that are left --------------------------------------------------------------
 
-    def copies(self, number: int) -> dict[int, Mapping[int | None, Entries]]:
-        """The copies of this number that the workers have which are left, by who has them.
+    def copies_with(self, holders: Mapping[int, int], number: int) -> dict[int, Entries]:
+        """The copies of this number that are there; by whose they are.
 
         Those that do not answer are taken to have ended.
+
+        Args:
+            holders: of workers whose copies are wanted, and who is asked for each.
+            number: of the copies.
         """
-        found: dict[int, Mapping[int | None, Entries]] = {}
+        found: dict[int, Entries] = {}
         asked = {
-            actor.copies.options(concurrency_group="control").remote(number): worker
-            for worker, actor in enumerate(self._actors)
-            if worker not in self._deaths
+            self._actors[holder]
+            .copy_of.options(concurrency_group="control")
+            .remote(worker, number): (worker, holder)
+            for worker, holder in holders.items()
+            if holder not in self._deaths
         }
         if not asked:
             return found
         ready, late = ray().wait([*asked], num_returns=len(asked), timeout=_SLOW)
         for ref in ready:
+            worker, holder = asked[ref]
             try:
-                found[asked[ref]] = unwrapped(ray().get(ref))
+                entries = unwrapped(ray().get(ref))
             except Exception as error:
-                self._deaths[asked[ref]] = self._lost(asked[ref], error)
+                self._deaths[holder] = self._lost(holder, error)
+            else:
+                found |= {} if entries is None else {worker: entries}
         for ref in late:
-            self._end_by_force(asked[ref], "does not answer any more")
+            self._end_by_force(asked[ref][1], "does not answer any more")
         return found
 
     @property
@@ -241,10 +261,15 @@ class ActorPool(Pool):
         """The workers that are known to have ended."""
         return self._deaths
 
+    def death_of(self, worker: int) -> WorkerDied:
+        """How a worker has ended, as far as is known."""
+        return self._deaths.get(worker) or self._died(worker, "has lost what it had;")
+
     def survivors(self) -> ActorSurvivors:
         """Those that can go on in another pool, which leave this one."""
-        left = [worker for worker in range(self._count) if worker not in self._deaths]
-        kill([self._actors[worker] for worker in self._deaths], [])
+        ended = self._deaths.keys() | self._stuck
+        left = [worker for worker in range(self._count) if worker not in ended]
+        kill([self._actors[worker] for worker in ended], [])
         self._end.detach()
         self._closed_because = self._closed_because or "others have taken over"
         return ActorSurvivors(
@@ -254,33 +279,46 @@ class ActorPool(Pool):
             self._cluster,
             self._cpus,
             self._dispatches,
+            self.copies,
+            self._membership,
         )
 
     def _end_by_force(self, worker: int, how: str) -> None:
         """End a worker that does not do so by itself."""
         self._deaths.setdefault(worker, self._died(worker, f"{how};"))
         kill([self._actors[worker]], [])
-        if self._pids and self._pids[worker]:  # a process that is stopped does not hear of it
+        if worker in self._pulses:  # a process that is stopped does not hear of it
             with suppress(OSError):
-                os.kill(self._pids[worker], signal.SIGKILL)
+                os.kill(self._pulses[worker].pid, signal.SIGKILL)
 
     def check_open(self) -> None:
         """Raise if they cannot work any more.
 
         Raises:
-            WorkerDied: one has ended, and the others wait to go on without it.
+            WorkerDied: one has ended, or they were interrupted, and others can go on.
             ClosedError: they were closed.
         """
-        if self._closed_because and self.keeps_survivors and self._end.alive and self._deaths:
-            raise self._deaths[min(self._deaths)]
+        if self._closed_because and self.keeps_survivors and self._end.alive:
+            deaths = self._deaths or {0: self._died(0, f"cannot go on: {self._closed_because};")}
+            raise deaths[min(deaths)]
         super().check_open()
 
     def fail(self, why: str) -> None:
         """They cannot go on as they are; those that are left may in another pool."""
-        if self.keeps_survivors and self._deaths:
-            self._closed_because = why
+        if self.keeps_survivors:
+            self._closed_because = self._closed_because or why
         else:
             super().fail(why)
+
+    def _part(self, why: str) -> None:
+        self.fail(why)
+
+    def _give_up(self, why: BaseException) -> None:
+        given_up = list(self._open)
+        try:
+            super()._give_up(why)
+        finally:
+            self._stuck.update(worker for each in given_up for worker in each.waits_for)
 
     def close(self, why: str = "close() was called") -> None:
         """Let the workers go, for good; `why` is what later calls will say."""
@@ -330,10 +368,6 @@ class ActorPool(Pool):
         ready, _ = ray().wait([*waiting], num_returns=len(waiting), timeout=seconds)
         for ref in ready:
             self._hear(waiting[ref], ref, current)
-        if self.keeps_survivors and not ready:
-            for worker in filter(self._is_stopped, current.waits_for):
-                self._end_by_force(worker, "was stopped by a signal, and then ended")
-                self._note(worker, Result(None, self._deaths[worker]))
         now = time.monotonic()
         if current.failures() and not current.failed:
             current.failed = now
@@ -369,14 +403,19 @@ class ActorPool(Pool):
             if worker in each.given:
                 each.results.setdefault(worker, result)
 
-    def _is_stopped(self, worker: int) -> bool:
-        """Whether a signal has stopped the process of a worker, if it is on this machine."""
-        if not self._pids or not self._pids[worker]:
-            return False
-        with suppress(OSError):
-            stat = Path(f"/proc/{self._pids[worker]}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] in "Tt"
-        return False
+    def _stopped(self) -> list[int]:
+        """The workers on this machine that a signal has stopped."""
+        return [worker for worker, pulse in self._pulses.items() if pulse.has_stopped()]
+
+    def _late(self, current: Dispatch, timeout: float) -> WorkerTimeout | WorkerDied:
+        """The error for workers that are late; those that are stopped end, if others can go on."""
+        error = super()._late(current, timeout)
+        if not self.keeps_survivors:
+            return error
+        for worker, pulse in self._pulses.items():
+            if pulse.is_stopped():
+                self._end_by_force(worker, "was stopped by a signal for seconds, and then ended")
+        return self._deaths[min(self._deaths)] if self._deaths else error
 
     def _lost(self, worker: int, error: Exception) -> WorkerDied:
         """The error for an actor of which Ray says that it is gone."""

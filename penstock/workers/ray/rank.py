@@ -52,7 +52,7 @@ class ActorRank(RankWorkers):
         self._path = board
         self._count = len(launch.entries)
         self._is_given_up = False
-        self._before: deque[Callable[[], None]] = deque()
+        self._around: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         super().__init__(launch, plan, model, range(self._count), threads, timeout)
 
     def _noted(self) -> tuple[Board, Record]:
@@ -70,15 +70,23 @@ class ActorRank(RankWorkers):
         """Whether there are others that run the same stages."""
         return self._ring is not None
 
-    def start_after(self, before: Callable[[], None], order: Order) -> Any:
-        """As `start`; the rank's thread does something else right before the pass."""
+    def start_between(
+        self, before: Callable[[], None], order: Order, after: Callable[[], None]
+    ) -> Any:
+        """As `start`; the rank's thread does something else right before and right after the pass.
+
+        What is done after it is not done if its part of the pass fails.
+        """
         with self.operation("the start of a pass"):
-            self._before.append(before)
+            self._around.append((before, after))
             return self.start(order)
 
     def _run(self, order: Order, number: int, timeout: float) -> Outcome:
-        self._before.popleft()()
-        return super()._run(order, number, timeout)
+        before, after = self._around.popleft()
+        before()
+        outcome = super()._run(order, number, timeout)
+        after()
+        return outcome
 
     def interrupt(self) -> None:
         """Have the pass that is waited for given up; called from another thread."""
@@ -134,7 +142,7 @@ class ActorRank(RankWorkers):
     def give_up(self, why: BaseException) -> None:
         """Stop what is under way, and put back what passes have changed that did not end."""
         super().give_up(why)
-        self._before.clear()
+        self._around.clear()
 
     def _for_others(self, own: Outcome, ahead: int) -> Outcome:
         """What has to be the same for several; the rest goes to the script alone."""

@@ -30,7 +30,6 @@ from penstock.plan.shares import blocks
 from penstock.storage.part import Part
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping
-from penstock.workers.copies import Copies
 from penstock.workers.members import Member
 from penstock.workers.memories import Left, Losses
 from penstock.workers.optimizer_parts import Groups, Parts, settings_of
@@ -55,12 +54,13 @@ from penstock.workers.processes.workers import (
 )
 from penstock.workers.ranks.clocks import Apart
 from penstock.workers.ray.actor import ActorState
-from penstock.workers.ray.buddies import buddies_of
-from penstock.workers.ray.copying import Copying
+from penstock.workers.ray.copies import Copy
+from penstock.workers.ray.copying import Copying, is_done, leaves_traces, may_be_done, without
 from penstock.workers.ray.jobs import (
     AddWay,
     Clip,
     ClipValue,
+    Copied,
     Done,
     DropPasses,
     Enter,
@@ -87,7 +87,7 @@ _BUILD_TIMEOUT = 300.0  # seconds; a node may have to prepare an environment fir
 _MORE = 30.0  # seconds beside those that ranks give each other
 _LEAVE = 60.0  # seconds to bring weights at the end
 
-Ticket = tuple[Order, Dispatch]
+Ticket = tuple[Order, Dispatch, Copy | None]
 
 
 class RayWorkers(Workers):
@@ -130,10 +130,10 @@ class RayWorkers(Workers):
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._modules: list[nn.Module] = []  # that actors have, in the order in which they came
         self._settings = modes.settings
-        self._told = modes.settings
         self._settings_changed = False
         self._training: tuple[bool, ...] = ()
         self._changing: dict[bool, dict[int, torch.Tensor]] = {True: {}, False: {}}
+        self._leaves_traces = {True: True, False: False}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
         self._parts: weakref.WeakSet[ActorParts] = weakref.WeakSet()
@@ -144,6 +144,7 @@ class RayWorkers(Workers):
         self._starter: int | None = None  # the thread that gave the last jobs
         self._closer: int | None = None  # the one that closes
         self._copying: Copying | None = None
+        self._is_brought = False  # whether the script has all that the workers have
         self._model = DriverModel(model)
         self._outbox = Outbox(self._model.number)
         self._unchanged = Unchanged(model)
@@ -185,9 +186,7 @@ class RayWorkers(Workers):
         ]
         machines = [entry.machine for entry in entries]
         self._is_near = near = [machine == this_machine() for machine in machines]
-        self._pool.know(
-            [(e.pid, e.host, n, here) for (e, n), here in zip(places, near, strict=True)]
-        )
+        self._pool.know([(*each, here) for each, here in zip(places, near, strict=True)])
         several = len(set(machines)) > 1
         hosts = [address if several else None for _, _, address in found]
         listens = self._prepare(
@@ -209,8 +208,7 @@ class RayWorkers(Workers):
         )
         self._prepare([join] * count)
         if self._pool.keeps_survivors:
-            self._pool.pair(buddies_of(self.members), self._plan.replicas > 1)
-            self._copying = Copying(self._model, self.members, self._pool, self._timeout, self._run)
+            self._copying = Copying(self.members, self._pool, self._timeout)
         self._watch = self._pool.watch([node for _, node in places])
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
@@ -227,6 +225,7 @@ class RayWorkers(Workers):
             spans = [span for stage in way.stages.values() for span in stage.spans]
             changing = self._changing[way.training]
             changing.update((id(t), t) for span in spans for t in span.changing)
+            self._leaves_traces[way.training] |= any(map(leaves_traces, spans))
             self._prepare(self._of_places(self._way(way)))
         except BaseException as error:  # some may know it now, and others not
             self._pool.fail(f"{type(error).__name__} came as its stages were being built")
@@ -263,35 +262,37 @@ class RayWorkers(Workers):
     def start(self, order: Order) -> Ticket:
         """Tell all workers to start a pass."""
         self._check_open()
+        self._is_brought = False
         self._losses.note(order.loss)
         loss = None if order.loss is None else packed_loss(order.loss, order.what == "train")
         try:
             self._unchanged.check()
             self._settings_changed |= Settings.here() != self._settings
-            news: Sequence[News] = self._model.news(len(self._places))
-            if self._copying is not None:
-                news = self._copying.before_pass(news, self._is_told())
+            news = self._news()
             attributes = packed_news(self._following.news(), self._modules)
             training = self._modes()
             forgotten = tuple(self._forgotten)
-            copy = self._copying.number(news) if self._copying is not None else 0
+            copy = self._copy_after(self._leaves(order))
             jobs = [
                 self._start_of(member, order, loss, news[member.place], training, attributes)
                 for member in self.members
             ]
             jobs = [replace(job, forgotten=forgotten, copy=copy) for job in jobs]
-            self._told = Settings.here()
             with self._starting():
                 current = self._pool.start(jobs, self._timeout)
             for _ in forgotten:
                 self._forgotten.popleft()
         except BaseException as error:
             self._doubt()
-            self._failed()
             if not isinstance(error, InputError):
                 self.give_up(error)
             raise
-        return order, current
+        return order, current, copy
+
+    def _leaves(self, order: Order) -> bool:
+        """Whether the workers have something else after a pass than before it."""
+        leaves = order.goes_back or order.training or self._leaves_traces[order.training]
+        return leaves and not order.trial and not order.again
 
     def _start_of(
         self,
@@ -341,33 +342,37 @@ class RayWorkers(Workers):
 
     def finish(self, ticket: Ticket) -> Outcome:
         """Wait for a pass; its gradients stay with the workers."""
-        order, started = ticket
+        order, started, copy = ticket
         self._pool.check_under_way(started)
+        current, jobs = None, [FinishPass(order.number)] * len(self.members)
+        seconds = self._seconds(copy)
         try:
             with self._starting():
-                current = self._pool.start(
-                    [FinishPass(order.number)] * len(self.members), self._timeout
-                )
-            self._pool.finish(started, self._timeout + _MORE)
-            found: list[Done] = self._pool.finish(current, self._timeout + _MORE)
+                current = self._pool.start(jobs, seconds)
+            self._pool.finish(started, seconds)
+            found: list[Done] = self._pool.finish(current, seconds)
+            outcome = self._taken(order, found)
+            self._done(copy)
         except BaseException as error:
             self.give_up(error)
+            if copy is not None and may_be_done(current, error):
+                self._pool.fail(f"{type(error).__name__} came at the end of {order.name}")
             raise
-        if self._copying is not None:
-            goes_back = order.goes_back and not order.trial
-            self._copying.passed(goes_back, min(done.copied for done in found))
+        return outcome
+
+    def _taken(self, order: Order, found: Sequence[Done]) -> Outcome:
+        """The outcome of a pass; the script's model notes what the workers have of it."""
         outcome = Outcome.of([done.outcome for done in found])
         self._ahead.note(found[0].now, monotonic_ns())
         if not self._is_near[0]:
             outcome.logs = moved(outcome.logs, self._ahead.least or 0)
-        bring(outcome.buffers, order.loss)
         for place in self._places:
             if (present := found[place].present) is not None:
                 self._model.have_gradients(place, present)
             self._model.stale.update(found[place].replaced)
         if order.what != "backward" and not order.trial:
             self._model.has_changed(self._changing[order.training].values())
-        self._confirm()
+        bring(outcome.buffers, order.loss)
         return outcome
 
     def give_up(self, why: BaseException) -> None:
@@ -378,35 +383,33 @@ class RayWorkers(Workers):
                 self._pool.run([DropPasses()] * len(self.members), _MORE)
         finally:
             self._doubt()
-            self._failed()
 
     # -- copies ---------------------------------------------------------------------------
 
-    @property
-    def copies(self) -> Copies | None:  # type: ignore[override]
-        """How far copies are, if others take over for an actor that dies."""
-        return self._copying.copies if self._copying is not None else None
+    def _news(self) -> Sequence[News]:
+        """What the script has done to tensors, for every place."""
+        if not self._pool.under_way:
+            self._model.doubt()  # what was told and not confirmed was interrupted
+        return self._model.news(len(self._places))
 
-    def _news(self, changes: bool = True) -> Sequence[News]:
-        """What the script has done to tensors, before other work than a pass.
+    def _copy_after(self, changes: bool) -> Copy | None:
+        """The copy that is made after the next work, if one is.
 
         Args:
-            changes: whether the workers have something else after the work.
+            changes: whether the workers have something else after it, besides what they are told.
         """
-        news = self._model.news(len(self._places))
-        return self._copying.before_work(news, changes) if self._copying else news
+        is_made = self._copying is not None and (changes or self._model.has_told)
+        return self._copying.next() if self._copying is not None and is_made else None
 
-    def _is_told(self) -> bool:
-        """Whether workers are to be told more of modules and settings than they know."""
-        training = tuple(module.training for module in self._modules) != self._training
-        return training or self._following.has_news() or Settings.here() != self._told
+    def _seconds(self, copy: Copy | None) -> float:
+        """Seconds that work may take after which this copy is made."""
+        return self._timeout + _MORE + (copy.timeout if copy is not None else 0.0)
 
-    def _stepped(self, now: bool = False) -> None:
-        """An optimizer has something else: a copy is due before the next pass, or now."""
-        if self._copying is not None:
-            self._copying.is_due = True
-            if now:
-                self._copying.now()
+    def _done(self, copy: Copy | None) -> None:
+        """Work has come to its end, and so has the copy after it."""
+        if self._copying is not None and copy is not None:
+            self._copying.done(copy)
+        self._confirm()
 
     def remembered(self) -> Left:
         """Have here what the copies have, although a worker has died.
@@ -414,11 +417,16 @@ class RayWorkers(Workers):
         Raises:
             WorkerDied: something is lost, as those that had copies of it have died, too.
         """
-        assert self._copying is not None
-        found = self._copying.go_back()
+        if self._copying is None:
+            died = self._pool.death_of(0)
+            died.advise("There was no other worker that could have a copy of what it had")
+            raise died
+        found = self._copying.gathered()
         for parts in self._parts:
             parts.go_back(found.states)
-        return self._left_by(found.memories)
+        since, attributes = self._news(), self._following.news()
+        self._model.go_back(found.values, found.gradients, since)
+        return self._left_by([without(attributes, memory) for memory in found.memories])
 
     def survivors(self) -> ActorSurvivors:
         """The actors that can go on in another pool."""
@@ -448,11 +456,6 @@ class RayWorkers(Workers):
         """Raise if tensors were changed here that the script had older values of."""
         self._model.check()
 
-    def _failed(self) -> None:
-        """Work has failed."""
-        if self._copying is not None:
-            self._copying.failed()
-
     def _confirm(self) -> None:
         """What workers were told has arrived, unless they are still told something."""
         if not self._pool.under_way:
@@ -466,7 +469,7 @@ class RayWorkers(Workers):
         self._following.doubt()
 
     def _check_open(self) -> None:
-        if self._copying is not None:
+        if self._pool.keeps_survivors:
             self._pool.check_open()  # if one has died, others can take over
         if self._pool.why_closed is not None:
             raise closed(self._pool.why_closed, in_actors=True)
@@ -474,30 +477,39 @@ class RayWorkers(Workers):
     def _run(
         self,
         jobs: Sequence[Job],
+        changes: bool = False,
         whole: bool = False,
         timeout: float | None = None,
-        confirms: bool = True,
     ) -> list[Any]:
         """Run a job on every worker, and wait for all.
 
         Args:
             jobs: by worker.
+            changes: whether the workers have something else afterwards.
             whole: as of `Pool.start`.
             timeout: seconds.
-            confirms: whether the jobs have brought the workers all news.
         """
         self._check_open()
-        seconds = timeout or self._timeout + _MORE
+        self._is_brought = False
+        copy = self._copy_after(changes)
+        if copy is not None:
+            copied = {id(job): Copied(job, copy) for job in jobs}
+            jobs = [copied[id(job)] for job in jobs]
+        seconds = timeout or self._seconds(copy)
+        current = None
         try:
             with self._starting():
                 current = self._pool.start(jobs, seconds, whole)
             found = self._pool.finish(current, seconds)
-        except BaseException:
+            self._done(copy)
+        except BaseException as error:
+            if current is not None and is_done(current, len(jobs)):
+                self._done(copy)
+                raise
             self._doubt()
-            self._failed()
+            if copy is not None and (whole or may_be_done(current, error)):
+                self._pool.fail(f"{type(error).__name__} came before all workers had done the same")
             raise
-        if confirms:
-            self._confirm()
         return found
 
     # -- parameters -----------------------------------------------------------------------
@@ -541,9 +553,7 @@ class RayWorkers(Workers):
             self._pool.fail(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
-        parts = ActorParts(
-            number, owners, places, self._model, self._run, self._news, self._stepped
-        )
+        parts = ActorParts(number, owners, places, self._model, self._run, self._news)
         self._parts.add(parts)
         return parts
 
@@ -569,7 +579,7 @@ class RayWorkers(Workers):
         """As `torch.nn.utils.clip_grad_norm_` over the gradients of all workers; the same bits."""
         numbers = self._known(parameters)
         found: list[torch.Tensor] = self._run(
-            self._with_news(lambda news: Clip(numbers, clipping, news))
+            self._with_news(lambda news: Clip(numbers, clipping, news)), changes=True
         )
         return found[0]
 
@@ -585,7 +595,8 @@ class RayWorkers(Workers):
     ) -> None:
         """As `torch.nn.utils.clip_grad_value_`."""
         numbers = self._known(parameters)
-        self._run(self._with_news(lambda news: ClipValue(numbers, clip_value, foreach, news)))
+        jobs = self._with_news(lambda news: ClipValue(numbers, clip_value, foreach, news))
+        self._run(jobs, changes=True)
 
     def unscale(
         self,
@@ -596,9 +607,8 @@ class RayWorkers(Workers):
     ) -> list[torch.Tensor]:
         """Divide the workers' gradients by the scale of a loss scaler."""
         numbers = self._known(parameters)
-        found = self._run(
-            self._with_news(lambda news: Unscale(numbers, inverse, allows_half, news))
-        )
+        jobs = self._with_news(lambda news: Unscale(numbers, inverse, allows_half, news))
+        found = self._run(jobs, changes=True)
         return [scalar for own in found for scalar in own]
 
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
@@ -630,7 +640,7 @@ class RayWorkers(Workers):
             gradients: and of those whose gradients are.
             timeout: seconds.
         """
-        news = self._news(changes=False)
+        news = self._news()
         jobs = [Fetch(tensors(place), gradients(place), news[place]) for place in self._places]
         silent = [replace(job, tensors=(), gradients=()) for job in jobs]
         every = [(silent if m.replica else jobs)[m.place] for m in self.members]
@@ -639,7 +649,7 @@ class RayWorkers(Workers):
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
-        self._run(self._of_places([Tell(news) for news in self._news(changes=False)]))
+        self._run(self._with_news(Tell))
         places = [member.place for member in self.members]
         jobs, rest, portion, count = divided(save, _At(self._model), places)
         self._run(jobs, timeout=TIMEOUT)
@@ -712,8 +722,7 @@ class RayWorkers(Workers):
         for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
             model.have(values)
             model.have_real_gradients(found)
-        if self._copying is not None:
-            self._copying.copies.clear()
+        self._is_brought = True
 
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
@@ -724,8 +733,10 @@ class RayWorkers(Workers):
                 self._watch.close()
             is_used = self._pool.under_way and self._starter != me  # that thread hears of it
         if not is_used and self._pool.why_closed is None:
+            self._copying = None
             with suppress(PenstockError):  # if they are gone already, so is what they have
-                self.bring()
+                if not self._is_brought:
+                    self.bring()
                 self._pool.run([Leave()] * len(self.members), _LEAVE)
         self._model.close()
         self._pool.close()

@@ -1,8 +1,8 @@
-"""Copies of what actors have: what is sent, who has them, and what is done once more."""
+"""Copies of what actors have: what is sent and taken, who has them, and what they give."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,22 +10,30 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
-from penstock.workers.copies import Copies
 from penstock.workers.members import Member
-from penstock.workers.processes.remembering import Memory
-from penstock.workers.ray.buddies import Gathered, buddies_of
+from penstock.workers.pool import Dispatch, Result
+from penstock.workers.processes.remembering import Key, Memory
 from penstock.workers.ray.copies import (
     GRADIENT,
+    MEMORY,
+    OF_OTHERS,
+    OF_PASS,
     PART,
     STATE,
     VALUE,
     ActorCopies,
     Change,
+    Copy,
     Shelf,
+    Unsent,
 )
-from penstock.workers.ray.parcel import unwrapped
+from penstock.workers.ray.copying import Gathered, buddies_of, is_done, may_be_done, without
+from penstock.workers.ray.model import DriverModel
+from penstock.workers.ray.parcel import unwrapped, wrapped
+
+EVERYTHING = (*OF_PASS, *OF_OTHERS)
 
 
 def members(nodes: str, replicas: int = 1) -> list[Member]:
@@ -40,7 +48,6 @@ def members(nodes: str, replicas: int = 1) -> list[Member]:
 @pytest.mark.parametrize(
     ("nodes", "buddies"),
     [
-        ("a", [None]),
         ("aa", [1, 0]),
         ("aaa", [1, 2, 0]),
         ("aabb", [2, 3, 0, 1]),
@@ -49,68 +56,62 @@ def members(nodes: str, replicas: int = 1) -> list[Member]:
     ],
 )
 def test_a_buddy_is_on_another_node_and_has_as_little_as_can_be(
-    nodes: str, buddies: list[int | None]
+    nodes: str, buddies: list[int]
 ) -> None:
     assert buddies_of(members(nodes)) == buddies
 
 
-def test_what_was_done_since_the_copy_that_is_safe() -> None:
-    done: list[str] = []
-    copies = Copies()
-    copies.note(lambda: done.append("before"), copies.made)
-    first = copies.make()
-    copies.note(lambda: done.append("step"), copies.made)
-    assert copies.is_behind
-    copies.arrived(first)
-    second = copies.make(lambda: done.append("own"))
-    assert not copies.is_behind
-    copies.note(lambda: done.append("pass"), copies.made)
-    for work in copies.since():
-        work()
-    assert done == ["step", "own", "pass"]
-    copies.arrived(second)
-    assert len(copies.since()) == 1
-    copies.make(lambda: done.append("undone"))
-    copies.unmake()
-    assert (copies.made, len(copies.since())) == (second, 1)
-    copies.clear()
-    assert copies.since() == []
+# -- shelves --------------------------------------------------------------------------------------
 
 
-def test_a_shelf_has_the_last_two_copies_and_the_last_of_one_number() -> None:
+def test_a_shelf_has_the_safe_copy_and_those_after_it() -> None:
     shelf = Shelf()
-    shelf.put(Change(1, {("value", 0): "a", ("value", 1): "b"}, []))
-    shelf.put(Change(2, {("value", 0): "c"}, [("value", 1)]))
-    shelf.put(Change(2, {("value", 0): "d"}, []))  # the other one was given up
+    assert shelf.put(Change(1, 0, None, {("value", 0): "a", ("value", 1): "b"}, []))
+    assert shelf.put(Change(2, 1, 1, {("value", 0): "c"}, [("value", 1)]))  # is given up
+    assert shelf.put(Change(3, 1, 1, {("value", 0): "d"}, []))
     assert shelf.copy(1) == {("value", 0): "a", ("value", 1): "b"}
-    assert shelf.copy(2) == {("value", 0): "d", ("value", 1): "b"}
-    shelf.put(Change(3, {}, []))
+    assert shelf.copy(2) == {("value", 0): "c"}
+    assert shelf.copy(3) == {("value", 0): "d", ("value", 1): "b"}
+    assert shelf.put(Change(4, 3, 3, {}, []))
     assert shelf.copy(1) is None
-    assert shelf.copy(3) == shelf.copy(2)
+    assert shelf.copy(4) == shelf.copy(3)
+
+
+def test_a_change_of_a_copy_that_is_not_there_is_refused() -> None:
+    shelf = Shelf()
+    assert not shelf.put(Change(5, 4, 4, {("value", 0): "a"}, []))
+    assert shelf.copy(5) is None
+
+
+# -- what is sent ---------------------------------------------------------------------------------
 
 
 class Buddy:
-    """Stands for the handle of an actor, and keeps what it is sent."""
+    """Stands for the handle of an actor; it takes what it is sent unless it is told otherwise."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, *answers: Any) -> None:
         self.hold = self
-        self.sent: list[Any] = []
-        self.fails = fails
+        self.sent: list[Change] = []
+        self.answers = list(answers)
 
     def options(self, **_: Any) -> Buddy:
         return self
 
-    def remote(self, worker: int, parcel: Any) -> Any:
-        if self.fails:
-            raise RuntimeError("it has died")
-        self.sent.append(parcel)
-        return None
+    def remote(self, membership: int, worker: int, parcel: Any) -> Any:
+        answer = self.answers.pop(0) if self.answers else True
+        if isinstance(answer, Exception):
+            raise answer
+        self.sent.append(unwrapped(parcel))
+        return answer
 
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "get", lambda found: found)
+    monkeypatch.setattr(
+        ray, "wait", lambda refs, timeout: ([], refs) if refs == ["late"] else (refs, [])
+    )
 
 
 def worker() -> Any:
@@ -121,91 +122,246 @@ def worker() -> Any:
     own = SimpleNamespace(tensors=tensors, optimizers={7: optimizer}, memory=Memory([], {}))
     numbers = {id(tensor): number for number, tensor in tensors.items()}
     own.remembered = lambda _: {numbers[id(p)]: s for p, s in optimizer.state.items()}
+    own.replaced = dict
     own.step = lambda: (layer(torch.ones(1, 2)).sum().backward(), optimizer.step())
     return own
 
 
-def sent(buddy: Buddy, copies: ActorCopies, number: int) -> Any:
-    copies.wait(number, 10.0)
-    return unwrapped(buddy.sent[-1])
+def with_buddy(buddy: Buddy, has_twins: bool = False) -> ActorCopies:
+    copies = ActorCopies()
+    copies.have_buddy(3, 0, buddy, 1, has_twins)
+    return copies
+
+
+def never() -> bool:
+    return False
+
+
+def sent(copies: ActorCopies, own: Any, what: Copy, kinds: Any = EVERYTHING) -> Change:
+    copies.make(own, what, kinds)
+    copies.send(what, never)
+    found: Change = copies._buddy.sent[-1]
+    return found
+
+
+def copy(number: int, safe: int = 0, timeout: float = 10.0) -> Copy:
+    return Copy(number, safe, timeout)
 
 
 def test_what_has_changed_is_sent_and_no_more() -> None:
-    copies, buddy, own = ActorCopies(), Buddy(), worker()
-    copies.have_buddy(0, buddy, has_twins=False)
-    copies.make(own, 1)
-    kinds = {(VALUE, 0), (VALUE, 1), (PART, 7)}
-    assert kinds <= set(sent(buddy, copies, 1).changed)
+    own = worker()
+    copies = with_buddy(Buddy())
+    kinds = {(VALUE, 0), (VALUE, 1), (PART, 7), (MEMORY,)}
+    assert set(sent(copies, own, copy(1)).changed) == kinds
     own.step()
-    copies.make(own, 2)
-    assert {VALUE, GRADIENT, STATE} <= {key[0] for key in sent(buddy, copies, 2).changed}
-    copies.make(own, 3)
-    again = sent(buddy, copies, 3).changed
+    second = sent(copies, own, copy(2, 1))
+    assert second.base == 1
+    assert {VALUE, GRADIENT, STATE} <= {key[0] for key in second.changed}
+    again = sent(copies, own, copy(3, 2)).changed
     assert not any(isinstance(value, torch.Tensor) for value in again.values())
     own.tensors[0].grad = None
     with torch.no_grad():
         own.tensors[1].data.zero_()  # of which autograd has no version
         own.tensors[0].data.neg_()
-    copies.make(own, 4)
-    change = sent(buddy, copies, 4)
+    change = sent(copies, own, copy(4, 3))
     assert (GRADIENT, 0) in change.gone
     assert {(VALUE, 0), (VALUE, 1)} <= set(change.changed)
 
 
-def test_a_copy_is_of_its_moment() -> None:
-    copies, buddy, own = ActorCopies(), Buddy(), worker()
-    copies.have_buddy(0, buddy, has_twins=False)
-    before = own.tensors[0].detach().clone()
-    copies.make(own, 1)
+def test_what_cannot_have_changed_is_not_looked_at_and_stays() -> None:
+    own = worker()
+    copies = with_buddy(Buddy())
     own.step()
-    assert torch.equal(sent(buddy, copies, 1).changed[VALUE, 0], before)
-    assert torch.equal(copies.all_of(1)[None][VALUE, 0], before)
+    whole = sent(copies, own, copy(1))
+    own.step()
+    change = sent(copies, own, copy(2, 1), OF_PASS)
+    assert {key[0] for key in change.changed} == {VALUE, GRADIENT, MEMORY}
+    assert change.gone == []
+    states = {key for key in whole.changed if key[0] == STATE}
+    assert states <= set(copies.copy_of(0, 2) or {})
+
+
+def test_a_copy_is_of_its_moment() -> None:
+    own, buddy = worker(), Buddy()
+    copies = with_buddy(buddy)
+    before = own.tensors[0].detach().clone()
+    copies.make(own, copy(1), EVERYTHING)
+    own.step()
+    copies.send(copy(1), never)
+    assert torch.equal(buddy.sent[0].changed[VALUE, 0], before)
+    found = copies.copy_of(0, 1)
+    assert found is not None
+    assert torch.equal(found[VALUE, 0], before)
+
+
+def test_a_buffer_that_a_forward_has_replaced() -> None:
+    own = worker()
+    own.replaced = lambda: {1: torch.full((2,), 5.0)}
+    assert sent(with_buddy(Buddy()), own, copy(1)).changed[VALUE, 1].tolist() == [5.0, 5.0]
 
 
 def test_replicas_send_what_only_one_of_them_has() -> None:
-    copies, buddy, own = ActorCopies(), Buddy(), worker()
-    copies.have_buddy(0, buddy, has_twins=True)
+    own = worker()
     own.step()
-    copies.make(own, 1)
-    assert {key[0] for key in sent(buddy, copies, 1).changed} == {PART, STATE}
+    change = sent(with_buddy(Buddy(), has_twins=True), own, copy(1))
+    assert {key[0] for key in change.changed} == {PART, STATE}
+
+
+def test_what_was_made_and_not_sent_comes_with_the_next_copy() -> None:
+    own, buddy = worker(), Buddy()
+    copies = with_buddy(buddy)
+    sent(copies, own, copy(1))
+    own.step()
+    copies.make(own, copy(2, 1), OF_PASS)  # of a pass that fails elsewhere
+    change = sent(copies, own, copy(3, 1))
+    assert change.base == 1
+    assert {VALUE, GRADIENT, STATE} <= {key[0] for key in change.changed}
+
+
+def test_a_copy_that_was_lost_on_the_way_is_sent_again() -> None:
+    buddy = Buddy(RuntimeError("lost"), True)
+    assert sent(with_buddy(buddy), worker(), copy(1)).number == 1
+    assert len(buddy.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "timeout", "why"),
+    [
+        (False, 10.0, "it belongs to other members"),
+        ("late", 0.0, "it does not answer"),
+        (RuntimeError("full"), 0.1, "full"),
+    ],
+)
+def test_a_copy_that_is_not_taken(answer: Any, timeout: float, why: str) -> None:
+    copies = with_buddy(Buddy(*[answer] * 9))
+    copies.make(worker(), copy(1), EVERYTHING)
+    with pytest.raises(WorkerDied, match=rf"worker 1 has not taken copy 1 of .* 0 has \({why}"):
+        copies.send(copy(1, timeout=timeout), never)
 
 
 def test_a_buddy_that_has_died() -> None:
-    copies = ActorCopies()
-    copies.have_buddy(3, Buddy(fails=True), has_twins=False)
-    copies.make(worker(), 1)
-    with pytest.raises(PenstockError, match=r"buddy of worker 3 has not taken copy 1 .*has died"):
-        copies.wait(1, 10.0)
+    import ray
+
+    buddy = Buddy(ray.exceptions.RayActorError())
+    copies = with_buddy(buddy)
+    copies.make(worker(), copy(1), EVERYTHING)
+    with pytest.raises(WorkerDied, match="worker 1 has not taken copy 1 of what worker 0 has"):
+        copies.send(copy(1), never)
+    assert buddy.sent == []
 
 
-def test_a_wait_for_a_copy_is_given_up() -> None:
+@pytest.mark.parametrize("answers", [["late"], [RuntimeError("lost")]])
+def test_a_wait_for_the_buddy_is_given_up(answers: list[Any]) -> None:
+    copies = with_buddy(Buddy(*answers))
+    copies.make(worker(), copy(1), EVERYTHING)
+    looks = iter([False, True, True])
+    with pytest.raises(Unsent):
+        copies.send(copy(1), lambda: next(looks))
+
+
+# -- what is taken --------------------------------------------------------------------------------
+
+
+def test_a_copy_of_other_members_is_refused() -> None:
+    change = wrapped(Change(9, 0, None, {(VALUE, 0): torch.ones(2)}, []))
     copies = ActorCopies()
-    copies.interrupt()  # nobody waits, so it is not for a later wait
-    timer = threading.Timer(0.1, copies.interrupt)
-    timer.start()
-    with pytest.raises(Aborted):
-        copies.wait(1, 10.0)
-    timer.join()
+    assert not copies.hold(1, 4, change)  # there are no members yet
+    copies.have_buddy(2, 0, None, 1, False)
+    assert not copies.hold(1, 4, change)
+    assert copies.copy_of(4, 9) is None
+    assert copies.hold(2, 4, change)
+    found = copies.copy_of(4, 9)
+    assert found is not None
+    assert torch.equal(found[VALUE, 0], torch.ones(2))
+
+
+# -- what copies give -----------------------------------------------------------------------------
 
 
 def test_what_copies_give_when_some_have_died() -> None:
-    own: dict[Any, Any] = {(VALUE, 0): "w", (PART, 7): True, (STATE, 7, 0, None): ["b", "a"]}
-    own |= {(STATE, 7, 0, "a"): 1, (STATE, 7, 0, "b"): 2}
+    part: dict[Any, Any] = {(VALUE, 0): "w", (PART, 7): True, (STATE, 7, 0, None): ["b", "a"]}
+    part |= {(STATE, 7, 0, "a"): 1, (STATE, 7, 0, "b"): 2}
     other = {(VALUE, 1): "v", (GRADIENT, 1): "g", (PART, 7): True}
-    found = Gathered.of(members("ab"), {1: {None: other, 0: own}})
+    found = Gathered.of(members("ab"), {1: other}, {0: part})
     assert found.values == {0: "w", 1: "v"}
     assert found.gradients == {1: "g"}
     assert found.states == {(7, 0): {0: {"b": 2, "a": 1}}, (7, 1): {}}
     assert list(found.states[7, 0][0]) == ["b", "a"]
     assert found.lost == []
-    assert Gathered.of(members("ab"), {1: {None: other}}).lost == [0]
+    assert Gathered.of(members("ab"), {1: other}, {}).lost == [0]
 
 
 def test_what_replicas_have_is_left_with_one_of_them() -> None:
     part: dict[Any, Any] = {(PART, 7): True, (STATE, 7, 0, None): ["a"], (STATE, 7, 0, "a"): 1}
     whole = {(VALUE, 0): "w", (PART, 7): True}
-    found = Gathered.of(members("ab", replicas=2), {1: {None: whole, 0: part}})
+    found = Gathered.of(members("ab", replicas=2), {1: whole}, {0: part})
     assert found.values == {0: "w"}
     assert found.states == {(7, 0): {0: {"a": 1}}, (7, 1): {}}
     assert found.lost == []
-    assert Gathered.of(members("ab", replicas=2), {1: {None: whole}}).lost == [0]
+    assert Gathered.of(members("ab", replicas=2), {1: whole}, {}).lost == [0]
+
+
+def test_attributes_that_the_script_has_set_since_stay() -> None:
+    def key(number: int, name: str, registry: str = "") -> Key:
+        return Key("module", number, registry, name)
+
+    memory: Any = dict.fromkeys([key(0, "a"), key(0, "b"), key(1, "a"), key(0, "a", "hooks")])
+    left = [key(0, "b"), key(1, "a"), key(0, "a", "hooks")]
+    assert list(without({0: {"a": 1}}, memory)) == left
+
+
+def test_what_the_script_has_done_since_a_copy_stays_done() -> None:
+    model = nn.Linear(2, 2)
+    driver = DriverModel(model)
+    driver.deliveries([list(model.parameters())])
+    weight, bias = model.weight, model.bias
+    assert not driver.has_told
+    with torch.no_grad():
+        bias.fill_(3.0)
+    weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
+    driver.news(1)
+    assert driver.has_told
+    driver.confirm()
+    assert not driver.has_told
+    driver.has_changed([weight])
+    with torch.no_grad():
+        weight.grad.zero_()
+        bias.grad = None
+    driver.news(1)
+    driver.doubt()  # the work with which they were told has failed
+    values = {0: torch.full((2, 2), 7.0), 1: torch.full((2,), 7.0)}
+    gradients = {0: torch.full((2, 2), 2.0), 1: torch.full((2,), 2.0)}
+    driver.go_back(values, gradients, driver.news(1))
+    assert torch.equal(weight, values[0])
+    assert torch.equal(weight.grad, torch.zeros(2, 2))
+    assert bias.grad is None
+    assert torch.equal(bias, values[1])
+    with torch.no_grad():
+        bias.fill_(5.0)
+    driver.go_back(values, gradients, driver.news(1))
+    assert bias.tolist() == [5.0, 5.0]
+
+
+# -- what was interrupted -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "may_be"),
+    [
+        ([None, Aborted()], KeyboardInterrupt(), True),
+        ([Unsent(), Aborted()], KeyboardInterrupt(), True),
+        ([Aborted(), Aborted()], KeyboardInterrupt(), False),
+        ([ValueError(), Aborted()], ValueError(), False),
+        (None, KeyboardInterrupt(), True),
+        (None, ValueError(), False),
+    ],
+)
+def test_whether_work_that_was_interrupted_may_be_done(
+    ends: list[BaseException | None] | None, error: BaseException, may_be: bool
+) -> None:
+    current = None if ends is None else Dispatch(0)
+    if current is not None:
+        current.results = {k: Result(None, end) for k, end in enumerate(ends or ())}
+    assert may_be_done(current, error) is may_be
+    done: Callable[..., bool] = is_done
+    assert current is None or not done(current, 2)
