@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
-from penstock.workers.ray.cluster import Cluster
+from penstock.workers.ray.cluster import Cluster, ray
+from penstock.workers.ray.copies import Change
+from penstock.workers.ray.parcel import wrapped
 from tests.pipeline import test_on_failure as processes
 from tests.pipeline.test_on_failure import (
     COUNT,
@@ -76,34 +80,48 @@ def test_whatever_an_actor_does_as_it_dies_another_completes_it(tmp_path: Path) 
 
 
 @dataclass(frozen=True)
+class Arm:
+    """A job: let a worker end as it sends its next copy, before or after its buddy has it."""
+
+    worker: int
+    is_sent: bool
+
+    def __call__(self, own: Any) -> None:
+        if own.worker != self.worker:
+            return
+        send = own.copies.send
+
+        def fatal(*args: Any) -> None:
+            if self.is_sent:
+                send(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        own.copies.send = fatal
+
+
+@dataclass(frozen=True)
 class Slow:
-    """A job: let copies take so many seconds from now on."""
+    """A job: let the next copy take so many seconds."""
 
     seconds: float
 
     def __call__(self, own: Any) -> None:
-        send = own.copies._send
+        send = own.copies.send
 
         def slowly(*args: Any) -> None:
+            own.copies.send = send
             time.sleep(self.seconds)
             send(*args)
 
-        own.copies._send = slowly
+        own.copies.send = slowly
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_copies_that_take_longer_than_steps(tmp_path: Path) -> None:
-    def slow_and(event: Event) -> Event:
-        def happen(pipe: ps.Pipeline) -> None:
-            pipe._workers._run([Slow(0.4)] * len(pipe.members))  # type: ignore[attr-defined]
-            event(pipe)
+def tell(pipe: ps.Pipeline, job: Any) -> None:
+    pipe._workers._run([job] * len(pipe.members))  # type: ignore[attr-defined]
 
-        return happen
 
-    events = {k: slow_and(TRAPS.get(k, lambda pipe: None)) for k in range(processes.STEPS)}
-    pipe = check(tmp_path, events, on_failure="replace")
-    assert pipe.members.number == 4
+def arm(worker: int, is_sent: bool) -> Event:
+    return lambda pipe: tell(pipe, Arm(worker, is_sent))
 
 
 @pytest.mark.slow
@@ -198,31 +216,45 @@ def test_an_actor_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     assert "was stopped by a signal" in pipe.history().events[0].what
 
 
-def eventful(pipe: ps.Pipeline, kill: Callable[[int], None]) -> dict[str, torch.Tensor]:
-    """What a script may do between steps; `kill` is called at every moment, with its number."""
+LOSSES = [F.mse_loss, F.l1_loss, F.smooth_l1_loss]
+
+
+def eventful(pipe: ps.Pipeline, at: Callable[[str], None]) -> dict[str, torch.Tensor]:
+    """What a script may do between and in steps; `at` is called before each, with its name."""
     torch.manual_seed(11)
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
-    rates = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model = pipe.model
+    every = list(model.parameters())
+    early, late = every[:-4], every[-4:]
+    optimizer = pipe.optimizer(torch.optim.AdamW, early, lr=0.01)
     scaler = pipe.scaler(init_scale=8.0, growth_interval=2)
     found = {}
     for k in range(4):
-        kill(6 * k)
-        found[f"first {k}"] = pipe.train_step(X, target=Y, loss_fn=F.mse_loss, scaler=scaler)
-        kill(6 * k + 1)
-        found[f"second {k}"] = pipe.train_step(Y, target=X, loss_fn=F.mse_loss, scaler=scaler)
-        kill(6 * k + 2)
+        at(f"{k} pass")
+        found[f"pass {k}"] = pipe.train_step(X, target=Y, loss_fn=LOSSES[k % 3], scaler=scaler)
+        model.train(k != 1)
+        at(f"{k} second pass")
+        found[f"second {k}"] = pipe.train_step(Y, target=X, loss_fn=LOSSES[-k % 3], scaler=scaler)
+        at(f"{k} unscale")
         scaler.unscale_(optimizer)
-        kill(6 * k + 3)
+        at(f"{k} clip value")
+        pipe.clip_grad_value_(0.05)
+        at(f"{k} clip")
         found[f"norm {k}"] = pipe.clip_grad_norm_(0.1)
-        kill(6 * k + 4)
+        if k == 1:
+            optimizer.add_param_group({"params": late, "lr": 0.02})
+        at(f"{k} step")
         scaler.step(optimizer)
         scaler.update()
-        rates.step()
-        kill(6 * k + 5)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        model.train()
         if k == 1:
             found["evaluated"] = pipe.eval_step(X, target=Y, loss_fn=F.mse_loss)
         if k == 2:
+            at("fetch")
             pipe.load_state_dict({n: t * 0.5 for n, t in pipe.state_dict().items()}, strict=False)
+            at("load")
+            optimizer.load_state_dict(optimizer.state_dict())
         optimizer.zero_grad(set_to_none=k != 1)
     for number, own in optimizer.state_dict()["state"].items():
         found |= {f"{name} {number}": value.clone() for name, value in own.items()}
@@ -236,22 +268,136 @@ def plain_layers() -> nn.Module:
     return nn.Sequential(*(layer for each in layers for layer in each))
 
 
+DEATHS: dict[str, dict[str, Event]] = {
+    "before work": {
+        "0 second pass": send(0),
+        "1 unscale": send(1),
+        "1 step": send(0),
+        "2 clip": send(1),
+        "3 pass": send(0),
+    },
+    "before it is copied": {
+        "0 pass": arm(0, False),
+        "1 second pass": arm(1, False),
+        "2 unscale": arm(0, False),
+        "2 step": arm(1, False),
+        "load": arm(0, False),
+        "3 clip": arm(1, False),
+    },
+    "when it is copied": {
+        "0 second pass": arm(1, True),
+        "0 step": arm(0, True),
+        "1 clip value": arm(1, True),
+        "2 pass": arm(0, True),
+        "fetch": send(1),
+        "3 unscale": arm(0, True),
+        "3 step": arm(1, True),
+    },
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("moments", [[1, 9, 17], [2, 10, 18], [3, 12, 22], [5, 13, 23], [4, 8, 21]])
-def test_accumulation_scaling_clipping_and_what_the_script_changes(moments: list[int]) -> None:
+@pytest.mark.parametrize("when", DEATHS)
+def test_only_the_work_under_way_is_done_again_with_what_it_was_given(when: str) -> None:
     with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
         wanted = eventful(pipe, lambda moment: None)
+    events = dict(DEATHS[when])
+    count = len(events)
     with make(plain_layers(), on_failure="replace") as pipe:
-
-        def kill(moment: int) -> None:
-            if moment in moments:
-                send(moments.index(moment) % 2)(pipe)
-
-        found = eventful(pipe, kill)
-        assert pipe.members.number == len(moments)
+        found = eventful(pipe, lambda moment: events.pop(moment, lambda pipe: None)(pipe))
+        assert (events, pipe.members.number) == ({}, count)
+        stale = wrapped(Change(10**6, 0, None, {}, []))
+        actor = pipe._workers._pool._actors[0]  # type: ignore[attr-defined]
+        assert ray().get([actor.hold.remote(k, 1, stale) for k in (0, count)]) == [False, True]
     assert found.keys() == wanted.keys()
     assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fewer_and_fewer_go_on_and_then_more_again(tmp_path: Path) -> None:
+    """With accumulated gradients, a checkpoint, and what the script fetches in between."""
+
+    def train(pipe: ps.Pipeline, disturb: bool) -> dict[str, torch.Tensor]:
+        model = pipe.model
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
+        events: dict[int, Event] = {1: arm(2, False), 3: arm(0, False)} if disturb else {}
+        found = {}
+        for k in range(8):
+            events.get(k, lambda _: None)(pipe)
+            found[f"loss {k}"] = step(pipe)
+            if k % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            if disturb and k == 4:
+                assert len(pipe.members) == 1
+                pipe.resize(["cpu"] * 2)
+                send(0)(pipe)
+            if disturb and k == 5:
+                assert len(pipe.members) == 1
+                pipe.save(tmp_path / "checkpoint", optimizer=optimizer)
+                pipe.resize(["cpu"] * 2)
+            if k == 6:
+                pipe.fetch()
+                found |= {f"{name} then": t.clone() for name, t in model.state_dict().items()}
+        return found | {name: t.clone() for name, t in pipe.state_dict().items()}
+
+    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
+        wanted = train(pipe, False)
+    with make(plain_layers(), devices=["cpu"] * 3, on_failure="continue") as pipe:
+        found = train(pipe, True)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    model = plain_layers()
+    with make(model, workers="threads", threads_per_worker=1) as pipe:
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        ps.load(tmp_path / "checkpoint").restore(pipe, optimizer=optimizer)
+        losses = []
+        for k in (6, 7):
+            losses.append(step(pipe))
+            if k == 7:
+                optimizer.step()
+        assert torch.equal(losses[0], wanted["loss 6"])
+        assert torch.equal(losses[1], wanted["loss 7"])
+        assert all(torch.equal(t, wanted[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_ctrl_c_while_copies_are_sent_undoes_the_pass() -> None:
+    with make(plain_layers(), on_failure="replace") as pipe:
+        state = pipe.random_state()
+        wanted = step(pipe)
+        gradients = pipe.gradients()
+        tell(pipe, Slow(3.0))
+        timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            step(pipe)
+        timer.join()
+        after = pipe.gradients()
+        assert gradients.keys() == after.keys()
+        assert all(torch.equal(gradient, after[name]) for name, gradient in gradients.items())
+        assert "KeyboardInterrupt came at the end of train_step" in pipe.history().events[0].what
+        pipe.load_random_state(state)
+        for parameter in pipe.model.parameters():
+            parameter.grad = None
+        pipe.model.load_state_dict(plain_layers().state_dict())
+        assert torch.equal(step(pipe), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_attributes_that_the_script_sets_after_a_forward_did(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    with make(model, on_failure="replace") as pipe:
+        step(pipe)
+        model.trap.calls = 100
+        set_trap("backward")(pipe)
+        step(pipe)
+        pipe.resize(["cpu"])  # which brings what modules remember
+        assert (pipe.members.number, model.trap.calls) == (2, 100 + COUNT)
 
 
 @pytest.mark.slow
@@ -274,14 +420,18 @@ def test_a_worker_and_its_buddy_are_both_gone(tmp_path: Path, is_saved: bool) ->
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_cluster_without_room_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    with make(plain_layers(), on_failure="replace", workers=ps.Ray(cpus=1, wait=1.0)) as pipe:
+    model = plain_layers()
+    with make(model, on_failure="replace", workers=ps.Ray(cpus=1, wait=1.0)) as pipe:
         step(pipe)
+        before = {name: gradient.clone() for name, gradient in pipe.gradients().items()}
         monkeypatch.setattr(Cluster, "placed", lambda *_: {})  # as if the node had gone
         send(0)(pipe)
-        with pytest.raises(ps.InputError, match=r"no room for 1 others within 1 s .*autosave"):
+        with pytest.raises(ps.InputError, match=r"no room for 1 others .*The model has its weight"):
             step(pipe)
         with pytest.raises(ps.ClosedError):
             step(pipe)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(torch.equal(found[name], gradient) for name, gradient in before.items())
 
 
 def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -318,10 +468,9 @@ def test_nothing_is_copied_unless_it_is_asked_for() -> None:
     with lent_actors(), make(plain_layers()) as pipe:
         step(pipe)
         step(pipe)
-        assert pipe._workers.copies is None
         found = pipe._workers._run([_copies_of] * 2)  # type: ignore[attr-defined]
-        assert found == [(0, {})] * 2
+        assert found == [(None, False)] * 2
 
 
-def _copies_of(own: Any) -> tuple[int, Any]:
-    return own.copies.arrived, dict(own.copies.all_of(1))
+def _copies_of(own: Any) -> tuple[int | None, bool]:
+    return own.copies._sent, bool(own.copies._own._copies)
