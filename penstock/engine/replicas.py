@@ -146,22 +146,23 @@ class OrderedSum:
     def _add_terms(self, sent: Any) -> None:
         """Add gradients that were sent."""
         with self.adding([leaf for leaf, _ in sent]):
-            accumulate(self._aliased(sent))
+            self._accumulate(sent)
 
-    def _aliased(self, terms: Terms) -> Terms:
-        """The same for aliases of the leaves, whose gradients go on to the leaves.
+    def _accumulate(self, terms: Terms) -> None:
+        """Add gradients to `.grad`, with an alias of each leaf alive.
 
-        torch looks for what adds to a leaf's `.grad` under a lock of the leaf, and may wait for the
-        interpreter there: where the leaf is of a class in Python, or somebody holds the node that
-        adds, as hooks do. Autograd Functions are given leaves by whoever has the interpreter, and
-        would wait for the lock: both for ever, if the forward of another replica has it. Operators
-        leave the interpreter to others first.
+        torch looks for what adds to a leaf's `.grad` under a lock of the leaf, and may have to wait
+        for the interpreter there: it does when the leaf, or what adds to it, is held by Python
+        alone, and is held by something else from then on. The Function that adds waits for that
+        lock with the interpreter: both would wait for ever, if the forward of another replica has
+        the lock. An alias and its graph hold the leaf and what adds to it outside of Python. They
+        are made by an operator, which leaves the interpreter to others before it waits.
         """
         with torch.enable_grad():
             for leaf, _ in terms:
                 if id(leaf) not in self._aliases:
                     self._aliases[id(leaf)] = torch.ops.aten.alias.default(leaf)
-        return [(self._aliases[id(leaf)], gradient) for leaf, gradient in terms]
+        accumulate(terms)
 
 
 class TwinSum(OrderedSum):
@@ -185,7 +186,7 @@ class TwinSum(OrderedSum):
         return self._twins.send(terms)
 
     def _add_terms(self, sent: Any) -> None:
-        accumulate(self._aliased(self._twins.arrived(sent)))
+        self._accumulate(self._twins.arrived(sent))
 
 
 def accumulate(terms: Terms) -> None:
