@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from penstock.board.phases import timeline_of
 from penstock.capture import Key, Program, Ref, Sizes, Trace
@@ -100,6 +101,18 @@ class Started:
     is_lost: bool = False
 
 
+class _Held(NamedTuple):
+    """A forward whose backward may come.
+
+    Attributes:
+        order: the pass.
+        modes: the modules of the model, and whether each was in training mode.
+    """
+
+    order: Order
+    modes: Sequence[tuple[nn.Module, bool]]
+
+
 class Runner:
     """The stages of a plan, run by workers. The model's weights are where the plan wants them.
 
@@ -147,7 +160,7 @@ class Runner:
         self.steps = Steps(program.example_sizes)
         self._user = _User(workers.ownership)
         self._under_way: list[Started] = []
-        self._held: dict[int, Order] = {}  # forwards whose backward may come
+        self._held: dict[int, _Held] = {}  # forwards whose backward may come, by number
         self._lost: set[int] = set()  # numbers of those that the workers have lost
         self.use(plan, workers)
 
@@ -472,9 +485,11 @@ class Runner:
     def _run_again(self, number: int) -> None:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
-            order = replace(self._held[number], again=True, recorded=False)
+            held = self._held[number]
+            order = replace(held.order, again=True, recorded=False)
             self._introduce(order)
-            self.workers.finish(self.workers.start(order))
+            with _in_modes(held.modes):
+                self.workers.finish(self.workers.start(order))
             self._lost.discard(number)
 
     def _left(self, started: Started) -> None:
@@ -515,7 +530,8 @@ class Runner:
         finally:
             self._left(started)
         if order.what == "forward":
-            self._held[order.number] = order
+            modes = [(module, module.training) for module in self._program.model.modules()]
+            self._held[order.number] = _Held(order, modes)
         elif order.what == "backward":
             self._held.pop(order.number, None)
         self.counts.completed = max(self.counts.completed, order.microbatches[0].key.step + 1)
@@ -586,6 +602,19 @@ class Runner:
             self.workers.close()
         finally:
             self._user.drop()
+
+
+@contextmanager
+def _in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """While open, these modules are in these modes."""
+    others = [(module, training) for module, training in modes if module.training != training]
+    try:
+        for module, training in others:
+            module.training = training
+        yield
+    finally:
+        for module, training in others:
+            module.training = not training
 
 
 def _nothing() -> None:

@@ -6,7 +6,8 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -32,6 +33,7 @@ from penstock.workers.clipping import Clipping
 from penstock.workers.optimizer_parts import own_groups, use_settings
 from penstock.workers.pool import Job
 from penstock.workers.processes.following import follow
+from penstock.workers.processes.jobs import leaving_no_trace
 from penstock.workers.processes.shared_model import Shared
 from penstock.workers.processes.worker_state import loading
 from penstock.workers.ranks.rendezvous import LISTEN, Entry, Others, launched
@@ -294,18 +296,18 @@ class StartPass:
     copy: Copy | None = None
 
     def __call__(self, own: ActorState) -> None:
-        """Start it; the rest happens in the rank's thread, right before the pass."""
+        """Start it; the rest happens in the rank's thread, right before the pass and after it."""
         with loading():
             loss: Loss | None = unpack(*self.loss) if self.loss else None
             attributes = unpack(*self.attributes) if self.attributes else {}
         for mode, number in self.forgotten:
             own.rank.forget(mode, number)
         order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
-        before, after = partial(self._prepare, own, attributes), partial(self._copy, own)
-        ticket = own.rank.start_between(before, order, after)
+        ticket = own.rank.start_within(self._around(own, attributes), order)
         own.tickets.append((order, ticket, self.copy))
 
-    def _prepare(self, own: ActorState, attributes: Any) -> None:
+    @contextmanager
+    def _around(self, own: ActorState, attributes: Any) -> Iterator[None]:
         if self.settings is not None:
             self.settings.apply()
         if self.training is not None:
@@ -314,8 +316,10 @@ class StartPass:
         follow(own.modules, attributes)
         own.memory.note(attributes)
         self.news.apply(own)
-
-    def _copy(self, own: ActorState) -> None:
+        order, assembly = self.order, own.rank.assembly(self.order.training)
+        is_kept = order.trial or order.again
+        with leaving_no_trace(own.modules, assembly, order.trial) if is_kept else nullcontext():
+            yield
         if self.copy is not None:
             own.copies.make(own, self.copy, OF_PASS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from penstock.board.runs import new_board
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import PenstockError
 from penstock.plan import Plan
+from penstock.workers.assembly import Assembly
 from penstock.workers.pool import Dispatch
 from penstock.workers.ranks.rendezvous import Launch
 from penstock.workers.ranks.workers import RankWorkers
@@ -52,7 +53,7 @@ class ActorRank(RankWorkers):
         self._path = board
         self._count = len(launch.entries)
         self._is_given_up = False
-        self._around: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+        self._around: deque[AbstractContextManager[None]] = deque()
         super().__init__(launch, plan, model, range(self._count), threads, timeout)
 
     def _noted(self) -> tuple[Board, Record]:
@@ -70,23 +71,19 @@ class ActorRank(RankWorkers):
         """Whether there are others that run the same stages."""
         return self._ring is not None
 
-    def start_between(
-        self, before: Callable[[], None], order: Order, after: Callable[[], None]
-    ) -> Any:
-        """As `start`; the rank's thread does something else right before and right after the pass.
-
-        What is done after it is not done if its part of the pass fails.
-        """
+    def start_within(self, around: AbstractContextManager[None], order: Order) -> Any:
+        """As `start`; the rank's thread enters a context for this rank's part of the pass."""
         with self.operation("the start of a pass"):
-            self._around.append((before, after))
+            self._around.append(around)
             return self.start(order)
 
     def _run(self, order: Order, number: int, timeout: float) -> Outcome:
-        before, after = self._around.popleft()
-        before()
-        outcome = super()._run(order, number, timeout)
-        after()
-        return outcome
+        with self._around.popleft():
+            return super()._run(order, number, timeout)
+
+    def assembly(self, training: bool) -> Assembly:
+        """The stages of this rank in this mode."""
+        return self._assemblies[training]
 
     def interrupt(self) -> None:
         """Have the pass that is waited for given up; called from another thread."""

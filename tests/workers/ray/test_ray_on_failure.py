@@ -160,7 +160,11 @@ def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -
             if order.what == "backward":
                 pipe._runner.run = run  # type: ignore[method-assign]
                 send(1)(pipe)
-            return run(order)
+                pipe.model.eval()  # which the forward was not
+            try:
+                return run(order)
+            finally:
+                pipe.model.train()
 
         pipe._runner.run = once  # type: ignore[method-assign]
 
