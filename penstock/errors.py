@@ -225,8 +225,9 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
         super().__init__(stage, microbatch, action, None, worker)
 
     def advise(self, advice: str) -> None:
-        """Say more of what came of it, and of what can be done, in sentences."""
-        self._advice += f". {advice}"
+        """Say more of what came of it, and of what can be done, in sentences; each once."""
+        if advice not in self._advice:
+            self._advice += f". {advice}"
         self.args = (self._text(),)
 
     @property

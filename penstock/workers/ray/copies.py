@@ -35,6 +35,8 @@ parameter, and that the worker has a part of it at all; what forwards have left 
 OF_PASS, OF_OTHERS = (VALUE, GRADIENT, MEMORY), (VALUE, GRADIENT, STATE, PART)
 """What may change by a pass, and by other work."""
 
+_EVERYTHING = (*OF_PASS, *OF_OTHERS)
+
 _SHARED = (VALUE, GRADIENT, MEMORY)  # by the workers at the same place of all replicas
 _PAUSE = 0.2  # seconds until something is sent again
 _SLICE = 0.5  # seconds that are waited at once
@@ -155,6 +157,7 @@ class ActorCopies:
             kinds: what may have changed.
         """
         base = self._sent if self._own.copy(self._sent) is not None else None
+        kinds = _EVERYTHING if base is None else kinds
         before = self._own.copy(base) or {}
         changed: Entries = {}
         there = set()

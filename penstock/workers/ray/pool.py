@@ -298,7 +298,7 @@ class ActorPool(Pool):
             WorkerDied: one has ended, or they were interrupted, and others can go on.
             ClosedError: they were closed.
         """
-        if self._closed_because and self.keeps_survivors and self._end.alive:
+        if self.can_go_on:
             deaths = self._deaths or {0: self._died(0, f"cannot go on: {self._closed_because};")}
             raise deaths[min(deaths)]
         super().check_open()
@@ -325,6 +325,11 @@ class ActorPool(Pool):
         if self._closed_because is None or (self.keeps_survivors and self._end.alive):
             self._closed_because = self._closed_because or why
             self._dismiss()
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether they have failed, and those that are left can go on in another pool."""
+        return bool(self._closed_because) and self.keeps_survivors and self._end.alive
 
     @property
     def why_closed(self) -> str | None:

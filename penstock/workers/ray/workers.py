@@ -398,8 +398,9 @@ class RayWorkers(Workers):
         Args:
             changes: whether the workers have something else after it, besides what they are told.
         """
-        is_made = self._copying is not None and (changes or self._model.has_told)
-        return self._copying.next() if self._copying is not None and is_made else None
+        if self._copying is None or not (changes or self._model.has_told):
+            return None
+        return self._copying.next()
 
     def _seconds(self, copy: Copy | None) -> float:
         """Seconds that work may take after which this copy is made."""
@@ -724,6 +725,16 @@ class RayWorkers(Workers):
             model.have_real_gradients(found)
         self._is_brought = True
 
+    def _bring_at_last(self) -> None:
+        """Bring all that the script does not have, and have the actors leave each other."""
+        if self._pool.can_go_on:
+            self.remembered()
+        elif self._pool.why_closed is None:
+            self._copying = None
+            if not self._is_brought:
+                self.bring()
+            self._pool.run([Leave()] * len(self.members), _LEAVE)
+
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
         me = threading.get_ident()
@@ -732,12 +743,9 @@ class RayWorkers(Workers):
             if self._watch is not None:
                 self._watch.close()
             is_used = self._pool.under_way and self._starter != me  # that thread hears of it
-        if not is_used and self._pool.why_closed is None:
-            self._copying = None
+        if not is_used:
             with suppress(PenstockError):  # if they are gone already, so is what they have
-                if not self._is_brought:
-                    self.bring()
-                self._pool.run([Leave()] * len(self.members), _LEAVE)
+                self._bring_at_last()
         self._model.close()
         self._pool.close()
         self.board.close()

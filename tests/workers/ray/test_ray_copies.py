@@ -168,6 +168,13 @@ def test_what_has_changed_is_sent_and_no_more() -> None:
     assert {(VALUE, 0), (VALUE, 1)} <= set(change.changed)
 
 
+def test_the_first_copy_has_everything() -> None:
+    own = worker()
+    own.step()
+    change = sent(with_buddy(Buddy()), own, copy(1), OF_PASS)
+    assert {key[0] for key in change.changed} == set(EVERYTHING)
+
+
 def test_what_cannot_have_changed_is_not_looked_at_and_stays() -> None:
     own = worker()
     copies = with_buddy(Buddy())

@@ -393,6 +393,30 @@ def test_a_ctrl_c_while_copies_are_sent_undoes_the_pass() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_ctrl_c_that_ends_the_pipeline_loses_nothing() -> None:
+    def train(pipe: ps.Pipeline) -> None:
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        step(pipe)
+        optimizer.step()
+
+    wanted, model = plain_layers(), plain_layers()
+    with make(wanted, workers="threads", threads_per_worker=1) as pipe:
+        pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
+        train(pipe)
+    with pytest.raises(KeyboardInterrupt), make(model, on_failure="replace") as pipe:
+        pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
+        train(pipe)
+        tell(pipe, Slow(3.0))
+        timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        step(pipe)
+    timer.join()
+    pairs = zip(model.state_dict().values(), wanted.state_dict().values(), strict=True)
+    assert all(torch.equal(found, value) for found, value in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_attributes_that_the_script_sets_after_a_forward_did(tmp_path: Path) -> None:
     model = built(tmp_path)
     with make(model, on_failure="replace") as pipe:
