@@ -367,6 +367,17 @@ def test_fewer_and_fewer_go_on_and_then_more_again(tmp_path: Path) -> None:
         assert all(torch.equal(t, wanted[n]) for n, t in model.state_dict().items())
 
 
+def interrupt(pipe: ps.Pipeline) -> None:
+    """A step with a Ctrl-C while copies are sent."""
+    tell(pipe, Slow(3.0))
+    timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    try:
+        step(pipe)
+    finally:
+        timer.join()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_ctrl_c_while_copies_are_sent_undoes_the_pass() -> None:
@@ -374,12 +385,8 @@ def test_a_ctrl_c_while_copies_are_sent_undoes_the_pass() -> None:
         state = pipe.random_state()
         wanted = step(pipe)
         gradients = pipe.gradients()
-        tell(pipe, Slow(3.0))
-        timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
-            step(pipe)
-        timer.join()
+            interrupt(pipe)
         after = pipe.gradients()
         assert gradients.keys() == after.keys()
         assert all(torch.equal(gradient, after[name]) for name, gradient in gradients.items())
@@ -403,14 +410,15 @@ def test_a_ctrl_c_that_ends_the_pipeline_loses_nothing() -> None:
     with make(wanted, workers="threads", threads_per_worker=1) as pipe:
         pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
         train(pipe)
-    with pytest.raises(KeyboardInterrupt), make(model, on_failure="replace") as pipe:
-        pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
-        train(pipe)
-        tell(pipe, Slow(3.0))
-        timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
-        timer.start()
-        step(pipe)
-    timer.join()
+
+    def end() -> None:
+        with make(model, on_failure="replace") as pipe:
+            pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
+            train(pipe)
+            interrupt(pipe)
+
+    with pytest.raises(KeyboardInterrupt):
+        end()
     pairs = zip(model.state_dict().values(), wanted.state_dict().values(), strict=True)
     assert all(torch.equal(found, value) for found, value in pairs)
 
