@@ -380,7 +380,7 @@ class ActorPool(Pool):
             for worker in current.waits_for:
                 if self.keeps_survivors:
                     self._end_by_force(worker, "does not answer any more")
-                self._note(worker, Result(None, self._died(worker, "does not answer any more;")))
+                self._note(worker, self._died(worker, "does not answer any more;"), current)
             return
         if not ready:
             raise Late
@@ -392,7 +392,7 @@ class ActorPool(Pool):
             failed, parcel = ray().get(ref)
             value = unwrapped(parcel)
         except (errors.RayActorError, errors.ObjectLostError) as error:
-            self._note(worker, Result(None, self._deaths.get(worker) or self._lost(worker, error)))
+            self._note(worker, self._deaths.get(worker) or self._lost(worker, error), current)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be read in this process.")
             current.results.setdefault(worker, Result(None, error))
@@ -400,13 +400,12 @@ class ActorPool(Pool):
             result = Result(None, value) if failed else Result(value, None)
             current.results.setdefault(worker, result)
 
-    def _note(self, worker: int, result: Result) -> None:
-        """None of the jobs under way will be done."""
-        if isinstance(result.error, WorkerDied):
-            self._deaths.setdefault(worker, result.error)
-        for each in self._open:
+    def _note(self, worker: int, died: WorkerDied, current: Dispatch) -> None:
+        """None of a worker's jobs will be done, be they under way or given up."""
+        self._deaths.setdefault(worker, died)
+        for each in (current, *self._open):
             if worker in each.given:
-                each.results.setdefault(worker, result)
+                each.results.setdefault(worker, Result(None, died))
 
     def _stopped(self) -> list[int]:
         """The workers on this machine that a signal has stopped."""

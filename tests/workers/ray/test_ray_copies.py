@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -370,5 +369,4 @@ def test_whether_work_that_was_interrupted_may_be_done(
     if current is not None:
         current.results = {k: Result(None, end) for k, end in enumerate(ends or ())}
     assert may_be_done(current, error) is may_be
-    done: Callable[..., bool] = is_done
-    assert current is None or not done(current, 2)
+    assert current is None or not is_done(current, 2)

@@ -467,7 +467,7 @@ def test_a_cluster_without_room_for_another_one(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ps.ClosedError):
             step(pipe)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert all(torch.equal(found[name], gradient) for name, gradient in before.items())
+    assert all(torch.equal(g, found[name]) for name, g in before.items())  # type: ignore[arg-type]
 
 
 def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
