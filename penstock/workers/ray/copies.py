@@ -41,12 +41,11 @@ _SHARED = (VALUE, GRADIENT, MEMORY)  # by the workers at the same place of all r
 _PAUSE = 0.2  # seconds until something is sent again
 _SLICE = 0.5  # seconds that are waited at once
 
+UNSENT = "the work was done, and given up before its copy had arrived"
+"""What an `Aborted` says that comes of it; it never reaches a user."""
+
 Entries = dict[tuple[Any, ...], Any]
 """What is in a copy, by what it is, and the number of the tensor or the optimizer."""
-
-
-class Unsent(Aborted):
-    """The work was done, and was given up before its copy had arrived; never reaches a user."""
 
 
 class Copy(NamedTuple):
@@ -179,7 +178,7 @@ class ActorCopies:
             is_given_up: whether the work is given up meanwhile.
 
         Raises:
-            Unsent: it is.
+            Aborted: it is; it says `UNSENT`.
             WorkerDied: the buddy has died, or does not take it in time.
         """
         change = self._made.pop(what.number)
@@ -194,7 +193,7 @@ class ActorCopies:
                     return
                 why = "it belongs to other members, or has not the copy before"
                 break
-            except Unsent:
+            except Aborted:
                 raise
             except Exception as error:
                 why = " ".join(str(error).split())
@@ -202,7 +201,7 @@ class ActorCopies:
                     break
                 time.sleep(_PAUSE)  # it was lost on the way, say
         if is_given_up():
-            raise Unsent
+            raise Aborted(UNSENT)
         raise WorkerDied(
             self._buddy_number,
             f"has not taken copy {what.number} of what worker {self._worker} has ({why});",
@@ -215,7 +214,7 @@ class ActorCopies:
         """Send something to the buddy; whether it has taken it.
 
         Raises:
-            Unsent: the work was given up.
+            Aborted: the work was given up.
             TimeoutError: there is no answer in time.
         """
         import ray
@@ -224,7 +223,7 @@ class ActorCopies:
         answer = beside.remote(self._membership, self._worker, parcel)
         while not ray.wait([answer], timeout=_SLICE)[0]:
             if is_given_up():
-                raise Unsent
+                raise Aborted(UNSENT)
             if time.monotonic() > deadline:
                 raise TimeoutError("it does not answer")
         return bool(ray.get(answer))

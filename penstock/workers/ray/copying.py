@@ -14,7 +14,16 @@ from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch
 from penstock.workers.processes.following import News
 from penstock.workers.processes.remembering import Found, Key
-from penstock.workers.ray.copies import GRADIENT, MEMORY, PART, STATE, VALUE, Copy, Entries, Unsent
+from penstock.workers.ray.copies import (
+    GRADIENT,
+    MEMORY,
+    PART,
+    STATE,
+    UNSENT,
+    VALUE,
+    Copy,
+    Entries,
+)
 from penstock.workers.ray.pool import ActorPool
 from penstock.workers.ways import modules_of
 
@@ -174,7 +183,7 @@ def may_be_done(current: Dispatch | None, error: BaseException) -> bool:
     if current is None:
         return not isinstance(error, Exception)
     ends = [result.error for result in current.results.values()]
-    return any(end is None or isinstance(end, Unsent) for end in ends)
+    return any(end is None or UNSENT in end.args for end in ends)
 
 
 def leaves_traces(span: Span) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
+from penstock.links.pickling import portable
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch, Result
 from penstock.workers.processes.remembering import Key, Memory
@@ -21,12 +22,12 @@ from penstock.workers.ray.copies import (
     OF_PASS,
     PART,
     STATE,
+    UNSENT,
     VALUE,
     ActorCopies,
     Change,
     Copy,
     Shelf,
-    Unsent,
 )
 from penstock.workers.ray.copying import Gathered, buddies_of, is_done, may_be_done, without
 from penstock.workers.ray.model import DriverModel
@@ -261,7 +262,7 @@ def test_a_wait_for_the_buddy_is_given_up(answers: list[Any]) -> None:
     copies = with_buddy(Buddy(*answers))
     copies.make(worker(), copy(1), EVERYTHING)
     looks = iter([False, True, True])
-    with pytest.raises(Unsent):
+    with pytest.raises(Aborted, match=UNSENT):
         copies.send(copy(1), lambda: next(looks))
 
 
@@ -355,7 +356,7 @@ def test_what_the_script_has_done_since_a_copy_stays_done() -> None:
     ("ends", "error", "may_be"),
     [
         ([None, Aborted()], KeyboardInterrupt(), True),
-        ([Unsent(), Aborted()], KeyboardInterrupt(), True),
+        ([portable(Aborted(UNSENT)), Aborted()], KeyboardInterrupt(), True),
         ([Aborted(), Aborted()], KeyboardInterrupt(), False),
         ([ValueError(), Aborted()], ValueError(), False),
         (None, KeyboardInterrupt(), True),
