@@ -127,9 +127,9 @@ def arm(worker: int, is_sent: bool) -> Event:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_replica_after_the_other_dies(tmp_path: Path) -> None:
-    events = {1: set_trap("step"), 3: send(0), 4: send(1)}
+    events = {1: set_trap("step"), 2: arm(1, True), 3: send(0), 4: arm(0, False)}
     pipe = check(tmp_path, events, replicas=2, on_failure="replace", counts=False)
-    assert (pipe.members.number, pipe.plan.replicas) == (3, 2)
+    assert (pipe.members.number, pipe.plan.replicas) == (4, 2)
 
 
 @pytest.mark.slow
