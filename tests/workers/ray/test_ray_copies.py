@@ -188,6 +188,21 @@ def test_what_cannot_have_changed_is_not_looked_at_and_stays() -> None:
     assert states <= set(copies.copy_of(0, 2) or {})
 
 
+def test_zeros_with_another_sign_and_another_layout_are_changes() -> None:
+    own = worker()
+    own.tensors = {0: torch.zeros(3), 1: torch.zeros(2, 2), 2: torch.full((1,), torch.nan)}
+    own.tensors[3] = torch.ones(2, dtype=torch.complex64)
+    copies = with_buddy(Buddy())
+    sent(copies, own, copy(1))
+    again = set(sent(copies, own, copy(2, 1)).changed)
+    assert again & {(VALUE, k) for k in own.tensors} == set()
+    own.tensors[0] = -own.tensors[0]
+    own.tensors[1] = own.tensors[1].t()
+    own.tensors[3] = own.tensors[3] * 1j
+    changed = set(sent(copies, own, copy(3, 2)).changed)
+    assert changed & {(VALUE, k) for k in own.tensors} == {(VALUE, 0), (VALUE, 1), (VALUE, 3)}
+
+
 def test_a_copy_is_of_its_moment() -> None:
     own, buddy = worker(), Buddy()
     copies = with_buddy(buddy)
