@@ -244,8 +244,8 @@ WORDED = (
     ),
     Message(
         *("WorkerDied", "Workers"),
-        "worker … …; the pipeline is closed. Nobody that is left has a copy of what worker … had: … "
-        "died as well. So what was trained since the last checkpoint is lost. …",
+        "worker … …; the pipeline is closed. Nobody that is left has a copy of what worker … had: "
+        "… died as well. So what was trained since the last checkpoint is lost. …",
         "workers/ray/copying.py",
     ),
     Message(
