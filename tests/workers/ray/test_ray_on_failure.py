@@ -59,17 +59,6 @@ def step(pipe: ps.Pipeline) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_another_actor_takes_over_amid_a_pass(tmp_path: Path) -> None:
-    pipe = check(tmp_path, {2: set_trap("backward")}, on_failure="replace")
-    assert pipe.members.number == 1
-    assert len(pipe.members) == 2
-    said = pipe.history().events[0].what
-    assert "in the backward of micro-batch 0 in stage" in said
-    assert "2 workers; others have taken over within" in said
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_whatever_an_actor_does_as_it_dies_another_completes_it(tmp_path: Path) -> None:
     pipe = check(tmp_path, TRAPS, on_failure="replace")
@@ -77,6 +66,7 @@ def test_whatever_an_actor_does_as_it_dies_another_completes_it(tmp_path: Path) 
     said = [event.what for event in pipe.history().events]
     assert [" in the forward of micro-batch 0 in stage" in what for what in said[:2]] == [1, 0]
     assert "during optimizer step" in said[2]
+    assert all("2 workers; others have taken over within" in what for what in said)
 
 
 @dataclass(frozen=True)
