@@ -18,6 +18,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/python examples/train_gpt2.py
 
+# Without bytecode, each of a thousand processes would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two files of tests at a time: many of them wait for processes that they start.
 TESTS := $(BIN)/pytest -n 2 --dist loadfile
 
