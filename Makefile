@@ -35,7 +35,7 @@ test-torch:
 	@grep -v '^torch' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)+cpu \
 		|| $(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	@$(OTHER)/bin/python -c 'import torch; print("torch==" + torch.__version__)' >> $(OTHER)/constraints.txt
+	@$(OTHER)/bin/pip freeze --disable-pip-version-check | grep '^torch==' >> $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check -e '.[test]' -c $(OTHER)/constraints.txt
 	$(OTHER)/bin/pytest -n 2 --dist loadfile
 
