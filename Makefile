@@ -33,7 +33,7 @@ test-torch:
 	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.14.1"; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
 	@grep -v '^torch' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)+cpu \
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)+cpu 2>/dev/null \
 		|| $(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	@$(OTHER)/bin/pip freeze --disable-pip-version-check | grep '^torch==' >> $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check -e '.[test]' -c $(OTHER)/constraints.txt
